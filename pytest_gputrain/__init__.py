@@ -1,0 +1,31 @@
+"""GPU training benchmarks as test cases: measured in a process of their own, judged against stored baselines."""
+
+from pytest_gputrain.cases import grid
+from pytest_gputrain.records import (
+    Case,
+    Crashed,
+    Environment,
+    Measurement,
+    OutOfMemory,
+    Report,
+    Result,
+    TimedOut,
+    Verdict,
+)
+from pytest_gputrain.units import GiB, KiB, MiB
+
+__all__ = [
+    "Case",
+    "Crashed",
+    "Environment",
+    "GiB",
+    "KiB",
+    "Measurement",
+    "MiB",
+    "OutOfMemory",
+    "Report",
+    "Result",
+    "TimedOut",
+    "Verdict",
+    "grid",
+]

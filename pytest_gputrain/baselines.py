@@ -1,0 +1,285 @@
+"""The only reader and writer of baselines: ``<dir>/<device>/<suite>.json``, reviewed in git.
+
+A file holds its cases sorted by key, each with what it measured and its raw runs; environments are stored once and
+referred to by a short hash, so that accepting new numbers shows as changed numbers and nothing else. Keys end in ``@tiny``
+where the tiny scale was measured, so that nobody takes such a figure for the model's.
+
+Files are replaced whole, under a lock, by atomic rename: a reader never sees half a file, and an update keeps the entries of
+cases that did not run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from pytest_gputrain.files import write_atomically
+from pytest_gputrain.records import (
+    FORMAT,
+    Baseline,
+    BaselineRun,
+    Case,
+    Environment,
+    Measurement,
+    OutOfMemory,
+    Reply,
+    Report,
+    Result,
+    Scale,
+)
+
+MAX_RUNS: Final = 20
+"""Runs kept per case."""
+
+
+class BaselineError(Exception):
+    """A baseline file that cannot be read or written; one sentence with the remedy."""
+
+
+class _StoredRun(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """`BaselineRun` with its environment by reference."""
+
+    outcome: Literal["measured", "out_of_memory"]
+    environment: str
+    date: str
+    session: str
+    commit: str = ""
+    warmup: int = 0
+    step_seconds: tuple[float, ...] = ()
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    model_bytes: int | None = None
+    flops_per_step: int | None = None
+    final_loss: float | None = None
+
+
+class _StoredCase(Struct, kw_only=True, forbid_unknown_fields=True):
+    case: Case
+    scale: Scale
+    runs: tuple[_StoredRun, ...]
+
+
+class _File(Struct, kw_only=True, forbid_unknown_fields=True):
+    format: int
+    device: str
+    suite: str
+    environments: dict[str, Environment]
+    cases: dict[str, _StoredCase]
+
+
+def key_of(case: Case, scale: Scale) -> str:
+    """Name of a case in its baseline file."""
+    return f"{case}@tiny" if scale == "tiny" else str(case)
+
+
+class Store:
+    """Baselines in a folder, one file per device and suite, each read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[tuple[str, str], dict[str, Baseline]] = {}
+
+    def path(self, device: str, suite: str) -> Path:
+        return self.folder / device / f"{suite}.json"
+
+    def has_suite(self, device: str, suite: str) -> bool:
+        """Whether this device has baselines of the suite at all."""
+        return self.path(device, suite).exists()
+
+    def get(self, device: str, suite: str, key: str) -> Baseline | None:
+        """The baseline of one case, None where there is none.
+
+        Raises:
+            BaselineError: the file is there but cannot be read.
+        """
+        if (device, suite) not in self._files:
+            self._files[device, suite] = _load(self.path(device, suite), device)
+        return self._files[device, suite].get(key)
+
+    def other_devices(self, device: str, suite: str) -> list[str]:
+        """Other devices that have baselines of the suite."""
+        return sorted(path.parent.name for path in self.folder.glob(f"*/{suite}.json") if path.parent.name != device)
+
+    def check_writable(self) -> None:
+        """Raises:
+        BaselineError: nothing can be written below the folder. Better told before hours of measuring than after.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise BaselineError(
+                f"baselines cannot be written to {self.folder} ({error.strerror}); make it writable or choose another "
+                "--gpu-baseline-dir"
+            ) from error
+
+    def update(self, device: str, suite: str, entries: Mapping[str, Baseline]) -> Path:
+        """Replace ``entries`` in their file, keep all others, and return the file.
+
+        Raises:
+            BaselineError: the present file cannot be read, or the new one cannot be written; nothing has changed then.
+        """
+        from filelock import FileLock
+
+        path = self.path(device, suite)
+        # The lock lies outside of the folder: it would be committed with it.
+        locks = Path(tempfile.gettempdir()) / "gputrain-locks"
+        try:
+            locks.mkdir(parents=True, exist_ok=True)
+            with FileLock(locks / hashlib.sha256(os.fsencode(path)).hexdigest()):
+                merged = {**_load(path, device), **entries}
+                write_atomically(path, _encode(device, suite, merged))
+        except OSError as error:
+            raise BaselineError(f"the baseline file {path} cannot be written: {error.strerror or error}") from error
+        self._files[device, suite] = merged
+        return path
+
+
+class ReportStore:
+    """The results of an earlier report, as baselines."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        BaselineError: the file is no report of this package.
+        """
+        report = _decode(path, Report, "a report of --gpu-json")
+        self.path = path
+        self._baselines: dict[tuple[str, str], Baseline] = {}
+        for result in report.results:
+            baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
+            if baseline.runs:
+                self._baselines[result.suite, result.key] = baseline
+
+    def get(self, device: str, suite: str, key: str) -> Baseline | None:
+        """The case's figures in the report, whatever device they are of: the judge tells what can be compared."""
+        return self._baselines.get((suite, key))
+
+
+def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Baseline:
+    """The figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out).
+
+    Args:
+        date: UTC, ISO 8601.
+        session: id of the pytest run.
+        commit: of the code measured; empty for unknown.
+    """
+    runs = (_baseline_run(reply, date=date, session=session, commit=commit) for reply in result.replies)
+    known = tuple(run for run in runs if run is not None)
+    # How many steps were run and what the case is declared for may change without the figures meaning something else.
+    return Baseline(device=result.device, case=Case(**result.case.identity()), scale=result.scale, runs=known)
+
+
+def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> BaselineRun | None:
+    if isinstance(reply, OutOfMemory) and reply.environment is not None:
+        return BaselineRun(outcome="out_of_memory", environment=reply.environment, date=date, session=session, commit=commit)
+    if not isinstance(reply, Measurement):
+        return None
+    return BaselineRun(
+        outcome="measured",
+        environment=reply.environment,
+        date=date,
+        session=session,
+        commit=commit,
+        warmup=len(reply.warmup_seconds),
+        # Six digits are beyond what a clock tells of a step, and keep a diff readable.
+        step_seconds=tuple(float(f"{seconds:.6g}") for seconds in reply.step_seconds),
+        peak_allocated_bytes=reply.peak_allocated_bytes,
+        peak_reserved_bytes=reply.peak_reserved_bytes,
+        peak_host_bytes=reply.peak_host_bytes,
+        model_bytes=reply.model_bytes,
+        flops_per_step=reply.flops_per_step,
+        final_loss=reply.losses[-1] if reply.losses else None,
+    )
+
+
+def _load(path: Path, device: str) -> dict[str, Baseline]:
+    if not path.exists():
+        return {}
+    file = _decode(path, _File, "a baseline file")
+    baselines = {}
+    for key, stored in file.cases.items():
+        runs = []
+        for run in stored.runs:
+            if run.environment not in file.environments:
+                raise BaselineError(
+                    f"the baseline file {path} refers to the environment {run.environment!r} in {key}, which it does not "
+                    "hold; restore it from git, or delete it and record again"
+                )
+            fields = {**msgspec.structs.asdict(run), "environment": file.environments[run.environment]}
+            runs.append(BaselineRun(**fields))
+        _check_figures(path, key, runs)
+        baselines[key] = Baseline(device=device, case=stored.case, scale=stored.scale, runs=tuple(runs))
+    return baselines
+
+
+def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
+    for run in runs:
+        bad_time = run.outcome == "measured" and not run.step_seconds
+        if bad_time or any(not seconds > 0 for seconds in run.step_seconds) or (run.peak_allocated_bytes or 0) < 0:
+            raise BaselineError(
+                f"the baseline file {path} holds impossible figures for {key}; restore it from git, or delete the entry "
+                "and record it again"
+            )
+    if not runs:
+        raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
+
+
+def _decode(path: Path, type_: Any, what: str) -> Any:
+    """Raises:
+    BaselineError: not ``what``, told with the place where that shows.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BaselineError(f"{path} cannot be read: {error.strerror}") from error
+    remedy = "restore it from git, or delete it and record again"
+    if re.search(rb"^(<{7}|={7}|>{7})( |$)", data, re.MULTILINE):
+        raise BaselineError(f"{path} holds merge-conflict markers; resolve them, or take one side and record again")
+    try:
+        found = msgspec.json.decode(data, type=_Versioned).format
+    except msgspec.DecodeError as error:
+        raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
+    if found != FORMAT:
+        raise BaselineError(f"{path} has format {found}, this version reads format {FORMAT}; {remedy}")
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except msgspec.DecodeError as error:
+        raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
+
+
+class _Versioned(Struct):
+    format: int
+
+
+def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> bytes:
+    environments: dict[str, Environment] = {}
+    cases: dict[str, _StoredCase] = {}
+    for key in sorted(baselines):
+        baseline = baselines[key]
+        runs = []
+        for run in baseline.runs[-MAX_RUNS:]:
+            digest = _digest(run.environment)
+            environments[digest] = run.environment
+            runs.append(_StoredRun(**{**msgspec.structs.asdict(run), "environment": digest}))
+        cases[key] = _StoredCase(case=baseline.case, scale=baseline.scale, runs=tuple(runs))
+    ordered = {digest: environments[digest] for digest in sorted(environments)}
+    document = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases=cases)
+    pretty = msgspec.json.format(msgspec.json.encode(document), indent=1)
+    # A list of numbers on one line: a re-recorded case is then a few changed lines, not fifty.
+    one_line = re.sub(rb"\[\n\s+([-0-9.e+,\s]+?)\n\s*\]", lambda m: b"[" + re.sub(rb"\s+", b" ", m[1]) + b"]", pretty)
+    return one_line + b"\n"
+
+
+def _digest(environment: Environment) -> str:
+    fields = msgspec.json.encode(environment, order="sorted")
+    return hashlib.sha256(fields).hexdigest()[:8]

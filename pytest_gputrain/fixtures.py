@@ -1,0 +1,153 @@
+"""The fixtures: ``gputrain`` measures and judges cases, ``gpu`` lends a GPU to code that runs in the test itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.records import Case, Measurement, Result
+from pytest_gputrain.runner import BadCase, CannotRun, Runner, detail_of, failure_of, suite_of
+
+RUNNER: Final = pytest.StashKey[Runner]()
+RESULTS: Final = pytest.StashKey[list[Result]]()
+
+StepBuilder = Callable[[Any], Callable[[], Any]]
+
+_STRICT_STATUSES: Final = ("new", "not-comparable", "inconclusive")
+
+
+class GpuTrain:
+    """What a test asks for figures. A case is measured once per session, however many tests ask."""
+
+    def __init__(self, item: pytest.Item, runner: Runner) -> None:
+        self._item = item
+        self._runner = runner
+
+    def measure(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement:
+        """The figures of a case, or of a function that builds a step, without judging them.
+
+        Args:
+            what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a
+                `pytest_gputrain.worker.recipe.Setup`, builds everything, and returns a function that runs one step and may
+                return its loss. It runs in the worker, which finds it by file and name.
+            inline: run in this process: any callable will do, but torch and its state stay.
+            knobs: fields of `Case` to set.
+
+        A case without figures (out of memory, crashed, timed out) fails the test with the reason.
+        """
+        result = self._run(what, inline, knobs, judged=False)
+        failure = failure_of(result)
+        if failure:
+            pytest.fail(failure, pytrace=False)
+        return _first_measurement(result)
+
+    def check(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement | None:
+        """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
+
+        Returns:
+            The figures of the first process; None for a case whose baseline is that it runs out of memory.
+        """
+        result = self._run(what, inline, knobs, judged=True)
+        verdict = result.verdict
+        assert verdict is not None
+        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict(result.suite)
+        if verdict.status in ("failed", "regressed") or strict:
+            pytest.fail(f"{verdict.sentence}{' (strict)' if strict else ''}", pytrace=False)
+        return None if failure_of(result) else _first_measurement(result)
+
+    def _run(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool) -> Result:
+        markers = {mark.name for mark in self._item.iter_markers()}
+        expression = str(self._item.config.getoption("markexpr", "") or "")
+        suite = suite_of(self._item.path)
+        try:
+            case = self._case(what, inline, knobs)
+            self._runner.check_selection(case, markers, expression)
+            builder = what if inline and not isinstance(what, Case) else None
+            result = self._runner.run(self._item.nodeid, suite, case, builder, judged=judged)
+        except CannotRun as reason:
+            pytest.skip(str(reason))
+        except BadCase as error:
+            pytest.fail(str(error), pytrace=False)
+        self._note(result)
+        return result
+
+    def _case(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any]) -> Case:
+        unknown = sorted(set(knobs) - set(Case.__struct_fields__))
+        if unknown:
+            raise BadCase(f"{', '.join(unknown)} is no field of a case; known: {', '.join(Case.__struct_fields__)}")
+        if isinstance(what, Case):
+            return what.replace(**knobs)
+        if not callable(what):
+            raise BadCase(f"{what!r} is neither a Case nor a function that builds a step")
+        name = getattr(what, "__name__", type(what).__name__)
+        code = "inline" if inline else _address(what, self._runner.settings.root)
+        shown = tuple(knob for knob in knobs if knob not in ("model", "precision", "steps", "warmup", "platforms"))
+        return Case(**{"model": name, "method": "custom", "code": code, "named": shown, **knobs})
+
+    def _note(self, result: Result) -> None:
+        """Leave the result where the report of this test finds it."""
+        self._item.stash.setdefault(RESULTS, []).append(result)
+        properties: list[tuple[str, object]] = [("gputrain.case", result.key)]
+        if result.verdict is not None:
+            properties.append(("gputrain.verdict", result.verdict.status))
+        if result.summary is not None:
+            properties.append(("gputrain.median_step_seconds", result.summary.median_step_seconds))
+            properties.append(("gputrain.peak_allocated_bytes", _first_measurement(result).peak_allocated_bytes))
+        self._item.user_properties += properties
+        detail = detail_of(result)
+        if detail:
+            self._item.add_report_section("call", f"worker of {result.case}", detail)
+
+
+def _address(function: StepBuilder, root: Path) -> str:
+    """``tests/test_mine.py::my_step``.
+
+    Raises:
+        BadCase: a worker could not find the function by file and name.
+    """
+    name = getattr(function, "__qualname__", "")
+    if not name.isidentifier():
+        shown = name or repr(function)
+        raise BadCase(
+            f"{shown} is not a function at the top level of a file, so the worker cannot import it; define it there, or "
+            "measure it with inline=True"
+        )
+    try:
+        file = Path(inspect.getfile(function)).resolve()
+        relative = file.relative_to(root.resolve())
+    except (TypeError, ValueError):
+        raise BadCase(f"{name} does not lie in a file below {root}, so the worker may not run it") from None
+    return f"{relative.as_posix()}::{name}"
+
+
+def _first_measurement(result: Result) -> Measurement:
+    return next(reply for reply in result.replies if isinstance(reply, Measurement))
+
+
+@pytest.fixture
+def gputrain(request: pytest.FixtureRequest) -> GpuTrain:
+    """Measures training cases in processes of their own and judges them against stored baselines."""
+    item = request.node
+    assert isinstance(item, pytest.Item)
+    return GpuTrain(item, item.config.stash[RUNNER])
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    """A GPU for this test alone, across xdist workers and pytest runs of this host; skips where there is none."""
+    runner = request.config.stash[RUNNER]
+    try:
+        machine = runner.machine
+    except BadCase as error:
+        pytest.fail(str(error), pytrace=False)
+    if not machine.gpus:
+        pytest.skip(f"needs a GPU, found {CPU}")
+    with lease(machine.gpus, 1) as (device,):
+        yield device

@@ -1,0 +1,91 @@
+"""This machine as the cases see it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pytest_gputrain.hardware import catalog, nvidia
+from pytest_gputrain.hardware.devices import Gpu
+
+
+class HardwareError(Exception):
+    """The hardware is not what was asked for; one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The devices a run may use; GPUs of one kind only."""
+
+    gpus: tuple[Gpu, ...]
+    platform: str
+    """Catalog marker, ``cpu``, or ``unknown`` for a GPU that the catalog lacks."""
+
+    @property
+    def device_type(self) -> Literal["cpu", "gpu"]:
+        return "gpu" if self.gpus else "cpu"
+
+    @property
+    def device_name(self) -> str:
+        return self.gpus[0].name if self.gpus else catalog.CPU
+
+    @property
+    def slug(self) -> str:
+        """Folder of this machine's baselines."""
+        return catalog.slug(self.device_name)
+
+
+def detect(
+    *, platform: str | None = None, gpu_ids: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> Machine:
+    """What is here, within ``CUDA_VISIBLE_DEVICES`` and ``gpu_ids``.
+
+    Args:
+        platform: marker that this machine shall pass for; ``cpu`` leaves its GPUs alone.
+
+    Raises:
+        HardwareError: an unknown marker or GPU, a platform without a GPU, or GPUs of several kinds.
+    """
+    if platform is not None and platform not in catalog.MARKERS:
+        raise HardwareError(f"--gpu-platform: {platform!r} is unknown; known: {', '.join(catalog.MARKERS)}")
+    if platform == catalog.CPU:
+        if gpu_ids:
+            raise HardwareError("--gpu-ids names GPUs, but --gpu-platform=cpu leaves them alone")
+        return Machine(gpus=(), platform=catalog.CPU)
+    gpus = _visible(nvidia.gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpu_ids:
+        gpus = tuple(_find(gpus, wanted) for wanted in gpu_ids)
+    if not gpus:
+        if platform is not None:
+            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here")
+        return Machine(gpus=(), platform=catalog.CPU)
+    names = sorted({gpu.name for gpu in gpus})
+    if len(names) > 1:
+        raise HardwareError(f"GPUs of several kinds are visible ({', '.join(names)}); choose those of one with --gpu-ids")
+    return Machine(gpus=gpus, platform=platform or catalog.marker_of(names[0]) or "unknown")
+
+
+def _find(gpus: Sequence[Gpu], wanted: str) -> Gpu:
+    for gpu in gpus:
+        if wanted == str(gpu.index) or (wanted.startswith("GPU-") and gpu.uuid.startswith(wanted)):
+            return gpu
+    visible = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
+    raise HardwareError(f"--gpu-ids: no visible GPU {wanted!r}; visible: {visible}")
+
+
+def _visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA would show: by index or UUID, up to the first entry that names none (CUDA stops there too)."""
+    if variable is None:
+        return tuple(gpus)
+    chosen: list[Gpu] = []
+    for entry in map(str.strip, variable.split(",")):
+        match = next(
+            (gpu for gpu in gpus if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))),
+            None,
+        )
+        if match is None:
+            break
+        chosen.append(match)
+    return tuple(chosen)

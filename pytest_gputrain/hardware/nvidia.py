@@ -1,0 +1,53 @@
+"""NVIDIA GPUs through NVML."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from pytest_gputrain.hardware.devices import Gpu
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Every GPU of the driver, in its order; none where there is no driver."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return ()
+        driver = _text(nvml.nvmlSystemGetDriverVersion())
+        found = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            found.append(
+                Gpu(
+                    index=index,
+                    uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+                    name=_text(nvml.nvmlDeviceGetName(handle)),
+                    memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+                    driver=driver,
+                )
+            )
+        return tuple(found)
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """The initialised library, None on a machine without it. Imported here: most runs of pytest never ask."""
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,245 @@
+"""Runs against a baseline: a verdict with its sentence. Pure: no file, clock or hardware.
+
+The rule is plain here: the median step against the median of the baseline's medians, peak memory against the largest of the
+baseline's peaks, each with a tolerance. It wants no more than what a baseline stores raw, so a better rule can replace it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pytest_gputrain.cases import differences
+from pytest_gputrain.records import (
+    Baseline,
+    BaselineRun,
+    Case,
+    Crashed,
+    Environment,
+    Measurement,
+    MetricVerdict,
+    OutOfMemory,
+    Reply,
+    Status,
+    TimedOut,
+    Verdict,
+)
+from pytest_gputrain.settings import MemoryTolerance
+from pytest_gputrain.units import MiB, format_bytes, format_percent, format_seconds
+
+GPU_MEMORY_FLOOR_BYTES: Final = 64 * MiB
+"""Added to the memory limit on a GPU, whose allocator differs by a few segments from run to run. A CPU's count is exact."""
+
+CPU_TIME_RUNS: Final = 5
+"""Runs that a baseline needs before time is judged on a CPU: processes there differ by 4-5 % on one thread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """How much worse passes."""
+
+    time: float
+    memory: MemoryTolerance
+
+
+def judge(case: Case, replies: Sequence[Reply], baseline: Baseline | None, tolerance: Tolerance, hint: str = "") -> Verdict:
+    """What ``replies`` (one per fresh process, at least one) mean against ``baseline``.
+
+    Args:
+        hint: for a missing baseline, what else is known of it.
+    """
+    for reply in replies:
+        if isinstance(reply, (Crashed, TimedOut)):
+            return Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}")
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
+    fits = len(measured) > len(out)
+    if baseline is None:
+        return _without_baseline(case, out, fits, hint)
+    if baseline.case.identity() != case.identity():
+        change = differences(baseline.case, case)
+        return Verdict(
+            status="not-comparable",
+            sentence=f"{case} is not what its baseline of {_dates(baseline)} measured ({change}); {_RECORD}",
+        )
+    fitted = [run for run in baseline.runs if run.outcome == "measured"]
+    baseline_fits = len(fitted) * 2 > len(baseline.runs)
+    if not fits:
+        return _out_of_memory(case, out, baseline, baseline_fits)
+    if not baseline_fits:
+        return Verdict(
+            status="improved",
+            sentence=f"{case} fits in memory now; its baseline of {_dates(baseline)} did not; {_RECORD}",
+        )
+    metrics = (_time(measured, fitted, tolerance.time), _memory(measured, fitted, tolerance.memory))
+    return _conclude(case, metrics, measured, baseline, fitted)
+
+
+def describe_failure(reply: Crashed | TimedOut | OutOfMemory) -> str:
+    """What went wrong, as the rest of a sentence that begins with the case."""
+    at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
+    place = f"({reply.phase}{at})"
+    if isinstance(reply, TimedOut):
+        return f"was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
+    if isinstance(reply, OutOfMemory):
+        return f"ran out of {reply.where} memory {place}: {reply.message}"
+    return f"gave no measurement {place}: {reply.sentence}"
+
+
+_RECORD: Final = "record it with --gpu-baseline-update"
+
+
+def _without_baseline(case: Case, out: Sequence[OutOfMemory], fits: bool, hint: str) -> Verdict:
+    if not fits:
+        return Verdict(
+            status="failed",
+            sentence=f"{case} {describe_failure(out[0])}; if that is expected, {_RECORD}",
+        )
+    return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}; {_RECORD}")
+
+
+def _out_of_memory(case: Case, out: Sequence[OutOfMemory], baseline: Baseline, baseline_fits: bool) -> Verdict:
+    if not baseline_fits:
+        return Verdict(status="pass", sentence=f"{case} runs out of memory, as in its baseline of {_dates(baseline)}")
+    peak = max((run.peak_allocated_bytes or 0 for run in baseline.runs), default=0)
+    return Verdict(
+        status="regressed",
+        sentence=f"{case} {describe_failure(out[0])}; its baseline of {_dates(baseline)} fitted with "
+        f"{format_bytes(peak)} allocated; {_changes(out[0].environment, baseline.runs)}",
+        metrics=(MetricVerdict(metric="peak_allocated_bytes", status="regressed", baseline=peak),),
+    )
+
+
+def _time(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: float) -> MetricVerdict:
+    value = statistics.median(run.median_step_seconds for run in measured)
+    base = statistics.median(statistics.median(run.step_seconds) for run in fitted)
+    limit = base * (1 + tolerance)
+    reason = _why_time_is_foreign(measured[0].environment, fitted)
+    if reason:
+        return MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=base, note=reason)
+    status: Status = "regressed" if value > limit else "improved" if value < base / (1 + tolerance) else "pass"
+    return MetricVerdict(metric="step_seconds", status=status, value=value, baseline=base, limit=limit)
+
+
+def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun]) -> str:
+    for there in (run.environment for run in fitted):
+        if there.device_name != here.device_name:
+            return f"recorded on {there.device_name}, here {here.device_name}"
+        if there.device_count != here.device_count:
+            return f"recorded on {there.device_count} devices, here {here.device_count}"
+        if here.device_type == "cpu" and (there.host, there.cpu_model) != (here.host, here.cpu_model):
+            return "recorded on another host, and time on a CPU is that host's alone"
+    if here.device_type == "cpu" and len(fitted) < CPU_TIME_RUNS:
+        return f"time on a CPU needs a baseline of {CPU_TIME_RUNS} runs (--gpu-runs), this one has {len(fitted)}"
+    return ""
+
+
+def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance) -> MetricVerdict:
+    # Memory comes in a few discrete levels: only what every run needs is needed.
+    value = min(run.peak_allocated_bytes for run in measured)
+    peaks = [run.peak_allocated_bytes for run in fitted if run.peak_allocated_bytes is not None]
+    here = measured[0].environment
+    foreign = next((run.environment for run in fitted if run.environment.device_type != here.device_type), None)
+    if foreign or not peaks:
+        reason = f"recorded on {foreign.device_name}, here {here.device_name}" if foreign else "the baseline has no peak"
+        return MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
+    highest, lowest = max(peaks), min(peaks)
+    floor = 0 if here.device_type == "cpu" else GPU_MEMORY_FLOOR_BYTES
+    slack = tolerance.bytes + floor
+    limit = highest * (1 + tolerance.ratio) + slack
+    status: Status = "pass"
+    if value > limit:
+        status = "regressed"
+    elif value < lowest / (1 + tolerance.ratio) - slack:
+        status = "improved"
+    # A CPU's peak is an exact count: within the limit a change still says that something changed.
+    changed = here.device_type == "cpu" and status == "pass" and not lowest <= value <= highest
+    note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
+    return MetricVerdict(metric="peak_allocated_bytes", status=status, value=value, baseline=highest, limit=limit, note=note)
+
+
+def _conclude(
+    case: Case,
+    metrics: tuple[MetricVerdict, ...],
+    measured: Sequence[Measurement],
+    baseline: Baseline,
+    fitted: Sequence[BaselineRun],
+) -> Verdict:
+    compared = [metric for metric in metrics if metric.status != "not-comparable"]
+    if not compared:
+        reasons = "; ".join(dict.fromkeys(metric.note for metric in metrics))
+        sentence = f"{case} cannot be compared with its baseline of {_dates(baseline)}: {reasons}; {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
+    worse = [metric for metric in compared if metric.status == "regressed"]
+    better = [metric for metric in compared if metric.status == "improved"]
+    if worse:
+        findings = " and ".join(_finding(metric, len(measured)) for metric in worse)
+        recorded = f"baseline of {_dates(baseline)}, {_count(len(fitted), 'run')}"
+        changes = [_changes(measured[0].environment, fitted), *_counters(measured[0], fitted)]
+        return Verdict(status="regressed", sentence=f"{case} {findings} ({recorded}); {', '.join(changes)}", metrics=metrics)
+    if better:
+        findings = " and ".join(_finding(metric, len(measured)) for metric in better)
+        return Verdict(status="improved", sentence=f"{case} {findings}; {_RECORD} to keep it", metrics=metrics)
+    notes = [metric.note for metric in metrics if metric.note]
+    return Verdict(
+        status="pass", sentence=f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}", metrics=metrics
+    )
+
+
+def _finding(metric: MetricVerdict, runs: int) -> str:
+    """``is 7.2 % slower: 5.04 s/step against 4.70 s/step, limit 4.84 s/step``."""
+    assert metric.value is not None
+    assert metric.baseline is not None
+    delta = metric.value / metric.baseline - 1 if metric.baseline else float("inf")
+    size = format_percent(abs(delta), signed=False)
+    limit = ""
+    if metric.metric == "step_seconds":
+        if metric.limit is not None and delta > 0:
+            limit = f", limit {format_seconds(metric.limit)}"
+        word = "slower" if delta > 0 else "faster"
+        of = f" in {runs} runs" if runs > 1 else ""
+        values = f"{format_seconds(metric.value)} against {format_seconds(metric.baseline)} a step{of}"
+        return f"is {size} {word}: {values}{limit}"
+    if metric.limit is not None and delta > 0:
+        limit = f", limit {format_bytes(metric.limit)}"
+    word = "more" if delta > 0 else "less"
+    values = f"{format_bytes(metric.value)} against {format_bytes(metric.baseline)} peak allocated"
+    return f"needs {format_bytes(abs(metric.value - metric.baseline))} ({size}) {word} memory: {values}{limit}"
+
+
+def _counters(measured: Measurement, fitted: Sequence[BaselineRun]) -> Iterable[str]:
+    """Exact counters that moved too: they tell a changed model from a slower one."""
+    flops, before = measured.flops_per_step, fitted[-1].flops_per_step
+    if flops and before and flops != before:
+        yield f"{format_percent(flops / before - 1)} FLOPs per step"
+    if measured.model_bytes and fitted[-1].model_bytes and measured.model_bytes != fitted[-1].model_bytes:
+        yield f"model memory {format_bytes(fitted[-1].model_bytes)} -> {format_bytes(measured.model_bytes)}"
+
+
+def _changes(here: Environment | None, runs: Sequence[BaselineRun]) -> str:
+    """What differs between the baseline's latest environment and this one."""
+    if here is None or not runs:
+        return "environment unknown"
+    there = runs[-1].environment
+    changes = []
+    for name in Environment.__struct_fields__:
+        before, after = getattr(there, name), getattr(here, name)
+        if name == "packages":
+            changes += [
+                f"{package} {before.get(package, 'absent')} -> {after.get(package, 'absent')}"
+                for package in sorted({*before, *after})
+                if before.get(package) != after.get(package)
+            ]
+        elif before != after:
+            changes.append(f"{name.replace('_', ' ')} {before} -> {after}")
+    return f"since then: {', '.join(changes)}" if changes else "same environment"
+
+
+def _dates(baseline: Baseline) -> str:
+    return max((run.date[:10] for run in baseline.runs), default="an unknown day")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

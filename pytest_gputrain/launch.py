@@ -1,0 +1,219 @@
+"""A task in, a reply out: the case runs in a fresh process, and whatever becomes of that process is a reply.
+
+Not covered: several processes a case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.records import Crashed, Event, OutOfMemory, Reply, Task, TimedOut
+
+_POLL_SECONDS: Final = 0.02
+_STACKS_SECONDS: Final = 1.0
+_TAIL_BYTES: Final = 8_000
+
+Watch = Callable[[Event], None]
+
+
+def in_process(task: Task, *, gpus: Sequence[Gpu], timeout_seconds: float, watch: Watch = lambda event: None) -> Reply:
+    """Run ``task`` in a process of its own.
+
+    Args:
+        gpus: the only GPUs the process will see; none hides them all.
+        timeout_seconds: the process and its children are killed after this time.
+        watch: called with every progress event, on this thread.
+    """
+    if "GPUTRAIN_PARENT" in os.environ:
+        raise RuntimeError("a worker of pytest-gputrain must not start workers: do not measure at a module's top level")
+    folder = Path(tempfile.mkdtemp(prefix="gputrain-"))
+    try:
+        (folder / "case.json").write_bytes(msgspec.json.encode(task))
+        return _run(task, folder, _environment(task, gpus), timeout_seconds, watch)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def inline(task: Task, builder: Any = None) -> Reply:
+    """Run ``task`` in this process, for closures and debuggers: imports torch here, shares its state, knows no time-out."""
+    import gc
+
+    import torch
+
+    from pytest_gputrain.worker.progress import Progress
+    from pytest_gputrain.worker.run import run
+
+    threads, random_state = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        return run(task, Progress(None), builder)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(random_state)
+        gc.unfreeze()
+
+
+def _run(task: Task, folder: Path, environment: Mapping[str, str], timeout_seconds: float, watch: Watch) -> Reply:
+    progress = _ProgressFile(folder / "progress.jsonl")
+    kills_before = _kernel_oom_kills()
+    deadline = time.monotonic() + timeout_seconds
+    with open(folder / "stdout.txt", "wb") as stdout, open(folder / "stderr.txt", "wb") as stderr:
+        # -P: a file of the user's named like one of the standard library must not shadow it inside `import torch`.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pytest_gputrain.worker", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                for event in progress.read():
+                    watch(event)
+                if time.monotonic() >= deadline:
+                    stacks = _ask_for_stacks(process, folder / "stacks.txt")
+                    progress.read()
+                    last = progress.last
+                    return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=stacks)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            _kill(process)
+    for event in progress.read():
+        watch(event)
+    return _read_reply(folder, process.returncode, progress.last, kills_before)
+
+
+def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply:
+    """What the ended process left behind, as a reply."""
+
+    def crashed(sentence: str) -> Crashed:
+        detail = _tail(folder / "stacks.txt") + _tail(folder / "stderr.txt")
+        return Crashed(sentence=sentence, phase=last.phase, step=last.step, detail=detail, exit_code=exit_code)
+
+    reply_file = folder / "reply.json"
+    if reply_file.exists():
+        try:
+            reply: Reply = msgspec.json.decode(reply_file.read_bytes(), type=Reply)
+        except msgspec.DecodeError as error:
+            return crashed(f"the worker's reply cannot be read: {error}")
+        if exit_code != 0:
+            return crashed(f"the worker replied, then ended {_exit_text(exit_code)}")
+        return reply
+    if exit_code == -signal.SIGKILL and _kernel_oom_kills() > kills_before:
+        return OutOfMemory(where="host", phase=last.phase, step=last.step, message="killed by the kernel's OOM killer")
+    return crashed(f"the worker ended {_exit_text(exit_code)} without a reply")
+
+
+def _exit_text(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"with exit code {exit_code}"
+    try:
+        return f"by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"by signal {-exit_code}"
+
+
+def _environment(task: Task, gpus: Sequence[Gpu]) -> dict[str, str]:
+    """The worker's environment variables: this process's, with what must not vary fixed."""
+    environment = dict(os.environ)
+    visible = ",".join(gpu.uuid for gpu in gpus)
+    environment |= {
+        "GPUTRAIN_PARENT": str(os.getpid()),
+        "CUDA_VISIBLE_DEVICES": visible,
+        "PYTHONSAFEPATH": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        # The interpreter's folder holds the tools of its environment (ninja), whether or not that is activated.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),
+        # Models are built, never fetched; an attempt to reach a hub would only cost its time-out.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if task.device_type == "cpu":
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return environment
+
+
+class _ProgressFile:
+    """Reads what has been added to the progress file; a line still being written waits for the next time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.last = Event(phase="start")
+
+    def read(self) -> list[Event]:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        events = []
+        for line in whole.splitlines():
+            with contextlib.suppress(msgspec.DecodeError):
+                events.append(msgspec.json.decode(line, type=Event))
+        if events:
+            self.last = events[-1]
+        return events
+
+
+def _ask_for_stacks(process: subprocess.Popen[bytes], path: Path) -> str:
+    """The worker's Python stacks, by its faulthandler; empty where it does not answer."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + _STACKS_SECONDS
+    while time.monotonic() < deadline and not _tail(path):
+        time.sleep(_POLL_SECONDS)
+    time.sleep(_POLL_SECONDS)
+    return _tail(path)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the worker and everything it started, sessions of their own included."""
+    import psutil
+
+    family: list[Any] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+    # The group's id is the worker's; it stays taken as long as any process of the group lives.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+
+
+def _kernel_oom_kills() -> int:
+    """How often this host's kernel killed a process for memory since it started."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
+        for line in lines:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _tail(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

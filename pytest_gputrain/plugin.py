@@ -1,0 +1,126 @@
+"""pytest's hooks, and nothing else: each hands over to the room that does the work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_gputrain import settings as options
+from pytest_gputrain.baselines import BaselineError, Store
+from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain
+from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.records import Case, Result
+from pytest_gputrain.report.book import Book
+from pytest_gputrain.report.live import Live
+from pytest_gputrain.runner import Runner, suite_of
+from pytest_gputrain.selection import platforms_of
+
+__all__ = ["gpu", "gputrain"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("gputrain", "GPU training benchmarks")
+    for option in options.OPTIONS:
+        if option.switch:
+            group.addoption(option.flag, action="store_true", default=None, help=option.help)
+        else:
+            group.addoption(option.flag, default=None, metavar=option.metavar, help=option.help)
+        parser.addini(option.ini, f"as {option.flag}", default="")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        what = "a CPU" if marker == CPU else PLATFORMS[marker].title
+        config.addinivalue_line("markers", f"{marker}: gputrain: declared for {what}")
+    try:
+        settings = options.read(
+            {option.name: config.getoption(option.flag) for option in options.OPTIONS},
+            {option.name: str(config.getini(option.ini)) for option in options.OPTIONS},
+            config.rootpath if config.inipath is None else config.inipath.parent,
+        )
+        on_controller = not hasattr(config, "workerinput")
+        if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
+            Store(settings.baseline_dir).check_writable()
+    except (ValueError, BaselineError) as error:
+        raise pytest.UsageError(str(error)) from None
+    plugin = GpuTrainPlugin(config, Runner(settings), Book(settings) if on_controller else None)
+    config.stash[RUNNER] = plugin.runner
+    config.pluginmanager.register(plugin, "gputrain-manager")
+
+
+class GpuTrainPlugin:
+    """The hooks of one run.
+
+    Args:
+        book: gathers the results; None on an xdist worker, whose results travel to the controller with their reports.
+    """
+
+    def __init__(self, config: pytest.Config, runner: Runner, book: Book | None) -> None:
+        self.config = config
+        self.runner = runner
+        self.book = book
+        self._live: Live | None = None
+        self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None:
+            return
+        for value in callspec.params.values():
+            if isinstance(value, Case):
+                for marker in platforms_of(value.platforms):
+                    item.add_marker(self._marks[marker])
+                self.runner.declare(suite_of(item.path), value)
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+        capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
+        if self.book is None or terminal is None or not terminal.isatty:
+            return
+        uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
+        self._live = Live(self.config.get_terminal_writer().fullwidth, uncaptured)
+        self.runner.watch = self._live.show
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        results = item.stash.get(RESULTS, None)
+        if results and call.when == "call":
+            # An attribute of plain JSON travels from an xdist worker with the report.
+            report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
+            del item.stash[RESULTS]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._live is not None:
+            self._live.clear()
+        if self.book is not None:
+            for text in getattr(report, "gputrain", ()):
+                self.book.add(msgspec.json.decode(text, type=Result))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.book is None:
+            return
+        self.book.close(int(exitstatus))
+        if self.book.failed and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.book is None or not (self.book.results or self.book.notes):
+            return
+        from pytest_gputrain.report import terminal
+
+        writer = self.config.get_terminal_writer()
+        terminalreporter.section("gputrain")
+        if self.book.results:
+            table = terminal.render(self.book.results, width=writer.fullwidth, colour=writer.hasmarkup)
+            terminalreporter.write_line(table)
+        for line in [*terminal.explain(self.book.results), *self.book.notes]:
+            terminalreporter.write_line(line)

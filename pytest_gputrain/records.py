@@ -1,0 +1,316 @@
+"""The records that travel through the house, and nothing else.
+
+    Case -> launch -> worker -> Reply -> judge(Baseline) -> Verdict -> report
+
+Both sides of the process boundary import this module, so it needs neither pytest nor torch. Every record is frozen, every
+field is keyword-only and carries its unit in its name, and one definition serves the wire, the files and the JSON Schema.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+FORMAT: Final = 1
+"""Version of every file this package writes. 1: the first (0.1.0)."""
+
+Scale = Literal["full", "tiny"]
+Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
+"""Where a worker stands; ``count`` is the pass that counts allocations."""
+Status = Literal["pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded"]
+MetricName = Literal["step_seconds", "peak_allocated_bytes"]
+
+_NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
+
+
+class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What to train and how: model x method x precision x parallelism x knobs.
+
+    A record only: nothing is checked or looked up here, so that one misspelt case fails its own test instead of the
+    whole file (see `pytest_gputrain.cases.problem`).
+    """
+
+    model: str = ""
+    """A name of the zoo, or the function's name for own code."""
+    method: str = "full"
+    """What trains: ``full``, ``lora``, ``qlora``; ``custom`` for own code."""
+    precision: str = "bf16"
+    """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16`` (fp32 weights under autocast)."""
+    parallel: str = "single"
+    """``single`` or ``fsdp`` (declared; needs several processes)."""
+    gpus: int = 1
+    """Processes of the case, one a GPU."""
+    batch_size: int = 1
+    """Samples per process in one step (one micro-batch)."""
+    sequence_length: int = 0
+    """Tokens per sample, all of them real (no padding)."""
+    gradient_accumulation: int = 1
+    """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
+    activation_checkpointing: bool = False
+    optimizer: str = "adamw"
+    """``adamw`` (torch.optim.AdamW as it comes) or ``adamw-fused``."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state in host memory (FSDP)."""
+    steps: int = 10
+    """Timed steps."""
+    warmup: int = 3
+    """Steps before the timed ones."""
+    platforms: tuple[str, ...] = ()
+    """Catalog markers the case is declared for; none means any."""
+    code: str = ""
+    """``path/of/test_file.py::function`` that builds the step, for own code."""
+    named: tuple[str, ...] = ()
+    """Knobs that appear in the id, because a grid varies them."""
+
+    def __str__(self) -> str:
+        parts = [self.model] if self.method == "custom" else [self.model, self.method]
+        parts.append(self.precision)
+        if self.parallel != "single":
+            parts.append(self.parallel)
+        parts += [f"{knob}={_knob_text(getattr(self, knob, None))}" for knob in self.named]
+        return "-".join(parts)
+
+    def replace(self, **fields: Any) -> Case:
+        """This case with some fields changed; the id does not change for a knob (use `grid` for that)."""
+        return msgspec.structs.replace(self, **fields)
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {name: value for name, value in fields.items() if name not in _NOT_IDENTITY}
+
+
+def _knob_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Environment(Struct, frozen=True, kw_only=True):
+    """Where a measurement was made. Fields that differ between a run and its baseline are named in a regression."""
+
+    device_name: str
+    """As the driver gives it (``NVIDIA H100 80GB HBM3``), or ``cpu``."""
+    device_type: Literal["cpu", "cuda", "rocm"]
+    device_count: int
+    device_memory_bytes: int | None
+    host: str
+    cpu_model: str
+    os: str
+    python: str
+    packages: dict[str, str]
+    """Version of every training library that the worker had imported."""
+    runtime: str | None = None
+    """CUDA or ROCm version that torch was built for."""
+    driver: str | None = None
+    threads: int = 1
+    """CPU threads the worker computed with."""
+
+
+class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="outcome"):
+    """A case that trained to its end and passed the worker's checks."""
+
+    step_seconds: tuple[float, ...]
+    """Wall seconds of every timed step, synchronised with the device, in order."""
+    warmup_seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Loss of every timed step."""
+    batch_size: int
+    """Samples in one step, over all processes, as run (the tiny scale shrinks them)."""
+    sequence_length: int
+    """Tokens per sample as run; 0 where samples are not token sequences."""
+    updates: int
+    """Optimizer updates from the first step to the last timed one."""
+    parameters: int | None
+    """None where own code does not let the worker watch its model; likewise the next two."""
+    trainable_parameters: int | None
+    model_bytes: int | None
+    """Storage of parameters, buffers and quantisation state."""
+    peak_allocated_bytes: int
+    """Highest sum of live tensor storages from the first step on: the caching allocator's on a GPU, counted tensor by
+    tensor (in steps of its own) on a CPU."""
+    peak_host_bytes: int
+    """Highest resident set of the worker process."""
+    peak_reserved_bytes: int | None = None
+    """Highest memory held by the caching allocator (GPU)."""
+    device_used_bytes: int | None = None
+    """Memory in use on the device after the last step, context and other processes included: what nvidia-smi shows."""
+    flops_per_step: int | None = None
+    """Floating-point operations of one step without recomputation; 0 never stands for unknown."""
+    recomputed_flops_per_step: int | None = None
+    """Further operations that activation checkpointing repeats."""
+    environment: Environment
+
+    @property
+    def median_step_seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batch_size / self.median_step_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.samples_per_second * self.sequence_length if self.sequence_length else None
+
+
+class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_field="outcome"):
+    """The case does not fit. An outcome: it can be a baseline, and fails a test whose baseline fitted."""
+
+    where: Literal["device", "host"]
+    phase: Phase
+    message: str
+    """The allocator's own sentence."""
+    step: int | None = None
+    peak_allocated_bytes: int | None = None
+    environment: Environment | None = None
+
+
+class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outcome"):
+    """No number: an exception, a failed check, a signal, or a reply that cannot be read."""
+
+    sentence: str
+    phase: Phase
+    step: int | None = None
+    detail: str = ""
+    """Traceback or the end of the worker's stderr."""
+    exit_code: int | None = None
+
+
+class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="outcome"):
+    """The case was ended after its time."""
+
+    timeout_seconds: float
+    phase: Phase
+    step: int | None = None
+    detail: str = ""
+    """Python stacks of the worker at the end, where it could still give them."""
+
+
+Reply = Measurement | OutOfMemory | Crashed | TimedOut
+
+
+class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The case file: everything a worker needs to know."""
+
+    format: int = FORMAT
+    case: Case
+    scale: Scale
+    device_type: Literal["cpu", "gpu"]
+    root: str
+    """Folder that ``case.code`` is relative to."""
+    import_paths: tuple[str, ...] = ()
+    """The parent's import path, appended to the worker's so that own code finds its helpers."""
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """One line of the progress file."""
+
+    phase: Phase
+    step: int | None = None
+    """Timed steps finished."""
+    step_seconds: float | None = None
+    allocated_bytes: int | None = None
+
+
+class BaselineRun(Struct, frozen=True, kw_only=True):
+    """One fresh process of a recorded baseline. Raw figures only: the rule that judges them may change."""
+
+    outcome: Literal["measured", "out_of_memory"]
+    environment: Environment
+    date: str
+    """UTC, ISO 8601."""
+    session: str
+    """Id of the pytest run; runs of one session share the machine's mood."""
+    commit: str = ""
+    warmup: int = 0
+    step_seconds: tuple[float, ...] = ()
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    model_bytes: int | None = None
+    flops_per_step: int | None = None
+    final_loss: float | None = None
+
+
+class Baseline(Struct, frozen=True, kw_only=True):
+    """What is stored for one case on one device."""
+
+    device: str
+    """Slug of the folder it lies in, or the name of the report it was read from."""
+    case: Case
+    scale: Scale
+    runs: tuple[BaselineRun, ...]
+
+
+class MetricVerdict(Struct, frozen=True, kw_only=True):
+    """One metric of a case against its baseline."""
+
+    metric: MetricName
+    status: Status
+    value: float | None = None
+    baseline: float | None = None
+    limit: float | None = None
+    """The value above which the metric regresses."""
+    note: str = ""
+    """Why it was not compared, or what changed within the limit."""
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What a case's runs mean. ``failed`` stands for a case that gave no number (a crash, a time-out)."""
+
+    status: Status
+    sentence: str
+    """One sentence for people: case, value, baseline, delta, limit, what changed in the environment."""
+    metrics: tuple[MetricVerdict, ...] = ()
+
+    def metric(self, name: MetricName) -> MetricVerdict | None:
+        return next((metric for metric in self.metrics if metric.metric == name), None)
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """Figures derived from the runs of a case, for readers that do not want to derive them."""
+
+    median_step_seconds: float
+    """Median over the runs of each run's median."""
+    samples_per_second: float
+    tokens_per_second: float | None
+    model_flops_utilization: float | None
+    """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """One case in one test: a row of the table and of the JSON report."""
+
+    nodeid: str
+    suite: str
+    key: str
+    case: Case
+    scale: Scale
+    platform: str
+    """Catalog marker of the machine, or ``unknown``."""
+    device: str
+    """Slug: the folder of its baselines."""
+    replies: tuple[Reply, ...]
+    """One per fresh process."""
+    summary: Summary | None = None
+    verdict: Verdict | None = None
+    """None where the test only measured."""
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """The document of ``--gpu-json``."""
+
+    format: int = FORMAT
+    generator: str
+    created: str
+    session: str
+    commit: str = ""
+    branch: str = ""
+    arguments: tuple[str, ...] = ()
+    settings: dict[str, Any] = {}
+    """Only JSON values."""
+    exit_status: int = 0
+    notes: tuple[str, ...] = ()
+    results: tuple[Result, ...] = ()

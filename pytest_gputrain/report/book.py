@@ -1,0 +1,108 @@
+"""The results of a whole run, gathered where there is one view of them: the only process, or xdist's controller."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pytest_gputrain.baselines import BaselineError, Store, to_baseline
+from pytest_gputrain.records import Baseline, Report, Result
+from pytest_gputrain.report import document
+from pytest_gputrain.session import Session
+from pytest_gputrain.settings import Settings
+
+_SAVE_EVERY_SECONDS: Final = 30.0
+
+
+class Book:
+    """Collects results, stores baselines under the update options, writes the report.
+
+    Baselines are saved now and then and at the end, so that a run that is ended loses half a minute at most.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.results: list[Result] = []
+        self.notes: list[str] = []
+        self.failed = False
+        """Whether something could not be saved."""
+        self._session: Session | None = None
+        self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
+        self._recorded: dict[Path, int] = {}
+        self._saved_at = time.monotonic()
+
+    @property
+    def session(self) -> Session:
+        """Looked up with the first result: a run without any needs no git."""
+        if self._session is None:
+            self._session = Session.begin(self.settings.root)
+        return self._session
+
+    def add(self, result: Result) -> None:
+        """Take in the next result."""
+        self.results.append(result)
+        if result.verdict is not None and result.verdict.status == "recorded":
+            session = self.session
+            baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
+            self._pending[result.device, result.suite][result.key] = baseline
+        if time.monotonic() - self._saved_at > _SAVE_EVERY_SECONDS:
+            self._save_baselines()
+
+    def close(self, exit_status: int) -> None:
+        """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
+        self._save_baselines()
+        for path, count in self._recorded.items():
+            self.notes.append(
+                f"{count} baseline{'' if count == 1 else 's'} recorded in {path}; review the difference in git"
+            )
+        if self.settings.json is None:
+            return
+        report = self._report(exit_status)
+        try:
+            document.write(report, self.settings.json)
+        except OSError as error:
+            self._keep_aside(f"the report {self.settings.json} cannot be written: {error.strerror}", report)
+
+    def _save_baselines(self) -> None:
+        self._saved_at = time.monotonic()
+        store = Store(self.settings.baseline_dir)
+        pending, self._pending = self._pending, defaultdict(dict)
+        for (device, suite), entries in pending.items():
+            try:
+                path = store.update(device, suite, entries)
+            except BaselineError as error:
+                self._keep_aside(str(error), self._report(1))
+                continue
+            self._recorded[path] = self._recorded.get(path, 0) + len(entries)
+
+    def _keep_aside(self, trouble: str, report: Report) -> None:
+        """Write ``report``, which holds every figure, somewhere else."""
+        self.failed = True
+        aside = Path(tempfile.gettempdir()) / f"gputrain-{report.session}.json"
+        try:
+            document.write(report, aside)
+        except OSError as error:
+            self.notes.append(f"{trouble}; nor could the figures be kept in {aside}: {error.strerror}")
+        else:
+            self.notes.append(f"{trouble}; all figures are in {aside}")
+
+    def _report(self, exit_status: int) -> Report:
+        settings = msgspec.to_builtins(self.settings, enc_hook=str)
+        return Report(
+            generator=document.generator(),
+            created=self.session.created,
+            session=self.session.id,
+            commit=self.session.commit,
+            branch=self.session.branch,
+            arguments=tuple(sys.argv[1:]),
+            settings=settings,
+            exit_status=exit_status,
+            notes=tuple(self.notes),
+            results=tuple(self.results),
+        )

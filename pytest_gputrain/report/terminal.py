@@ -1,0 +1,117 @@
+"""The table at the end, in the form of the published ones, and what it cannot show."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from pytest_gputrain.architectures import architectures
+from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result, TimedOut
+from pytest_gputrain.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_STYLES: Final = {"pass": "green", "improved": "bold green", "recorded": "cyan", "new": "yellow", "not-comparable": "yellow"}
+_METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": ""}
+
+
+def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
+    """A table per suite, device and scale."""
+    from rich.console import Console
+
+    groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result.suite, _device(result), result.scale].append(result)
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=colour, no_color=not colour, highlight=False, legacy_windows=False
+    )
+    for (suite, device, scale), members in groups.items():
+        note = " (tiny stand-ins for the models named)" if scale == "tiny" else ""
+        console.print(_table(f"{suite} on {device}, {scale} scale{note}", members))
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue().rstrip("\n")
+
+
+def explain(results: Sequence[Result]) -> list[str]:
+    """Sentences for what passed or was skipped over without a full comparison; regressions have their failures."""
+    lines: list[str] = []
+    for status, what in (("new", "without a baseline"), ("not-comparable", "not comparable with the baseline")):
+        found = [result for result in results if result.verdict and result.verdict.status == status]
+        if found:
+            lines.append(f"{_cases(len(found))} {what}: {found[0].verdict.sentence}{_and_more(found)}")  # type: ignore[union-attr]
+    reasons: defaultdict[str, int] = defaultdict(int)
+    for result in results:
+        for metric in result.verdict.metrics if result.verdict else ():
+            if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
+                reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
+    lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
+    return lines
+
+
+_METRICS: Final[dict[MetricName, str]] = {"step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
+
+
+def _table(title: str, results: Sequence[Result]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    compared = any(_change(result, name) for result in results for name in _METRICS)
+    table.add_column("Model", no_wrap=True)
+    for header in ("Method", "Setting"):
+        table.add_column(header, overflow="fold")
+    for header in ("Peak mem.", "(Model)", "Sec/step", *(("Δ mem.", "Δ time") if compared else ())):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("Verdict", no_wrap=True)
+    for result in results:
+        status = result.verdict.status if result.verdict else "measured"
+        style = _STYLES.get(status, "red" if result.verdict else "")
+        changes = [_change(result, name) for name in ("peak_allocated_bytes", "step_seconds")] if compared else []
+        table.add_row(*_names(result), *_figures(result), *changes, f"[{style}]{status}[/]" if style else status)
+    return table
+
+
+def _names(result: Result) -> tuple[str, str, str]:
+    case = result.case
+    known = architectures().get(case.model)
+    skip = len(case.model) + 1 + (0 if case.method == "custom" else len(case.method) + 1)
+    return known.title if known else case.model, _METHODS.get(case.method, case.method), str(case)[skip:]
+
+
+def _figures(result: Result) -> tuple[str, str, str]:
+    """Peak memory, the model's, and seconds per step: the figures of the published tables."""
+    measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
+    if not measured:
+        reply = result.replies[-1]
+        outcome = "OOM" if isinstance(reply, OutOfMemory) else "timed out" if isinstance(reply, TimedOut) else "crashed"
+        return outcome, "", outcome
+    peak = max(reply.peak_allocated_bytes for reply in measured)
+    model = measured[0].model_bytes
+    seconds = result.summary.median_step_seconds if result.summary else measured[0].median_step_seconds
+    return format_bytes(peak), f"({format_bytes(model)})" if model else "", format_seconds(seconds)
+
+
+def _change(result: Result, name: MetricName) -> str:
+    """``+0.4 %`` where the metric was compared."""
+    metric = result.verdict.metric(name) if result.verdict else None
+    if metric is None or metric.status == "not-comparable" or metric.value is None or not metric.baseline:
+        return ""
+    return format_percent(metric.value / metric.baseline - 1)
+
+
+def _device(result: Result) -> str:
+    platform = PLATFORMS.get(result.platform)
+    return f"{platform.title if platform else result.device} x{result.case.gpus}" if result.device != "cpu" else "CPU"
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'' if count == 1 else 's'}"
+
+
+def _and_more(found: Sequence[Result]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -1,0 +1,252 @@
+"""Measures and judges the cases of one pytest process: the only place that knows all the rooms below."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain import launch
+from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
+from pytest_gputrain.cases import differences, problem
+from pytest_gputrain.hardware import catalog
+from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.hardware.machine import HardwareError, Machine, detect
+from pytest_gputrain.judge import Tolerance, describe_failure, judge
+from pytest_gputrain.records import (
+    Baseline,
+    Case,
+    Event,
+    Measurement,
+    OutOfMemory,
+    Reply,
+    Result,
+    Scale,
+    Summary,
+    Task,
+    Verdict,
+)
+from pytest_gputrain.selection import why_skipped
+from pytest_gputrain.settings import Settings
+
+Watch = Callable[[Case, Event], None]
+
+
+class CannotRun(Exception):
+    """The case must not run here; the reason to skip."""
+
+
+class BadCase(Exception):
+    """The case makes no sense, or what it needs is broken; the sentence to fail with."""
+
+
+class Runner:
+    """Runs cases for the tests of one pytest process; a case is measured once however many tests ask for it."""
+
+    def __init__(self, settings: Settings, *, watch: Watch = lambda case, event: None) -> None:
+        self.settings = settings
+        self.watch = watch
+        self.store = Store(settings.baseline_dir)
+        self._report = None if settings.baseline == "measured" else Path(settings.baseline)
+        self._report_store: ReportStore | None = None
+        self._machine: Machine | None = None
+        self._replies: dict[tuple[bytes, Scale], tuple[Reply, ...]] = {}
+        self._keys: dict[tuple[str, str], Case] = {}
+
+    @property
+    def machine(self) -> Machine:
+        """Found out when the first case asks: collecting needs no driver.
+
+        Raises:
+            BadCase: the hardware is not what the options ask for.
+        """
+        if self._machine is None:
+            try:
+                self._machine = detect(platform=self.settings.platform, gpu_ids=self.settings.gpu_ids)
+            except HardwareError as error:
+                raise BadCase(str(error)) from None
+        return self._machine
+
+    def declare(self, suite: str, case: Case) -> Case:
+        """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
+        return self._keys.setdefault((suite, str(case)), case)
+
+    def check_selection(self, case: Case, markers: set[str], expression: str) -> None:
+        """Raises:
+        BadCase: the case names something unknown.
+        CannotRun: this machine is not what the test was selected for, or lacks the devices.
+        """
+        wrong = problem(case, catalog.MARKERS)
+        if wrong:
+            raise BadCase(wrong)
+        reason = why_skipped(markers, expression, self.machine.platform, case.gpus)
+        if reason:
+            raise CannotRun(reason)
+        if case.parallel != "single":
+            raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, and this version starts one process a case")
+
+    def run(self, nodeid: str, suite: str, case: Case, builder: Any = None, *, judged: bool) -> Result:
+        """Measure ``case``, unless this session did already, and judge it if asked.
+
+        Args:
+            builder: the user's function itself, to run in this process.
+
+        Raises:
+            BadCase: the id is another case's, or the baseline cannot be read.
+            CannotRun: the case needs more GPUs than there are.
+        """
+        first = self.declare(suite, case)
+        if first.identity() != case.identity():
+            raise BadCase(
+                f"two different cases of the suite {suite} have the id {case} ({differences(first, case)}): they would "
+                "share one baseline; vary the difference in a grid, which puts it into the ids"
+            )
+        steps, warmup = self.settings.steps, self.settings.warmup
+        case = case.replace(steps=case.steps if steps is None else steps, warmup=case.warmup if warmup is None else warmup)
+        scale = self._scale()
+        key = key_of(case, scale)
+        # Read first: a broken file is better told before the case has run for minutes.
+        baseline, hint = self._baseline(suite, key) if judged else (None, "")
+        replies = self._measure(case, scale, builder)
+        verdict = None
+        if judged:
+            tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
+            verdict = self._recorded(judge(case, replies, baseline, tolerance, hint), case, replies, baseline)
+        return Result(
+            nodeid=nodeid,
+            suite=suite,
+            key=key,
+            case=case,
+            scale=scale,
+            platform=self.machine.platform,
+            device=self.machine.slug,
+            replies=replies,
+            summary=_summary(case, self.machine, replies),
+            verdict=verdict,
+        )
+
+    def _measure(self, case: Case, scale: Scale, builder: Any) -> tuple[Reply, ...]:
+        if builder is not None:  # nothing to know an inline closure by again
+            return tuple(self._launch(case, scale, builder) for _ in range(self.settings.runs))
+        identity = (msgspec.json.encode((case.identity(), case.steps, case.warmup)), scale)
+        if identity not in self._replies:
+            self._replies[identity] = tuple(self._launch(case, scale, None) for _ in range(self.settings.runs))
+        return self._replies[identity]
+
+    def _baseline(self, suite: str, key: str) -> tuple[Baseline | None, str]:
+        """The case's baseline, and for a missing one what else there is.
+
+        Raises:
+            BadCase: the baseline file cannot be read.
+        """
+        device = self.machine.slug
+        try:
+            if self._report is not None:
+                if self._report_store is None:
+                    self._report_store = ReportStore(self._report)
+                return self._report_store.get(device, suite, key), f"not in {self._report.name}"
+            baseline = self.store.get(device, suite, key)
+        except BaselineError as error:
+            raise BadCase(str(error)) from None
+        others = [] if baseline else self.store.other_devices(device, suite)
+        return baseline, f"this machine is {device}; there are some for {', '.join(others)}" if others else ""
+
+    def is_strict(self, suite: str) -> bool:
+        """Whether a case without a comparable baseline fails."""
+        if self.settings.strict is not None:
+            return self.settings.strict
+        in_ci = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+        return in_ci and self._report is None and self.store.has_suite(self.machine.slug, suite)
+
+    def _recorded(self, verdict: Verdict, case: Case, replies: tuple[Reply, ...], baseline: Baseline | None) -> Verdict:
+        """The verdict, turned into ``recorded`` where an update option stores these figures."""
+        update = self.settings.baseline_update
+        if update == "no" or (update == "new-only" and baseline is not None):
+            return verdict
+        if any(not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None for reply in replies):
+            return verdict
+        what = "today's figures" if isinstance(replies[0], Measurement) else "running out of memory"
+        before = f"; before, {verdict.sentence}" if baseline is not None else ""
+        return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
+
+    def _launch(self, case: Case, scale: Scale, builder: Any) -> Reply:
+        machine = self.machine
+        task = Task(
+            case=case,
+            scale=scale,
+            device_type=machine.device_type,
+            root=str(self.settings.root),
+            import_paths=tuple(path for path in sys.path if path),
+        )
+
+        def watch(event: Event) -> None:
+            self.watch(case, event)
+
+        needed = case.gpus if machine.gpus else 0
+        if needed > len(machine.gpus):
+            raise CannotRun(f"needs {needed} GPUs, found {len(machine.gpus)}")
+        with lease(machine.gpus, needed) as gpus:
+            if builder is not None or self.settings.isolation == "inline":
+                reply = launch.inline(task, builder)
+            else:
+                reply = launch.in_process(task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, watch=watch)
+            return _with_driver(reply, gpus[0].driver) if gpus else reply
+
+    def _scale(self) -> Scale:
+        if self.settings.scale != "auto":
+            return self.settings.scale
+        return "full" if self.machine.gpus else "tiny"
+
+
+def suite_of(path: Path) -> str:
+    """Name of a test file's suite: ``test_llm_finetuning.py`` holds ``llm_finetuning``."""
+    return path.stem.removeprefix("test_")
+
+
+def failure_of(result: Result) -> str | None:
+    """Why a result is no measurement, None where it is one."""
+    for reply in result.replies:
+        if not isinstance(reply, Measurement):
+            return f"{result.case} {describe_failure(reply)}"
+    return None
+
+
+_DETAIL_LINES: Final = 40
+
+
+def detail_of(result: Result) -> str:
+    """End of the traceback, stacks or stderr of a case that failed; empty for others."""
+    for reply in result.replies:
+        detail: str = getattr(reply, "detail", "")
+        if detail:
+            return "\n".join(detail.rstrip().splitlines()[-_DETAIL_LINES:])
+    return ""
+
+
+def _summary(case: Case, machine: Machine, replies: tuple[Reply, ...]) -> Summary | None:
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    if not measured:
+        return None
+    seconds = statistics.median(run.median_step_seconds for run in measured)
+    first = measured[0]
+    samples = first.batch_size / seconds
+    peak = catalog.peak_flops(machine.platform, case.precision) if machine.gpus else None
+    known = peak is not None and first.flops_per_step is not None
+    return Summary(
+        median_step_seconds=seconds,
+        samples_per_second=samples,
+        tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
+        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
+    )
+
+
+def _with_driver(reply: Reply, driver: str) -> Reply:
+    if isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None:
+        environment = msgspec.structs.replace(reply.environment, driver=driver)
+        return msgspec.structs.replace(reply, environment=environment)
+    return reply

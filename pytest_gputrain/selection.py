@@ -1,0 +1,71 @@
+"""Whether a test that was selected may run on this machine. Pure."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from pytest_gputrain.hardware.catalog import CPU, MARKERS
+
+_ALL: Final = frozenset(MARKERS)
+
+
+def platforms_of(declared: Iterable[str]) -> tuple[str, ...]:
+    """The markers that a case with these ``platforms`` carries.
+
+    Its own and ``cpu``. A case without any is declared for all. So is, in effect, one with a misspelt platform: no ``-m``
+    then passes it over, and it fails there with a sentence instead of silently never running.
+    """
+    known = tuple(declared)
+    if not known or not _ALL.issuperset(known):
+        return MARKERS
+    return tuple(dict.fromkeys((*known, CPU)))
+
+
+def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: int) -> str | None:
+    """Why a test must not run on a machine of ``platform``, None where it may.
+
+    ``-m h100`` selects tests by what they are declared for. A machine that is no H100 satisfies the expression only if it
+    still holds when the machine's own platform is the only one the test carries.
+
+    Args:
+        markers: names of all markers of the test.
+        expression: of ``-m``; empty for none.
+        gpus: devices the test's case needs.
+    """
+    declared = [marker for marker in MARKERS if marker in markers]
+    if not declared:
+        return None
+    everywhere = len(declared) == len(MARKERS)
+    here = platform in declared or (everywhere and platform not in _ALL)
+    if here and (not expression or _holds(expression, (set(markers) - _ALL) | {platform})):
+        return None
+    wanted = [marker for marker in declared if expression and _holds(expression, (set(markers) - _ALL) | {marker})]
+    gpu_markers = [marker for marker in (wanted or declared) if marker != CPU]
+    needs = " or ".join(f"{marker} x{gpus}" for marker in gpu_markers) or CPU
+    return f"needs {needs}, found {platform}"
+
+
+def _holds(expression: str, names: Collection[str]) -> bool:
+    """A ``-m`` expression over plain marker names. pytest has refused malformed ones before; those with names that are no
+    Python identifiers, or with arguments, count as satisfied: they are about something else than platforms."""
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except SyntaxError:
+        return True
+    return _value(tree, names)
+
+
+def _value(node: ast.expr, names: Collection[str]) -> bool:
+    match node:
+        case ast.BoolOp(op=ast.And()):
+            return all(_value(value, names) for value in node.values)
+        case ast.BoolOp(op=ast.Or()):
+            return any(_value(value, names) for value in node.values)
+        case ast.UnaryOp(op=ast.Not()):
+            return not _value(node.operand, names)
+        case ast.Name():
+            return node.id in names
+        case _:
+            return True

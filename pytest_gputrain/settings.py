@@ -1,0 +1,268 @@
+"""Every option once: its flag, its ini twin, its default, and the frozen object that the rest of the house reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio, parse_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryTolerance:
+    """How much more memory passes: a share of the baseline, or bytes."""
+
+    ratio: float = 0.0
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return format_bytes(self.bytes) if self.bytes else format_percent(self.ratio, signed=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the command line, the ini file and the defaults add up to."""
+
+    baseline_update: Literal["no", "new-only", "all"]
+    baseline_dir: Path
+    baseline: str
+    """``measured``, or the path of a report to compare with."""
+    time_tolerance: float
+    memory_tolerance: MemoryTolerance
+    runs: int
+    """Fresh processes per case."""
+    strict: bool | None
+    """None: strict where CI is set and the suite has a baseline file for the device."""
+    steps: int | None
+    """Timed steps of every case, None for each case's own."""
+    warmup: int | None
+    timeout_seconds: float
+    scale: Literal["auto", "full", "tiny"]
+    platform: str | None
+    """Catalog marker that this machine passes for, None for what is detected."""
+    gpu_ids: tuple[str, ...] | None
+    """Indices or UUIDs of the GPUs to use, None for all visible ones."""
+    isolation: Literal["process", "inline"]
+    json: Path | None
+    root: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option: ``--gpu-name`` and, in the ini file, ``gpu_name``."""
+
+    name: str
+    help: str
+    parse: Callable[[str], Any] = str
+    default: str = ""
+    """As one would type it; empty for none."""
+    metavar: str | None = None
+    switch: bool = False
+    """Takes no value on the command line."""
+
+    @property
+    def flag(self) -> str:
+        return f"--gpu-{self.name}"
+
+    @property
+    def ini(self) -> str:
+        return "gpu_" + self.name.replace("-", "_")
+
+
+def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root: Path) -> Settings:
+    """Settings from what was typed and what the ini file says: command line before ini before default.
+
+    Args:
+        options: value of each option's flag by option name; None where it was not given.
+        ini: value of each option's ini twin by option name; empty where it is not set.
+        root: folder that relative paths of the ini file are in; those of the command line are in the current folder.
+
+    Raises:
+        ValueError: one sentence naming the option, the value, and what would be accepted.
+    """
+    values: dict[str, Any] = {}
+    for option in OPTIONS:
+        typed, written = options.get(option.name), ini.get(option.name, "")
+        given = typed is not None and typed is not False
+        text = ("true" if typed is True else str(typed)) if given else (written or option.default)
+        try:
+            value = option.parse(text) if text else None
+        except ValueError as error:
+            raise ValueError(f"{option.flag if given else option.ini}: {error}") from None
+        if isinstance(value, Path) and not given:
+            value = root / value
+        values[option.name] = value
+    update: Literal["no", "new-only", "all"] = (
+        "all" if values["baseline-update"] else "new-only" if values["baseline-update-new-only"] else "no"
+    )
+    baseline = values["baseline"]
+    if baseline != "measured":
+        path = Path(baseline) if options.get("baseline") else root / baseline
+        if not path.is_file():
+            raise ValueError(f"--gpu-baseline: {baseline!r} is neither 'measured' nor a report that exists")
+        if update != "no":
+            raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
+        baseline = str(path)
+    return Settings(
+        baseline_update=update,
+        baseline_dir=values["baseline-dir"].absolute(),
+        baseline=baseline,
+        time_tolerance=values["time-tolerance"],
+        memory_tolerance=values["memory-tolerance"],
+        runs=values["runs"],
+        strict=values["strict"],
+        steps=values["steps"],
+        warmup=values["warmup"],
+        timeout_seconds=values["timeout"],
+        scale=values["scale"],
+        platform=values["platform"],
+        gpu_ids=values["ids"],
+        isolation=values["isolation"],
+        json=values["json"],
+        root=root,
+    )
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise ValueError(f"{text!r} is not a whole number from {least} on")
+        return int(text)
+
+    return parse
+
+
+def _switch(text: str) -> bool | None:
+    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if text.lower() == "auto":
+        return None
+    if text.lower() not in known:
+        raise ValueError(f"{text!r} is neither true, false nor auto")
+    return known[text.lower()]
+
+
+def _memory_tolerance(text: str) -> MemoryTolerance:
+    try:
+        return MemoryTolerance(ratio=parse_ratio(text))
+    except ValueError:
+        pass
+    try:
+        return MemoryTolerance(bytes=parse_bytes(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02 or 512MiB") from None
+
+
+def _timeout(text: str) -> float:
+    seconds = parse_seconds(text)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{text!r} is not a time")
+    return seconds
+
+
+def _ids(text: str) -> tuple[str, ...]:
+    ids = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not ids or len(set(ids)) != len(ids):
+        raise ValueError(f"{text!r} is not a list of GPU indices or UUIDs, each once, separated by commas")
+    return ids
+
+
+OPTIONS: Final = (
+    Option(
+        name="baseline-update",
+        switch=True,
+        parse=_switch,
+        help="store today's figures as the baselines (all runs of a case are replaced)",
+    ),
+    Option(
+        name="baseline-update-new-only", switch=True, parse=_switch, help="store figures of cases without a baseline only"
+    ),
+    Option(
+        name="baseline-dir",
+        parse=Path,
+        default="baselines",
+        metavar="DIR",
+        help="folder of the baselines (default: baselines beside the ini file)",
+    ),
+    Option(
+        name="baseline",
+        default="measured",
+        metavar="measured|REPORT",
+        help=(
+            "what to compare with: the baselines of this device, or the report of an earlier --gpu-json (default: measured)"
+        ),
+    ),
+    Option(
+        name="time-tolerance",
+        parse=parse_ratio,
+        default="3%",
+        metavar="RATIO",
+        help="slowdown of the median step that passes (default: 3%%)",
+    ),
+    Option(
+        name="memory-tolerance",
+        parse=_memory_tolerance,
+        default="2%",
+        metavar="RATIO|BYTES",
+        help=("growth of peak allocated memory that passes, as 2%% or 512MiB; a GPU gets 64 MiB on top (default: 2%%)"),
+    ),
+    Option(
+        name="runs",
+        parse=_at_least(1),
+        default="1",
+        metavar="K",
+        help="fresh processes per case; the median of their medians counts (default: 1)",
+    ),
+    Option(
+        name="strict",
+        switch=True,
+        parse=_switch,
+        default="auto",
+        help=(
+            "fail cases that are new or not comparable (default: where CI is set and the suite has baselines of this device)"
+        ),
+    ),
+    Option(name="steps", parse=_at_least(1), metavar="N", help="timed steps of every case (default: each case's own)"),
+    Option(name="warmup", parse=_at_least(0), metavar="N", help="steps before the timed ones (default: each case's own)"),
+    Option(
+        name="timeout",
+        parse=_timeout,
+        default="30min",
+        metavar="TIME",
+        help="end a process after this time, as 90s, 15min or 2h (default: 30min)",
+    ),
+    Option(
+        name="scale",
+        parse=_one_of("auto", "full", "tiny"),
+        default="auto",
+        metavar="auto|full|tiny",
+        help="size of the models; auto: full on a GPU, tiny on a CPU (default: auto)",
+    ),
+    Option(
+        name="platform",
+        metavar="MARKER",
+        help="treat this machine as one of these (h100, a100, ... or cpu to leave its GPUs alone)",
+    ),
+    Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
+    Option(
+        name="isolation",
+        parse=_one_of("process", "inline"),
+        default="process",
+        metavar="process|inline",
+        help=("where cases run: each in a fresh process, or in the pytest process for a debugger (default: process)"),
+    ),
+    Option(
+        name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"
+    ),
+)

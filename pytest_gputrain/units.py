@@ -1,0 +1,84 @@
+"""Bytes, seconds and ratios to text, and back from what people type."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+KiB: Final = 1024
+MiB: Final = 1024**2
+GiB: Final = 1024**3
+
+_BYTE_UNITS: Final = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def format_bytes(count: float) -> str:
+    """``count`` bytes in the largest binary unit that keeps it at or above one: ``35.6 GiB``."""
+    for name, size in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(count) >= size:
+            return f"{_digits(count / size)} {name}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` with three significant digits in s, ms or µs."""
+    for name, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{_digits(seconds / size)} {name}"
+    return f"{_digits(seconds / 1e-6)} µs"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never an exponent."""
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{decimals}f}"
+
+
+def format_percent(ratio: float, *, signed: bool = True) -> str:
+    """``0.051`` as ``+5.1 %``. Small changes keep two significant digits, so a change never reads as none."""
+    percent = 100 * ratio
+    digits = 1 if abs(percent) >= 0.05 or percent == 0 else 4
+    return f"{percent:{'+' if signed else ''}.{digits}f} %"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in ``"512MiB"``, ``"2 GiB"`` or ``"1e9 B"``.
+
+    Raises:
+        ValueError: the text is not a non-negative number with a unit of bytes.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]?i?b)\s*", text, re.IGNORECASE)
+    try:
+        if match and match[2].lower() in _BYTE_UNITS:
+            return round(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"{text!r} is not an amount of memory; write it as 512MiB or 2GiB")
+
+
+def parse_ratio(text: str) -> float:
+    """The ratio in ``"3%"`` or ``"0.03"``.
+
+    Raises:
+        ValueError: not a number, negative, or 100 % and more without a percent sign (``3`` is surely ``3%``).
+    """
+    number, percent = text.strip(), False
+    if number.endswith("%"):
+        number, percent = number[:-1].strip(), True
+    if re.fullmatch(r"[0-9]*\.?[0-9]+", number):
+        ratio = float(number) / 100 if percent else float(number)
+        if percent or ratio < 1:
+            return ratio
+    raise ValueError(f"{text!r} is not a tolerance; write it as 3% or 0.03")
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in ``"90"``, ``"90s"``, ``"15min"`` or ``"2h"``.
+
+    Raises:
+        ValueError: not a positive number with one of these units.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h)?\s*", text)
+    if match and float(match[1]) > 0:
+        return float(match[1]) * {"s": 1, "min": 60, "h": 3600, None: 1}[match[2]]
+    raise ValueError(f"{text!r} is not a time; write it as 90s, 15min or 2h")

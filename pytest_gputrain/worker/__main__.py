@@ -1,0 +1,65 @@
+"""``python -P -m pytest_gputrain.worker FOLDER``: case file in, reply file out.
+
+The folder holds ``case.json`` and receives ``progress.jsonl``, ``reply.json`` (by atomic rename, last of all) and
+``stacks.txt`` (Python stacks on a fatal signal, or when the parent asks for them with SIGUSR1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from pytest_gputrain.records import Crashed, Reply, Task
+from pytest_gputrain.worker.progress import Progress
+
+CASE, PROGRESS, REPLY, STACKS = "case.json", "progress.jsonl", "reply.json", "stacks.txt"
+
+
+def main(folder: Path) -> None:
+    _die_with_parent()
+    stacks = open(folder / STACKS, "w")  # noqa: SIM115 - faulthandler needs it to the very end
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    progress = Progress(folder / PROGRESS)
+    progress.enter("start")
+    task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
+    sys.path += [path for path in task.import_paths if path not in sys.path]
+    progress.enter("import")
+    reply: Reply
+    try:
+        from pytest_gputrain.worker.run import run
+    except ImportError as error:
+        missing = error.name or "torch"
+        reply = Crashed(
+            sentence=f"{sys.executable} cannot import {missing} ({error}); install it, or pytest-gputrain[suite]",
+            phase="import",
+        )
+    else:
+        random.seed(0)
+        reply = run(task, progress)
+    progress.enter("reply")
+    unfinished = folder / f"{REPLY}.part"
+    unfinished.write_bytes(msgspec.json.encode(reply))
+    os.replace(unfinished, folder / REPLY)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when pytest dies, so that no worker is left training alone."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.environ.get("GPUTRAIN_PARENT") not in (None, str(os.getppid())):
+        sys.exit("the pytest process that asked for this case is gone")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

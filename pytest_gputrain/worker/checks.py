@@ -1,0 +1,108 @@
+"""Is what was measured what the case names? A figure for the wrong model, or for one that does not train, misleads.
+
+Not covered: whether the model would learn anything from real data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+_CHUNK: Final = 2**24
+
+
+class CheckFailed(Exception):
+    """What is wrong with the run, as one sentence."""
+
+
+def check_parameters(model: nn.Module, name: str, expected: int) -> int:
+    """Count of the unadapted model's parameters, tied ones once.
+
+    Raises:
+        CheckFailed: it is not the count of the model named.
+    """
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count != expected:
+        raise CheckFailed(f"the model built for {name} has {count:,} parameters, but {name} has {expected:,}")
+    return count
+
+
+def check_trainable(model: nn.Module, method: str, expected: int) -> int:
+    """Count of the parameters that train.
+
+    Raises:
+        CheckFailed: the method should leave another number of them trainable.
+    """
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if count != expected:
+        raise CheckFailed(f"{method} left {count:,} parameters trainable, but should train {expected:,}")
+    return count
+
+
+def check_losses(losses: Sequence[float]) -> None:
+    """Raises:
+    CheckFailed: a loss is not finite.
+    """
+    for step, value in enumerate(losses, start=1):
+        if not math.isfinite(value):
+            raise CheckFailed(f"the loss of timed step {step} is {value}")
+
+
+class Movement:
+    """Remembers the trained parameters well enough to see whether they change, at no lasting memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self._before = {name: _fingerprint(value) for name, value in self._trained.items()}
+
+    def check(self, updates: int, optimizer: torch.optim.Optimizer | None) -> None:
+        """Every trained tensor got a gradient and every trained matrix changed.
+
+        Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
+
+        Raises:
+            CheckFailed: otherwise, naming the first tensor.
+        """
+        if not self._trained:
+            raise CheckFailed("no parameter requires a gradient: nothing trains")
+        still = [
+            name
+            for name, value in self._trained.items()
+            if value.ndim > 1 and torch.equal(self._before[name], _fingerprint(value))
+        ]
+        if still:
+            raise CheckFailed(
+                f"{len(still)} of {len(self._trained)} trained tensors did not change in {updates} optimizer updates "
+                f"(first: {still[0]})"
+            )
+        starved = [name for name, value in self._trained.items() if not _got_gradient(value, optimizer)]
+        if starved:
+            raise CheckFailed(
+                f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]})"
+            )
+
+
+def _got_gradient(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether Adam's first moment shows a gradient; True where the optimizer keeps none."""
+    state: dict[str, Any] = optimizer.state.get(parameter, {}) if optimizer else {}
+    if optimizer is not None and not state:
+        return False
+    moment = state.get("exp_avg")
+    return moment is None or bool(torch.any(moment != 0))
+
+
+def _fingerprint(parameter: Tensor) -> Tensor:
+    """Norms of pieces of the tensor in double precision: they differ when any element does, for all that rounding does.
+
+    In pieces, because a double copy of a 128k-token embedding would take 4 GiB.
+    """
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in _pieces(parameter.detach())]
+    return torch.stack(norms).cpu()
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    yield from tensor.flatten().split(_CHUNK)

@@ -1,0 +1,133 @@
+"""The device that trains: an accelerator of torch.cuda (CUDA and ROCm share it) or the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from pytest_gputrain.worker.allocations import AllocationCounter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peaks:
+    """Highest memory since `Device.reset_peaks`, in bytes; None where the device has no such figure."""
+
+    allocated: int | None
+    reserved: int | None
+    used: int | None
+    """In use on the whole device at this moment (context and other processes included)."""
+
+
+class Device(Protocol):
+    """What the worker needs of a device."""
+
+    type: Literal["cpu", "cuda", "rocm"]
+    torch_device: torch.device
+    threads: int
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work."""
+
+    def reset_peaks(self) -> None:
+        """Let peaks start from what is live now."""
+
+    def peaks(self) -> Peaks:
+        """Peaks since the last reset."""
+
+    def allocated_bytes(self) -> int | None:
+        """Bytes in live tensors now, None where only a counted pass could tell."""
+
+    def counting(self) -> contextlib.AbstractContextManager[AllocationCounter | None]:
+        """A context in which tensor storages are counted one by one, where no allocator does it; else an empty one."""
+
+
+class Accelerator:
+    """The first visible GPU: the parent decides which one that is before this process starts."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"the parent saw a GPU, but this torch ({torch.__version__}) cannot use one; install a build of torch "
+                "for the machine's CUDA or ROCm driver"
+            )
+        self.type: Literal["cpu", "cuda", "rocm"] = "rocm" if torch.version.hip else "cuda"
+        self.torch_device = torch.device("cuda", 0)
+        self.threads = torch.get_num_threads()
+        torch.cuda.set_device(self.torch_device)
+        torch.cuda.init()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def reset_peaks(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> Peaks:
+        free, total = torch.cuda.mem_get_info()
+        return Peaks(
+            allocated=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved(), used=total - free
+        )
+
+    def allocated_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated()
+
+    def counting(self) -> contextlib.AbstractContextManager[AllocationCounter | None]:
+        return contextlib.nullcontext()
+
+
+class Cpu:
+    """The CPU, on one thread: two threads doubled the noise of a step where this was measured (CV 3-6 % against 8 %)."""
+
+    type: Literal["cpu", "cuda", "rocm"] = "cpu"
+    torch_device = torch.device("cpu")
+    threads = 1
+
+    def __init__(self) -> None:
+        torch.set_num_threads(self.threads)
+
+    def synchronize(self) -> None:
+        """CPU operators have finished when they return."""
+
+    def reset_peaks(self) -> None:
+        """Nothing keeps peaks on a CPU; `counting` does."""
+
+    def peaks(self) -> Peaks:
+        return Peaks(allocated=None, reserved=None, used=None)
+
+    def allocated_bytes(self) -> int | None:
+        return None
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[AllocationCounter | None]:
+        # Reference cycles die when the collector happens to run. Without it the count is the same on every run.
+        gc.collect()
+        gc.disable()
+        try:
+            with AllocationCounter() as counter:
+                yield counter
+        finally:
+            gc.enable()
+
+
+def peak_host_bytes() -> int:
+    """Highest resident set of this process in bytes.
+
+    From ``VmHWM`` where there is a /proc: ``ru_maxrss`` starts at the parent's value there.
+    """
+    try:
+        with open("/proc/self/status") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    kilobytes: Any = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(kilobytes) * 1024

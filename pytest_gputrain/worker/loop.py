@@ -1,0 +1,41 @@
+"""The only timed loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+
+def timed(
+    step: Callable[[bool], object],
+    updates: Sequence[bool],
+    synchronize: Callable[[], None],
+    after: Callable[[int, float], None] = lambda index, seconds: None,
+) -> list[float]:
+    """Wall seconds of ``len(updates)`` steps, each from an idle device to an idle device.
+
+    Args:
+        step: runs one micro-batch; its argument says whether the optimizer updates at its end.
+        updates: that argument, step by step.
+        synchronize: waits until the device has done everything asked of it.
+        after: called between two steps, outside of what is timed, with the number of steps done and the last one's seconds.
+    """
+    seconds: list[float] = []
+    clock = time.perf_counter
+    for index, update in enumerate(updates, start=1):
+        synchronize()
+        start = clock()
+        step(update)
+        synchronize()
+        seconds.append(clock() - start)
+        after(index, seconds[-1])
+    return seconds
+
+
+def schedule(count: int, accumulation: int) -> list[bool]:
+    """Which of ``count`` micro-batches end in an update: every ``accumulation``-th, and always the last.
+
+    The last, because ten steps of a case that accumulates thirty-two would otherwise never show the optimizer's time and
+    memory. The median step is a plain micro-batch then, as in the published tables.
+    """
+    return [index % accumulation == 0 or index == count for index in range(1, count + 1)]

@@ -1,0 +1,41 @@
+"""The progress file: one JSON line an event, appended, tailed by the parent, and still there after SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pytest_gputrain.records import Event, Phase
+
+_STEP_EVENT_EVERY_SECONDS: Final = 0.2
+
+
+class Progress:
+    """Where the worker stands. Step events are thinned out, so that telling costs the timed loop nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._next_step_event = 0.0
+        self.phase: Phase = "start"
+        self.step: int | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """The worker begins ``phase``."""
+        self.phase, self.step = phase, None
+        self._write(Event(phase=phase))
+
+    def stepped(self, step: int, seconds: float, allocated_bytes: int | None) -> None:
+        """``step`` steps of the phase are done, the last in ``seconds``."""
+        self.step = step
+        now = time.monotonic()
+        if now >= self._next_step_event:
+            self._next_step_event = now + _STEP_EVENT_EVERY_SECONDS
+            self._write(Event(phase=self.phase, step=step, step_seconds=seconds, allocated_bytes=allocated_bytes))
+
+    def _write(self, event: Event) -> None:
+        if self._file is not None:
+            os.write(self._file, msgspec.json.encode(event) + b"\n")

@@ -1,0 +1,189 @@
+"""From a case to something that steps: the zoo's model adapted, fed, and given an optimizer; or the user's own code."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gputrain.architectures import architectures
+from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
+from pytest_gputrain.worker.methods import METHODS
+from pytest_gputrain.worker.precision import PRECISIONS, Precision
+from pytest_gputrain.worker.zoo import FAMILIES
+
+LEARNING_RATE: Final = 1e-4
+"""Large enough to move weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
+
+
+class Trainable(Protocol):
+    """What the loop steps and the checks look at."""
+
+    model: nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    parameters: int | None
+    trainable_parameters: int | None
+    samples: int
+    sequence_length: int
+    updates: int
+    losses: list[Tensor | float]
+
+    def step(self, update: bool) -> None:
+        """Train on one micro-batch; ``update`` lets the optimizer act at its end."""
+
+
+class Training:
+    """A case of the zoo."""
+
+    def __init__(self, case: Case, scale: Scale, device: torch.device) -> None:
+        architecture = architectures()[case.model]
+        family = FAMILIES[architecture.family]
+        self._precision = PRECISIONS[case.precision]
+        with device, _default_dtype(self._precision.weights):
+            plain = family.build(architecture, case, scale)
+        self.parameters: int | None = check_parameters(plain, case.model, architecture.parameters[scale])
+        adapters = architecture.lora_parameters[scale]
+        adapted = METHODS[case.method](plain, architecture.lora_targets, adapters, self._precision)
+        expected = self.parameters if adapted.trainable_parameters is None else adapted.trainable_parameters
+        self.trainable_parameters: int | None = check_trainable(adapted.model, case.method, expected)
+        self.model: nn.Module | None = adapted.model
+        self._run: nn.Module = adapted.model
+        trained = [value for value in adapted.model.parameters() if value.requires_grad]
+        self.optimizer: torch.optim.Optimizer | None = torch.optim.AdamW(
+            trained, lr=LEARNING_RATE, **_OPTIMIZER_OPTIONS[case.optimizer]
+        )
+        self._optimizer = self.optimizer
+        self._scaler = self._precision.scaler(device)
+        self._device = device
+        self._accumulation = case.gradient_accumulation
+        self._loss = family.loss
+        self._batch: Mapping[str, Tensor] = family.batch(plain, case, scale, device)
+        first = next(iter(self._batch.values()))
+        self.samples = first.shape[0]
+        self.sequence_length = first.shape[1]
+        self.updates = 0
+        self.losses: list[Tensor | float] = []
+
+    def step(self, update: bool) -> None:
+        with self._precision.casting(self._device):
+            loss = self._loss(self._run, self._batch)
+        self._scaler.scale(loss / self._accumulation).backward()
+        if update:
+            scale = self._scaler.get_scale()
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+            # The scaler shrinks its scale when it had to drop an update.
+            self.updates += self._scaler.get_scale() >= scale
+            self._optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss.detach())
+
+
+_OPTIMIZER_OPTIONS: Final[dict[str, dict[str, Any]]] = {"adamw": {}, "adamw-fused": {"fused": True}}
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What a user's function gets to build its step with."""
+
+    case: Case
+    scale: Scale
+    device: torch.device
+    precision: Precision
+    watched: list[tuple[nn.Module, torch.optim.Optimizer | None]] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage of the weights in the case's precision."""
+        return self.precision.weights
+
+    def casting(self) -> Any:
+        """The autocast context of the case's precision; an empty one where it needs none."""
+        return self.precision.casting(self.device)
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Let the worker count ``model`` and check that training moves it. Call it once, after the build."""
+        self.watched.append((model, optimizer))
+
+
+StepBuilder = Callable[[Setup], Callable[[], Any]]
+"""The user's function: builds everything and returns one step, which may return its loss."""
+
+
+class Custom:
+    """A user's own step."""
+
+    def __init__(self, case: Case, scale: Scale, device: torch.device, builder: StepBuilder) -> None:
+        setup = Setup(case=case, scale=scale, device=device, precision=PRECISIONS[case.precision])
+        self._step = builder(setup)
+        if not callable(self._step):
+            raise CheckFailed(
+                f"{case.model} returned {type(self._step).__name__}; it must build everything and return a function that "
+                "runs one step"
+            )
+        if len(setup.watched) > 1:
+            raise CheckFailed(f"{case.model} called setup.watch() {len(setup.watched)} times; wrap the models in one")
+        self.model: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.parameters: int | None = None
+        self.trainable_parameters: int | None = None
+        if setup.watched:
+            self.model, self.optimizer = setup.watched[0]
+        if self.model is not None:
+            counts = [(value.numel(), value.requires_grad) for value in self.model.parameters()]
+            self.parameters = sum(count for count, _ in counts)
+            self.trainable_parameters = sum(count for count, trained in counts if trained)
+        self.samples = case.batch_size
+        self.sequence_length = case.sequence_length
+        self.updates = 0
+        self.losses: list[Tensor | float] = []
+
+    def step(self, update: bool) -> None:
+        loss = self._step()
+        self.updates += 1
+        if isinstance(loss, Tensor):
+            self.losses.append(loss.detach())
+        elif isinstance(loss, (int, float)):
+            self.losses.append(float(loss))
+
+
+def load_builder(code: str, root: Path) -> StepBuilder:
+    """The function that ``path/to/file.py::name`` names, from below ``root``.
+
+    Raises:
+        CheckFailed: the file has no such function.
+    """
+    file, _, name = code.partition("::")
+    path = (root / file).resolve()
+    module_name = f"gputrain_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise CheckFailed(f"{file} is not a Python file that can be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    builder = getattr(module, name, None)
+    if not callable(builder):
+        raise CheckFailed(f"{file} has no function {name!r} at module level")
+    result: StepBuilder = getattr(builder, "__wrapped__", builder)
+    return result
+
+
+class _default_dtype:
+    """torch.set_default_dtype as a context."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._previous = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *exc_info: object) -> None:
+        torch.set_default_dtype(self._previous)

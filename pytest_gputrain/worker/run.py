@@ -1,0 +1,209 @@
+"""One case from its task to its reply."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gputrain.records import Crashed, Environment, Measurement, OutOfMemory, Reply, Task
+from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses
+from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
+from pytest_gputrain.worker.flops import count_flops
+from pytest_gputrain.worker.loop import schedule, timed
+from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.recipe import Custom, StepBuilder, Trainable, Training, load_builder
+
+SEED: Final = 20_240_101
+
+_REPORTED_PACKAGES: Final = (
+    "torch",
+    "transformers",
+    "diffusers",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "deepspeed",
+    "triton",
+)
+_COUNTED_STEPS: Final = 2
+"""Steps under the allocation counter: the second starts with optimizer states and without gradients, as all others do."""
+
+
+def run(task: Task, progress: Progress, builder: StepBuilder | None = None) -> Reply:
+    """Train, measure and check. Whatever goes wrong becomes a reply; only signals and a broken interpreter do not return.
+
+    Leaves torch's seed, its number of threads on a CPU, and a frozen heap behind: a worker ends here, others mend that.
+
+    Args:
+        builder: the user's function itself, for a run inside the pytest process.
+    """
+    device: Device | None = None
+    try:
+        device = Cpu() if task.device_type == "cpu" else Accelerator()
+        torch.manual_seed(SEED)
+        return _measure(task, progress, device, builder)
+    except CheckFailed as error:
+        return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
+    except Exception as error:
+        where = _out_of_memory(error)
+        if where is None or device is None:
+            return crash(error, progress)
+        peaks = device.peaks()
+        return OutOfMemory(
+            where=where,
+            phase=progress.phase,
+            message=_first_line(error),
+            step=progress.step,
+            peak_allocated_bytes=peaks.allocated,
+            environment=_environment(device),
+        )
+
+
+def crash(error: BaseException, progress: Progress) -> Crashed:
+    """An exception as a reply, with its traceback."""
+    return Crashed(
+        sentence=f"{type(error).__name__}: {_first_line(error)}",
+        phase=progress.phase,
+        step=progress.step,
+        detail="".join(traceback.format_exception(error)),
+    )
+
+
+def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilder | None) -> Measurement:
+    case = task.case
+
+    def told(step: int, seconds: float) -> None:
+        progress.stepped(step, seconds, device.allocated_bytes())
+
+    progress.enter("build")
+    device.reset_peaks()
+    with device.counting() as counter:
+        training = _build(task, device.torch_device, builder)
+        movement = Movement(training.model) if training.model is not None else None
+        device.reset_peaks()
+        if counter is not None:
+            progress.enter("count")
+            counter.reset_peak()
+            for _ in range(_COUNTED_STEPS):
+                training.step(True)
+
+    # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
+    gc.collect()
+    gc.freeze()
+    progress.enter("warmup")
+    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told)
+    progress.enter("measure")
+    training.losses.clear()
+    seconds = timed(training.step, schedule(case.steps, case.gradient_accumulation), device.synchronize, told)
+
+    peaks, host = device.peaks(), peak_host_bytes()
+    losses = tuple(float(loss) for loss in training.losses)
+    updates = training.updates
+    progress.enter("check")
+    check_losses(losses)
+    with count_flops() as flops:
+        training.step(True)
+    if movement is not None:
+        movement.check(training.updates, training.optimizer)
+    return Measurement(
+        step_seconds=tuple(seconds),
+        warmup_seconds=tuple(warmup),
+        losses=losses,
+        batch_size=training.samples,
+        sequence_length=training.sequence_length,
+        updates=updates,
+        parameters=training.parameters,
+        trainable_parameters=training.trainable_parameters,
+        model_bytes=None if training.model is None else _model_bytes(training.model),
+        peak_allocated_bytes=_known(peaks.allocated if counter is None else counter.peak_bytes),
+        peak_reserved_bytes=peaks.reserved,
+        device_used_bytes=peaks.used,
+        peak_host_bytes=host,
+        flops_per_step=(flops.total - flops.recomputed) or None,
+        recomputed_flops_per_step=flops.recomputed if flops.total else None,
+        environment=_environment(device),
+    )
+
+
+def _build(task: Task, device: torch.device, builder: StepBuilder | None) -> Trainable:
+    case = task.case
+    if not case.code and builder is None:
+        return Training(case, task.scale, device)
+    return Custom(case, task.scale, device, builder or load_builder(case.code, Path(task.root)))
+
+
+def _known(count: int | None) -> int:
+    assert count is not None, "a device either keeps peaks or counts"
+    return count
+
+
+def _model_bytes(model: nn.Module) -> int:
+    """Bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once."""
+
+    def tensors() -> Iterable[Tensor]:
+        yield from model.parameters()
+        yield from model.buffers()
+        for parameter in model.parameters():
+            state: Any = getattr(parameter, "quant_state", None)
+            while state is not None:
+                yield from (value for value in vars(state).values() if isinstance(value, Tensor))
+                state = getattr(state, "state2", None)
+
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors()}
+    return sum(storages.values())
+
+
+def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
+    """Which memory ran out, None for any other error. torch has no exception of its own for the CPU's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
+    message = str(error)
+    if isinstance(error, RuntimeError) and ("CUDA out of memory" in message or "HIP out of memory" in message):
+        return "device"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):
+        return "host"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def _environment(device: Device) -> Environment:
+    on_gpu = device.type != "cpu"
+    properties = torch.cuda.get_device_properties(0) if on_gpu else None
+    return Environment(
+        device_name=torch.cuda.get_device_name(0) if on_gpu else "cpu",
+        device_type=device.type,
+        device_count=1,
+        device_memory_bytes=properties.total_memory if properties else None,
+        host=socket.gethostname(),
+        cpu_model=_cpu_model(),
+        os=platform.platform(terse=True),
+        python=platform.python_version(),
+        packages={name: importlib.metadata.version(name) for name in _REPORTED_PACKAGES if name in sys.modules},
+        runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
+        threads=device.threads,
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"
