@@ -7,7 +7,7 @@ replace them at tiny scale, and the parameter counts that a build is checked aga
 from __future__ import annotations
 
 import functools
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -41,5 +41,4 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 @functools.cache
 def architectures() -> dict[str, Architecture]:
     """Every model by name."""
-    text = resources.files("pytest_gputrain").joinpath("architectures.json").read_bytes()
-    return msgspec.json.decode(text, type=dict[str, Architecture])
+    return msgspec.json.decode(Path(__file__).with_suffix(".json").read_bytes(), type=dict[str, Architecture])

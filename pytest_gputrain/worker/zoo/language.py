@@ -28,8 +28,6 @@ def build(architecture: Architecture, case: Case, scale: Scale) -> nn.Module:
     model: Any = getattr(transformers, architecture.model_class)(config)
     model.train()
     if case.activation_checkpointing:
-        # Before any adapter is added: on a peft model transformers would also make the embeddings' output require
-        # gradients, which only reentrant checkpointing needs.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": checkpoint_contexts})
     built: nn.Module = model

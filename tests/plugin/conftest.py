@@ -1,0 +1,28 @@
+"""Every test here runs pytest in a project of its own, away from this machine's GPUs and its CI."""
+
+from __future__ import annotations
+
+import pytest
+from plugin_project import H100, Project
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """An empty project on a machine without a GPU."""
+    for variable in ("CI", "GPUTRAIN_PARENT", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COLUMNS", "200")
+    # Installed for other tests; hypothesis alone costs each run in this process a second.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
+    made = Project(pytester)
+    made.ini()
+    return made
+
+
+@pytest.fixture
+def h100(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A project on a machine with one recorded H100."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    project.machine(H100)
+    return project

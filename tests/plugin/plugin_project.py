@@ -1,0 +1,199 @@
+"""A project for the tested pytest to run in, and recorded replies where a test is about devices that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORDED = Path(__file__).parent / "replies"
+
+H100 = "NVIDIA H100 80GB HBM3"
+H100_FOLDER = "nvidia-h100-80gb-hbm3"
+LLAMA, GEMMA, LLAMA_2 = "llama-3.1-8b-lora-bf16", "gemma-7b-lora-bf16", "llama-2-13b-lora-bf16"
+ANY = "*"
+
+SUITE = """
+import pytest
+from pytest_gputrain import Case, grid
+
+CASES = grid(Case(batch_size=2, sequence_length=8192), model=["llama-3.1-8b", "gemma-7b", "llama-2-13b"], method=["lora"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tuning(gputrain, case):
+    gputrain.check(case)
+"""
+
+BUILD = """
+def build(setup):
+    import torch
+
+    weight = torch.zeros(64, 64, requires_grad=True)
+
+    def step():
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+"""
+
+# Undone with the run: the next one in the same process must find the real functions.
+_STAND_IN = """
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from pytest_gputrain import launch
+from pytest_gputrain.hardware import nvidia
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.records import Reply
+
+HERE = Path(__file__).parent
+
+
+def pytest_configure(config):
+    gpus = tuple(Gpu(**gpu) for gpu in json.loads((HERE / "gpus.json").read_text()))
+    asked = {}
+
+    def in_process(task, *, gpus, timeout_seconds, watch=None):
+        name = str(task.case)
+        launched = {
+            "id": name,
+            "scale": task.scale,
+            "gpus": [gpu.uuid for gpu in gpus],
+            "steps": task.case.steps,
+            "warmup": task.case.warmup,
+            "timeout_seconds": timeout_seconds,
+        }
+        with open(HERE / "launches.jsonl", "a") as log:
+            log.write(json.dumps(launched) + "\\n")
+        replies = json.loads((HERE / "replies.json").read_text())
+        mine = replies[name] if name in replies else replies["*"]
+        asked[name] = asked.get(name, 0) + 1
+        return msgspec.convert(mine[min(asked[name], len(mine)) - 1], Reply)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(nvidia, "gpus", lambda: gpus)
+    patch.setattr(launch, "in_process", in_process)
+    config.add_cleanup(patch.undo)
+"""
+
+
+def recorded(name: str = "h100_measured", *, slower: float = 1.0, bigger: int = 0, **environment: Any) -> dict[str, Any]:
+    """A reply of ``replies/``, with its figures and its environment changed."""
+    reply: dict[str, Any] = json.loads((RECORDED / f"{name}.json").read_text())
+    if "step_seconds" in reply:
+        reply["step_seconds"] = [seconds * slower for seconds in reply["step_seconds"]]
+        reply["peak_allocated_bytes"] += bigger
+    if environment:
+        reply["environment"] |= environment
+    return reply
+
+
+@dataclasses.dataclass
+class Project:
+    """The folder of the tested pytest."""
+
+    pytester: pytest.Pytester
+
+    @property
+    def path(self) -> Path:
+        return self.pytester.path
+
+    def write(self, **files: str) -> None:
+        """Python files by stem."""
+        self.pytester.makepyfile(**files)
+
+    def ini(self, *lines: str) -> None:
+        (self.path / "tox.ini").write_text("\n".join(["[pytest]", *lines, ""]))
+
+    def machine(self, device_name: str | None, *, gpus: int = 1) -> None:
+        """Find ``gpus`` devices of this name, or none, and answer every case with the figures recorded for one."""
+        (self.path / "conftest.py").write_text(_STAND_IN)
+        found = [
+            {
+                "index": index,
+                "uuid": f"GPU-{uuid.uuid4()}",
+                "name": device_name,
+                "memory_bytes": 85_029_158_912,
+                "driver": "570.86.10",
+            }
+            for index in range(gpus if device_name else 0)
+        ]
+        (self.path / "gpus.json").write_text(json.dumps(found))
+        self.answer(recorded("h100_measured", device_name=device_name) if device_name else recorded("cpu_measured"))
+
+    def answer(self, *replies: dict[str, Any], to: str = ANY) -> None:
+        """From now on, the processes of the case ``to`` give these replies, the last one again and again."""
+        file = self.path / "replies.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(known | {to: replies}))
+
+    @property
+    def launches(self) -> list[dict[str, Any]]:
+        """What was launched so far, where `machine` gives the answers."""
+        log = self.path / "launches.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    def run(self, *arguments: str) -> pytest.RunResult:
+        """In this process: quick, and shows every report."""
+        return self.pytester.runpytest_inprocess(*arguments)
+
+    def spawn(self, *arguments: str) -> pytest.RunResult:
+        """In a process of its own."""
+        return self.pytester.runpytest_subprocess(*arguments, timeout=120)
+
+    def baseline_file(self, suite: str, device: str = "cpu") -> Path:
+        return self.path / "baselines" / device / f"{suite}.json"
+
+    def baselines(self, suite: str, device: str = "cpu") -> dict[str, Any]:
+        """Entries of a baseline file by key."""
+        cases: dict[str, Any] = json.loads(self.baseline_file(suite, device).read_text())["cases"]
+        return cases
+
+    def report(self, name: str = "report.json") -> dict[str, Any]:
+        """What ``--gpu-json=report.json`` wrote."""
+        document: dict[str, Any] = json.loads((self.path / name).read_text())
+        return document
+
+    def verdicts(self, name: str = "report.json") -> dict[str, str]:
+        """Verdict by key in a report."""
+        return {result["key"]: result["verdict"]["status"] for result in self.report(name)["results"]}
+
+
+def failures(result: pytest.RunResult) -> dict[str, str]:
+    """Text of every failure of an in-process run, by name of the test."""
+    reports = result.reprec.getreports("pytest_runtest_logreport")
+    return {report.nodeid.partition("::")[2]: report.longreprtext for report in reports if report.failed}
+
+
+def skips(result: pytest.RunResult) -> dict[str, str]:
+    """Reason of every skip of an in-process run, by name of the test."""
+    reports = result.reprec.getreports("pytest_runtest_logreport")
+    return {
+        report.nodeid.partition("::")[2]: report.longrepr[2].removeprefix("Skipped: ") for report in reports if report.skipped
+    }
+
+
+def only_sentence(result: pytest.RunResult, test: str) -> str:
+    """The one line that ``test`` failed with, nothing else having failed."""
+    found = failures(result)
+    assert list(found) == [test]
+    text = found[test]
+    assert "\n" not in text.strip(), text
+    return text.strip()
+
+
+def table_rows(text: str) -> list[str]:
+    """Rows of the gputrain table, blanks squeezed: figures and verdicts, without titles and rules."""
+    section = text.partition("= gputrain =")[2]
+    rows = [re.sub(r"\s{2,}", " | ", line.strip()) for line in section.splitlines()]
+    return [row for row in rows if row.count(" | ") >= 3 and not row.startswith("Model")]

@@ -1,0 +1,267 @@
+"""First runs, strictness, regressions: what passes and what fails."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, only_sentence, recorded
+
+from pytest_gputrain import GiB
+
+MINE = f"""{BUILD}
+
+def test_mine(gputrain):
+    gputrain.check(build, precision="fp32", steps=3, warmup=1)
+"""
+
+GROWING = """
+import pytest
+
+
+def build(setup):
+    from pathlib import Path
+
+    import torch
+
+    size = int(Path(__file__).with_name("size.txt").read_text())
+    weight = torch.zeros(size, 1024, requires_grad=True)
+
+    def step():
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def other(setup):
+    import torch
+
+    weight = torch.zeros(64, 64)
+    return lambda: weight.sum()
+
+
+def test_before(gputrain):
+    gputrain.check(other, precision="fp32", steps=3, warmup=1)
+
+
+def test_grown(gputrain):
+    gputrain.check(build, precision="fp32", steps=3, warmup=1)
+
+
+def test_after():
+    pass
+"""
+
+
+@pytest.fixture
+def gated(h100: Project) -> Project:
+    """Three cases with an H100's baseline."""
+    h100.write(test_tuning=SUITE)
+    h100.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    return h100
+
+
+@pytest.fixture
+def fresh(h100: Project) -> Project:
+    """Three cases without any baseline."""
+    h100.write(test_tuning=SUITE)
+    return h100
+
+
+def test_first_run_passes_as_new_and_names_the_remedy(project: Project) -> None:
+    project.write(test_mine=MINE)
+    result = project.run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        ["*build*fp32* new*", "1 case without a baseline: build-fp32 has no baseline; record it with --gpu-baseline-update"]
+    )
+
+
+def test_first_run_creates_no_baseline(fresh: Project) -> None:
+    fresh.run().assert_outcomes(passed=3)
+    assert not (fresh.path / "baselines").exists()
+
+
+def test_strict_fails_a_new_case_with_its_remedy(fresh: Project) -> None:
+    result = fresh.run("--gpu-strict", "-k", "gemma")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
+        f"{GEMMA} has no baseline; record it with --gpu-baseline-update (strict)"
+    )
+
+
+def test_ci_without_baselines_of_the_device_lets_new_cases_pass(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    fresh.run().assert_outcomes(passed=3)
+
+
+def test_ci_with_baselines_of_the_suite_fails_a_new_case(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
+    monkeypatch.setenv("CI", "true")
+    assert list(failures(fresh.run())) == [f"test_tuning[{GEMMA}]"]
+
+
+def test_ci_is_not_strict_for_a_suite_that_only_another_device_has(
+    fresh: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    fresh.machine("NVIDIA A100-SXM4-80GB")
+    monkeypatch.setenv("CI", "true")
+    result = fresh.run()
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines([f"*this machine is nvidia-a100-sxm4-80gb; there are some for {H100_FOLDER}*"])
+
+
+def test_ini_strictness_fails_new_cases(fresh: Project) -> None:
+    fresh.ini("gpu_strict = true")
+    fresh.run().assert_outcomes(failed=3)
+
+
+def test_ini_strictness_off_wins_over_ci(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
+    monkeypatch.setenv("CI", "true")
+    fresh.run("-o", "gpu_strict=false").assert_outcomes(passed=3)
+
+
+def test_command_line_strictness_wins_over_the_ini_file(fresh: Project) -> None:
+    fresh.ini("gpu_strict = false")
+    fresh.run("--gpu-strict").assert_outcomes(failed=3)
+
+
+def test_unchanged_figures_pass(gated: Project) -> None:
+    result = gated.run("--gpu-strict", "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert set(gated.verdicts().values()) == {"pass"}
+
+
+def test_two_percent_slower_passes(gated: Project) -> None:
+    gated.answer(recorded(slower=1.02))
+    gated.run().assert_outcomes(passed=3)
+
+
+def test_five_percent_slower_fails_its_own_test_only(gated: Project) -> None:
+    gated.answer(recorded(slower=1.05), to=GEMMA)
+    result = gated.run()
+    result.assert_outcomes(passed=2, failed=1)
+    sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
+    assert sentence.startswith(f"{GEMMA} is 5.0 % slower: 4.94 s against 4.70 s a step, limit 4.84 s (baseline of ")
+    assert sentence.endswith(", 1 run); same environment")
+
+
+def test_two_gib_bigger_fails_its_own_test_only(gated: Project) -> None:
+    gated.answer(recorded(bigger=2 * GiB), to=GEMMA)
+    result = gated.run()
+    result.assert_outcomes(passed=2, failed=1)
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(
+        f"{GEMMA} needs 2.00 GiB (5.7 %) more memory: 37.0 GiB against 35.0 GiB peak allocated, limit 35.8 GiB ("
+    )
+
+
+def test_slower_and_bigger_is_still_one_sentence(gated: Project) -> None:
+    gated.answer(recorded(slower=1.1, bigger=2 * GiB), to=GEMMA)
+    sentence = only_sentence(gated.run(), f"test_tuning[{GEMMA}]")
+    assert "is 10.0 % slower" in sentence
+    assert "and needs 2.00 GiB (5.7 %) more memory" in sentence
+
+
+def test_a_regression_names_what_changed_in_the_environment(gated: Project) -> None:
+    packages = recorded()["environment"]["packages"] | {"torch": "2.10.0+cu130"}
+    gated.answer(recorded(slower=1.05, packages=packages, runtime="13.0"), to=GEMMA)
+    sentence = only_sentence(gated.run(), f"test_tuning[{GEMMA}]")
+    assert sentence.endswith("since then: torch 2.9.1+cu128 -> 2.10.0+cu130, runtime 12.8 -> 13.0")
+
+
+def test_tolerances_are_the_users(gated: Project) -> None:
+    gated.answer(recorded(slower=1.05, bigger=2 * GiB))
+    gated.run("--gpu-time-tolerance=6%", "--gpu-memory-tolerance=2GiB").assert_outcomes(passed=3)
+    gated.answer(recorded(slower=1.02))
+    gated.run("--gpu-time-tolerance=1%").assert_outcomes(failed=3)
+
+
+def test_ten_percent_faster_passes_as_improved(gated: Project) -> None:
+    gated.answer(recorded(slower=0.9))
+    gated.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    assert set(gated.verdicts().values()) == {"improved"}
+
+
+def test_running_out_of_memory_where_the_baseline_fitted_fails(gated: Project) -> None:
+    gated.answer(recorded("h100_out_of_memory"), to=GEMMA)
+    sentence = only_sentence(gated.run(), f"test_tuning[{GEMMA}]")
+    assert sentence.startswith(f"{GEMMA} ran out of device memory (warmup in step 1): CUDA out of memory.")
+    assert "fitted with 35.0 GiB allocated" in sentence
+
+
+def test_running_out_of_memory_without_a_baseline_fails(fresh: Project) -> None:
+    fresh.answer(recorded("h100_out_of_memory"), to=GEMMA)
+    sentence = only_sentence(fresh.run(), f"test_tuning[{GEMMA}]")
+    assert sentence.endswith("if that is expected, record it with --gpu-baseline-update")
+
+
+def test_running_out_of_memory_can_be_recorded_and_passes_from_then_on(fresh: Project) -> None:
+    fresh.answer(recorded("h100_out_of_memory"), to=GEMMA)
+    fresh.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    result = fresh.run("--gpu-strict")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["*Gemma*OOM*OOM*pass*"])
+
+
+def test_fitting_again_is_an_improvement(fresh: Project) -> None:
+    fresh.answer(recorded("h100_out_of_memory"))
+    fresh.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    fresh.answer(recorded())
+    fresh.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    assert set(fresh.verdicts().values()) == {"improved"}
+
+
+def test_a_crash_fails_whatever_the_baseline(gated: Project) -> None:
+    gated.answer(recorded("crashed"), to=GEMMA)
+    result = gated.run()
+    assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
+        f"{GEMMA} gave no measurement (measure in step 4): RuntimeError: CUDA error: an illegal memory access was encountered"
+    )
+    result.stdout.fnmatch_lines([f"*worker of {GEMMA}*", "Traceback (most recent call last):", "*RuntimeError: CUDA error"])
+
+
+def test_one_crash_among_several_runs_fails(gated: Project) -> None:
+    gated.answer(recorded(), recorded("crashed"), recorded(), to=GEMMA)
+    assert list(failures(gated.run("--gpu-runs=3"))) == [f"test_tuning[{GEMMA}]"]
+
+
+def test_changed_knobs_are_not_compared_and_pass_unless_strict(gated: Project) -> None:
+    gated.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=4"))
+    result = gated.run()
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["3 cases not comparable with the baseline: *(batch_size 2 -> 4); record it with*"])
+    gated.run("--gpu-strict").assert_outcomes(failed=3)
+
+
+def test_more_steps_are_still_the_same_case(gated: Project) -> None:
+    gated.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=2, steps=50, warmup=7"))
+    gated.run("--gpu-strict").assert_outcomes(passed=3)
+
+
+def test_memory_growth_measured_here_fails_exactly_its_test(project: Project) -> None:
+    project.write(test_growing=GROWING)
+    size = project.path / "size.txt"
+    size.write_text("1024")
+    project.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    size.write_text("1280")
+    result = project.run("--junitxml=junit.xml")
+    result.assert_outcomes(passed=2, failed=1)
+    sentence = only_sentence(result, "test_grown")
+    assert sentence.startswith("build-fp32 needs 5.00 MiB (25.0 %) more memory: 25.0 MiB against 20.0 MiB peak allocated, ")
+    assert ", limit 20.4 MiB (baseline of 20" in sentence
+    assert sentence.endswith(", 1 run); same environment")
+
+    suite = ElementTree.parse(project.path / "junit.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "0")
+    grown = next(case for case in suite if case.get("name") == "test_grown")
+    properties = {entry.get("name"): entry.get("value") for entry in grown.iter("property")}
+    assert properties["gputrain.case"] == "build-fp32@tiny"
+    assert properties["gputrain.verdict"] == "regressed"
+    assert int(properties["gputrain.peak_allocated_bytes"]) >= 5 * 1280 * 1024 * 4
+    assert float(properties["gputrain.median_step_seconds"]) > 0
+    (failure,) = grown.iter("failure")
+    assert failure.text is not None
+    assert sentence in failure.text

@@ -1,0 +1,182 @@
+"""Recording baselines: what is written, what is kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
+
+from pytest_gputrain import GiB
+
+
+@pytest.fixture
+def suite(h100: Project) -> Project:
+    h100.write(test_tuning=SUITE)
+    return h100
+
+
+def test_update_records_every_case_that_ran(suite: Project) -> None:
+    result = suite.run("--gpu-baseline-update")
+    result.assert_outcomes(passed=3)
+    entries = suite.baselines("tuning", H100_FOLDER)
+    assert sorted(entries) == sorted([LLAMA, GEMMA, LLAMA_2])
+    (run,) = entries[GEMMA]["runs"]
+    assert run["peak_allocated_bytes"] == 35 * GiB
+    assert run["step_seconds"] == recorded()["step_seconds"]
+    path = suite.baseline_file("tuning", H100_FOLDER)
+    result.stdout.fnmatch_lines([f"3 baselines recorded in {path}; review the difference in git"])
+
+
+def test_update_then_gate_passes_for_what_is_measured_here(project: Project) -> None:
+    project.write(test_mine=f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n")
+    project.run("--gpu-baseline-update").assert_outcomes(passed=1)
+    project.run("--gpu-strict", "--gpu-json=report.json").assert_outcomes(passed=1)
+    assert project.verdicts() == {"build-fp32@tiny": "pass"}
+
+
+def test_update_replaces_the_figures_of_before(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=2, bigger=5 * GiB))
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    for entry in suite.baselines("tuning", H100_FOLDER).values():
+        assert [run["peak_allocated_bytes"] for run in entry["runs"]] == [40 * GiB]
+    suite.run("--gpu-strict").assert_outcomes(passed=3)
+
+
+def test_update_tells_what_the_verdict_would_have_been(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=1.05), to=GEMMA)
+    suite.run("--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=3)
+    sentences = {result["key"]: result["verdict"]["sentence"] for result in suite.report()["results"]}
+    assert sentences[GEMMA].startswith(f"{GEMMA} has today's figures as its baseline now; before, {GEMMA} is 5.0 % slower: ")
+
+
+def test_update_keeps_the_entries_of_deselected_cases(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    before = suite.baselines("tuning", H100_FOLDER)
+    suite.answer(recorded(bigger=GiB))
+    suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    after = suite.baselines("tuning", H100_FOLDER)
+    changed = {key for key in before | after if before.get(key) != after.get(key)}
+    assert changed == {GEMMA}
+
+
+def test_update_keeps_the_files_of_other_devices(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    h100_file = suite.baseline_file("tuning", H100_FOLDER)
+    before = h100_file.read_bytes()
+    suite.machine("NVIDIA A100-SXM4-80GB")
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    assert h100_file.read_bytes() == before
+    assert suite.baseline_file("tuning", "nvidia-a100-sxm4-80gb").exists()
+
+
+def test_update_on_a_crash_keeps_the_old_baseline_and_fails(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    before = suite.baselines("tuning", H100_FOLDER)
+    suite.answer(recorded("crashed"), to=GEMMA)
+    result = suite.run("--gpu-baseline-update")
+    result.assert_outcomes(passed=2, failed=1)
+    assert list(failures(result)) == [f"test_tuning[{GEMMA}]"]
+    assert suite.baselines("tuning", H100_FOLDER)[GEMMA] == before[GEMMA]
+
+
+def test_update_on_a_time_out_records_nothing_for_that_case(suite: Project) -> None:
+    suite.answer(recorded("timed_out"), to=GEMMA)
+    result = suite.run("--gpu-baseline-update")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
+        f"{GEMMA} was ended after 90.0 s (measure in step 3); --gpu-timeout allows more"
+    )
+    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
+
+
+def test_one_crash_among_several_runs_is_not_recorded(suite: Project) -> None:
+    suite.answer(recorded(), recorded("crashed"), to=GEMMA)
+    suite.run("--gpu-baseline-update", "--gpu-runs=2").assert_outcomes(passed=2, failed=1)
+    assert GEMMA not in suite.baselines("tuning", H100_FOLDER)
+
+
+def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others(suite: Project) -> None:
+    suite.run("--gpu-baseline-update", "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
+    file = suite.baseline_file("tuning", H100_FOLDER)
+    before = json.loads(file.read_text())["cases"]
+    lines_before = file.read_text().splitlines()
+    suite.answer(recorded(slower=1.01, bigger=1000))
+    suite.run("--gpu-baseline-update-new-only").assert_outcomes(passed=3)
+    after = suite.baselines("tuning", H100_FOLDER)
+    assert sorted(after) == sorted([LLAMA, GEMMA, LLAMA_2])
+    assert {key: after[key] for key in before} == before
+    remaining = iter(file.read_text().splitlines())
+    assert all(line in remaining for line in lines_before)
+
+
+def test_new_only_with_nothing_new_leaves_the_file_untouched(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    file = suite.baseline_file("tuning", H100_FOLDER)
+    before = file.read_bytes(), file.stat().st_mtime_ns
+    suite.answer(recorded(slower=1.01))
+    suite.run("--gpu-baseline-update-new-only").assert_outcomes(passed=3)
+    assert (file.read_bytes(), file.stat().st_mtime_ns) == before
+
+
+def test_new_only_still_fails_a_regression(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=1.05), to=GEMMA)
+    assert list(failures(suite.run("--gpu-baseline-update-new-only"))) == [f"test_tuning[{GEMMA}]"]
+
+
+def test_both_update_options_update_all(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded(bigger=GiB))
+    suite.run("--gpu-baseline-update", "--gpu-baseline-update-new-only").assert_outcomes(passed=3)
+    assert suite.baselines("tuning", H100_FOLDER)[GEMMA]["runs"][0]["peak_allocated_bytes"] == 36 * GiB
+
+
+def test_the_same_figures_recorded_again_change_only_date_and_session(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    before = suite.baseline_file("tuning", H100_FOLDER).read_text().splitlines()
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    after = suite.baseline_file("tuning", H100_FOLDER).read_text().splitlines()
+    assert len(after) == len(before)
+    changed = [line for line, old in zip(after, before, strict=True) if line != old]
+    assert all(line.strip().startswith(('"date"', '"session"')) for line in changed)
+
+
+def test_measure_alone_records_nothing(h100: Project) -> None:
+    h100.write(test_tuning=SUITE.replace("gputrain.check(case)", "gputrain.measure(case)"))
+    h100.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    assert not h100.baseline_file("tuning", H100_FOLDER).exists()
+
+
+def test_no_stray_file_stays_beside_the_baselines(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    found = {path.relative_to(suite.path).as_posix() for path in (suite.path / "baselines").rglob("*") if path.is_file()}
+    assert found == {f"baselines/{H100_FOLDER}/tuning.json"}
+
+
+def test_baseline_dir_of_the_ini_file_is_relative_to_it(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.ini("gpu_baseline_dir = figures")
+    elsewhere = suite.path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    suite.run("--gpu-baseline-update", f"--rootdir={suite.path}", "-c", "../tox.ini", str(suite.path)).assert_outcomes(passed=3)
+    assert (suite.path / "figures" / H100_FOLDER / "tuning.json").exists()
+
+
+def test_the_commit_is_stored_with_uncommitted_changes_marked(suite: Project) -> None:
+    def git(*arguments: str) -> str:
+        run = suite.pytester.run("git", "-c", "user.name=t", "-c", "user.email=t@example.org", *arguments)
+        assert run.ret == 0
+        return run.stdout.str().strip()
+
+    git("init", "-q")
+    git("add", "tox.ini")
+    git("commit", "-q", "-m", "first")
+    head = git("rev-parse", "--short=12", "HEAD")
+    suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    (suite.path / "tox.ini").write_text("[pytest]\n# changed\n")
+    suite.run("--gpu-baseline-update", "-k", "llama-3").assert_outcomes(passed=1, deselected=2)
+    entries = suite.baselines("tuning", H100_FOLDER)
+    assert entries[GEMMA]["runs"][0]["commit"] == head
+    assert entries[LLAMA]["runs"][0]["commit"] == f"{head}+dirty"

@@ -1,0 +1,294 @@
+"""Cases: their ids, grids of them, what is wrong with one, and which of two mean the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from unit_examples import CASE, values_of
+
+from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases import METHODS, OPTIMIZERS, PRECISIONS, differences, grid, problem
+from pytest_gputrain.hardware.catalog import MARKERS
+from pytest_gputrain.records import Case
+
+CUSTOM = Case(model="my_step", method="custom", precision="fp32", code="tests/test_mine.py::my_step")
+
+
+@pytest.mark.parametrize(
+    ("case", "shown"),
+    [
+        (Case(model="llama-3.1-8b"), "llama-3.1-8b-full-bf16"),
+        (Case(model="llama-3.1-8b", method="qlora", precision="bf16-amp"), "llama-3.1-8b-qlora-bf16-amp"),
+        (Case(model="llama-3.1-8b", parallel="fsdp", gpus=8), "llama-3.1-8b-full-bf16-fsdp"),
+        (Case(model="m", batch_size=32), "m-full-bf16"),
+        (Case(model="m", batch_size=32, named=("batch_size",)), "m-full-bf16-batch_size=32"),
+        (Case(model="m", steps=5, gpus=2, named=("steps", "gpus")), "m-full-bf16-steps=5-gpus=2"),
+        (Case(model="m", cpu_offload=True, named=("cpu_offload",)), "m-full-bf16-cpu_offload=true"),
+        (Case(model="m", named=("activation_checkpointing",)), "m-full-bf16-activation_checkpointing=false"),
+        (CUSTOM, "my_step-fp32"),
+    ],
+)
+def test_id_names_what_tells_cases_apart(case: Case, shown: str) -> None:
+    assert str(case) == shown
+
+
+def test_grid_varies_the_last_axis_fastest() -> None:
+    cases = grid(Case(), model=["a", "b"], method=["full", "lora"])
+    assert [(case.model, case.method) for case in cases] == [("a", "full"), ("a", "lora"), ("b", "full"), ("b", "lora")]
+
+
+def test_grid_keeps_the_fields_it_does_not_vary() -> None:
+    assert all(case.replace(model="") == CASE.replace(model="") for case in grid(CASE, model=["a", "b"]))
+
+
+def test_grid_names_the_knobs_it_varies() -> None:
+    assert [str(case) for case in grid(Case(model="m"), batch_size=[1, 2], cpu_offload=[True])] == [
+        "m-full-bf16-batch_size=1-cpu_offload=true",
+        "m-full-bf16-batch_size=2-cpu_offload=true",
+    ]
+
+
+def test_grid_of_a_grid_names_each_knob_once() -> None:
+    (first, *_) = grid(Case(model="m"), batch_size=[1, 2])
+    (second,) = grid(first, gpus=[2], batch_size=[3])
+    assert str(second) == "m-full-bf16-batch_size=3-gpus=2"
+
+
+def test_grid_without_axes_is_the_base_alone() -> None:
+    assert grid(CASE) == [CASE]
+
+
+def test_grid_with_an_empty_axis_is_empty() -> None:
+    assert grid(CASE, model=[]) == []
+
+
+def test_grid_takes_any_iterable() -> None:
+    assert [case.gpus for case in grid(CASE, gpus=(2**n for n in range(3)))] == [1, 2, 4]
+
+
+def test_grid_gives_every_case_all_platforms() -> None:
+    cases = grid(CASE.replace(platforms=("a100",)), model=["a", "b"], platforms=["h100", "h200"])
+    assert [case.platforms for case in cases] == [("h100", "h200")] * 2
+
+
+def test_grid_leaves_the_platforms_of_the_base_alone() -> None:
+    assert grid(CASE.replace(platforms=("a100",)), model=["a"])[0].platforms == ("a100",)
+
+
+def test_platforms_are_no_part_of_the_id() -> None:
+    assert str(grid(CASE, platforms=["h100"])[0]) == str(CASE)
+
+
+@pytest.mark.parametrize(
+    ("axis", "hint"), [("batchsize", "did you mean 'batch_size'"), ("methods", "did you mean 'method'"), ("zzz", "'zzz'$")]
+)
+def test_grid_suggests_the_axis_that_was_meant(axis: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=hint):
+        grid(CASE, **{axis: ["x"]})
+
+
+@pytest.mark.parametrize("axis", ["named", "code"])
+def test_grid_refuses_fields_that_are_no_axis(axis: str) -> None:
+    with pytest.raises(TypeError, match=f"no axis '{axis}'"):
+        grid(CASE, **{axis: ["x"]})
+
+
+def test_grid_refuses_a_string_for_an_axis() -> None:
+    with pytest.raises(TypeError, match=r"model=\['llama-3.1-8b'\]"):
+        grid(CASE, model="llama-3.1-8b")
+
+
+def test_grid_refuses_a_string_for_the_platforms() -> None:
+    with pytest.raises(TypeError, match=r"platforms=\['h100'\]"):
+        grid(CASE, platforms="h100")
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "model": st.lists(st.sampled_from(sorted(architectures())), unique=True, max_size=3),
+            "batch_size": st.lists(st.integers(1, 99), unique=True, max_size=3),
+            "cpu_offload": st.lists(st.booleans(), unique=True, max_size=2),
+        }
+    )
+)
+def test_cases_of_a_grid_have_different_ids(axes: dict[str, list[Any]]) -> None:
+    cases = grid(CASE, **axes)
+    assert len(cases) == len(axes["model"]) * len(axes["batch_size"]) * len(axes["cpu_offload"])
+    assert len({str(case) for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize("case", [CASE, CUSTOM, CASE.replace(platforms=("h100", "cpu")), CASE.replace(warmup=0)])
+def test_sound_cases_have_no_problem(case: Case) -> None:
+    assert problem(case, MARKERS) is None
+
+
+@pytest.mark.parametrize("model", sorted(architectures()))
+def test_every_model_of_the_zoo_is_known(model: str) -> None:
+    assert problem(CASE.replace(model=model), MARKERS) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        (CASE.replace(model=""), "names no model; known: llama-3.1-8b"),
+        (CASE.replace(model="lama-3.1-8b"), "unknown model 'lama-3.1-8b' (did you mean 'llama-3.1-8b'?); known: "),
+        (CASE.replace(model="zzzzzz"), "unknown model 'zzzzzz'; known: "),
+        (CASE.replace(method="lorra"), "unknown method 'lorra' (did you mean 'lora'?); known: full, lora, qlora"),
+        (CASE.replace(method="custom"), "unknown method 'custom'"),
+        (CUSTOM.replace(method="full"), "unknown method 'full'; known: custom"),
+        (CASE.replace(precision="bf-16"), "unknown precision 'bf-16' (did you mean 'bf16'?)"),
+        (CASE.replace(parallel="fsdpp"), "unknown parallel 'fsdpp' (did you mean 'fsdp'?)"),
+        (CASE.replace(optimizer="adam"), "unknown optimizer 'adam' (did you mean 'adamw'?)"),
+        (CASE.replace(platforms=("h100", "h1000")), "unknown platform 'h1000' (did you mean 'h100'?)"),
+        (CUSTOM.replace(platforms=("gtx",)), "unknown platform 'gtx'"),
+        (CASE.replace(gpus=0), "gpus=0; it must be at least 1"),
+        (CASE.replace(batch_size=0), "batch_size=0; it must be at least 1"),
+        (CASE.replace(gradient_accumulation=-1), "gradient_accumulation=-1; it must be at least 1"),
+        (CASE.replace(steps=0), "steps=0; it must be at least 1"),
+        (CASE.replace(warmup=-1), "warmup=-1; it must be at least 0"),
+        (CASE.replace(sequence_length=1), "sequence_length=1; it must be at least 2"),
+        (CUSTOM.replace(sequence_length=-1), "sequence_length=-1; it must be at least 0"),
+        (CASE.replace(gpus=2), "asks for 2 GPUs, but parallel='single' uses one"),
+    ],
+)
+def test_problem_names_the_field_and_the_remedy(case: Case, found: str) -> None:
+    sentence = problem(case, MARKERS)
+    assert sentence is not None
+    assert found in sentence
+    assert str(case) in sentence
+
+
+WRONG_TYPES: dict[str, Any] = {
+    "model": 5,
+    "method": None,
+    "precision": ["bf16"],
+    "parallel": 1,
+    "gpus": "1",
+    "batch_size": 1.5,
+    "sequence_length": None,
+    "gradient_accumulation": True,
+    "activation_checkpointing": "yes",
+    "optimizer": 0,
+    "cpu_offload": 1,
+    "steps": "ten",
+    "warmup": [3],
+    "platforms": "h100",
+    "code": 1,
+    "named": (3,),
+}
+
+
+def test_the_wrong_types_cover_every_field() -> None:
+    assert set(WRONG_TYPES) == set(Case.__struct_fields__)
+
+
+@pytest.mark.parametrize("field", sorted(WRONG_TYPES))
+def test_problem_names_the_field_of_a_wrong_type(field: str) -> None:
+    sentence = problem(CASE.replace(**{field: WRONG_TYPES[field]}), MARKERS)
+    assert sentence is not None
+    assert field in sentence
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
+    lambda inner: st.lists(inner, max_size=2) | st.tuples(inner) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=3,
+)
+FIELDS = dict.fromkeys(Case.__struct_fields__, ANYTHING)
+SOUND = st.builds(
+    Case,
+    model=st.sampled_from(sorted(architectures())),
+    method=st.sampled_from(METHODS),
+    precision=st.sampled_from(PRECISIONS),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    batch_size=st.integers(1, 2**40),
+    sequence_length=st.integers(2, 2**40),
+    activation_checkpointing=st.booleans(),
+    steps=st.integers(1, 99),
+    warmup=st.integers(0, 99),
+    platforms=st.lists(st.sampled_from(MARKERS), max_size=3).map(tuple),
+)
+
+
+@given(st.fixed_dictionaries({}, optional=FIELDS))
+@example({"model": b"llama"})
+@example({"model": "llama\n3"})
+@example({"named": ("no_field",)})
+@example({"gpus": object()})
+@example({"platforms": {"h100"}})
+def test_any_case_gets_one_line_or_none_of_its_problem(fields: dict[str, Any]) -> None:
+    sentence = problem(CASE.replace(**fields), MARKERS)
+    assert sentence is None or (sentence and len(sentence.splitlines()) == 1)
+
+
+@given(SOUND)
+def test_a_sound_case_survives_the_way_to_the_worker(case: Case) -> None:
+    assert problem(case, MARKERS) is None
+    assert msgspec.json.decode(msgspec.json.encode(case), type=Case) == case
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 99}, {"warmup": 0}, {"platforms": ("h100",)}, {"named": ("batch_size",)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_identity_ignores_how_and_where_a_case_runs(change: dict[str, Any]) -> None:
+    assert CASE.replace(**change).identity() == CASE.identity()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "x"},
+        {"method": "full"},
+        {"precision": "fp32"},
+        {"parallel": "fsdp"},
+        {"gpus": 2},
+        {"batch_size": 4},
+        {"sequence_length": 4096},
+        {"gradient_accumulation": 2},
+        {"activation_checkpointing": True},
+        {"optimizer": "adamw-fused"},
+        {"cpu_offload": True},
+        {"code": "a.py::b"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_identity_and_differences_tell_what_a_case_trains(change: dict[str, Any]) -> None:
+    ((field, value),) = change.items()
+    other = CASE.replace(**change)
+    assert other.identity() != CASE.identity()
+    assert differences(CASE, other) == f"{field} {getattr(CASE, field)} -> {value}"
+
+
+def test_equal_cases_differ_in_nothing() -> None:
+    assert differences(CASE, CASE.replace(steps=1)) == ""
+
+
+def test_differences_are_listed_together() -> None:
+    other = CASE.replace(batch_size=4, optimizer="adamw-fused")
+    assert differences(CASE, other) == "batch_size 2 -> 4, optimizer adamw -> adamw-fused"
+
+
+def _spelt_anew(text: str) -> str:
+    """An equal string that is another object, as read from a file or put together at run time."""
+    return "".join([text[:1], text[1:]])
+
+
+@pytest.mark.parametrize("field", ["method", "precision", "parallel", "optimizer"])
+def test_identity_knows_values_by_equality(field: str) -> None:
+    default = getattr(Case(), field)
+    computed = Case(**{field: _spelt_anew(default)})
+    assert computed == Case()
+    assert computed.identity() == Case().identity()
+    assert differences(computed, Case()) == ""
+
+
+@given(values_of(Case))
+def test_identity_can_be_made_a_case_again(case: Case) -> None:
+    assert Case(**case.identity()).identity() == case.identity()

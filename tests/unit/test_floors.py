@@ -1,0 +1,181 @@
+"""The package as a house: each module imports only from floors below its own, and what is slow to import stays out."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import pytest_gputrain
+
+PACKAGE = "pytest_gputrain"
+ROOT = Path(pytest_gputrain.__file__).parent
+
+FLOORS = {
+    "records": 0,
+    "units": 0,
+    "architectures": 0,
+    "files": 0,
+    "cases": 0,
+    "settings": 1,
+    "session": 1,
+    "worker": 1,
+    "hardware": 2,
+    "judge": 2,
+    "baselines": 2,
+    "selection": 2,
+    "launch": 3,
+    "runner": 4,
+    "report": 4,
+    "fixtures": 5,
+    "plugin": 6,
+}
+"""Floor by top-level module or folder."""
+
+TRAINING_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "numpy"}
+
+
+class Import(NamedTuple):
+    importer: str
+    imported: str
+    function: str
+    """That the import stands in; empty at the top level."""
+
+
+def _module_name(path: Path) -> str:
+    return ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+SOURCES = {_module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def _imports_of(module: str) -> Iterator[Import]:
+    def walk(node: ast.AST, function: str) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            match child:
+                case ast.Import():
+                    yield from (Import(module, alias.name, function) for alias in child.names)
+                case ast.ImportFrom():
+                    assert child.level == 0, f"{module} has a relative import, which this test does not follow"
+                    for alias in child.names:
+                        name = f"{child.module}.{alias.name}"
+                        yield Import(module, name if name in SOURCES else str(child.module), function)
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    yield from walk(child, child.name)
+                case _:
+                    yield from walk(child, function)
+
+    return walk(ast.parse(SOURCES[module].read_text()), "")
+
+
+IMPORTS = [found for module in SOURCES for found in _imports_of(module)]
+INSIDE = [found for found in IMPORTS if found.imported.split(".")[0] == PACKAGE]
+
+
+def _floor(module: str) -> int:
+    return FLOORS[module.split(".")[1]]
+
+
+def _in_worker(module: str) -> bool:
+    return module.startswith(f"{PACKAGE}.worker")
+
+
+def test_every_module_has_a_floor() -> None:
+    assert {name.split(".")[1] for name in SOURCES if name != PACKAGE} == set(FLOORS)
+
+
+def test_the_imports_were_found() -> None:
+    assert Import("pytest_gputrain.runner", "pytest_gputrain.launch", "") in INSIDE
+    assert Import("pytest_gputrain.launch", "torch", "inline") in IMPORTS
+
+
+def test_imports_go_down_the_floors() -> None:
+    upward = [
+        found
+        for found in INSIDE
+        if found.importer != PACKAGE and (found.imported == PACKAGE or _floor(found.imported) > _floor(found.importer))
+    ]
+    assert upward == []
+
+
+def test_the_package_itself_exports_the_ground_floor_only() -> None:
+    assert [found for found in INSIDE if found.importer == PACKAGE and _floor(found.imported) > 0] == []
+
+
+def test_only_inline_runs_import_the_worker_from_outside() -> None:
+    outside = {(f.importer, f.function) for f in INSIDE if _in_worker(f.imported) and not _in_worker(f.importer)}
+    assert outside == {("pytest_gputrain.launch", "inline")}
+
+
+def test_the_worker_imports_the_ground_floor_and_itself_only() -> None:
+    from_worker = [found for found in INSIDE if _in_worker(found.importer)]
+    assert from_worker
+    assert [f for f in from_worker if not _in_worker(f.imported) and _floor(f.imported) > 0] == []
+
+
+def test_the_worker_imports_nothing_of_pytest() -> None:
+    banned = {"pytest", "_pytest", "pluggy", "xdist"}
+    assert [f for f in IMPORTS if _in_worker(f.importer) and f.imported.split(".")[0] in banned] == []
+
+
+def test_only_the_worker_and_inline_runs_import_training_libraries() -> None:
+    outside = {
+        (found.importer, found.function)
+        for found in IMPORTS
+        if found.imported.split(".")[0] in TRAINING_LIBRARIES and not _in_worker(found.importer)
+    }
+    assert outside == {("pytest_gputrain.launch", "inline")}
+
+
+def test_imports_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in SOURCES}
+    for found in INSIDE:
+        graph[found.importer].add(found.imported)
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(SOURCES)
+
+
+@pytest.mark.parametrize("module", ["pytest_gputrain", "pytest_gputrain.plugin"])
+def test_import_leaves_slow_libraries_out(module: str) -> None:
+    slow = {*TRAINING_LIBRARIES, "rich", "pynvml", "filelock", "psutil"}
+    code = f"import sys, {module}; print(*sorted({slow!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ""
+
+
+def test_worker_entry_leaves_pytest_out() -> None:
+    code = "import sys, pytest_gputrain.worker.__main__; print(*sorted({'pytest', '_pytest', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ""
+
+
+def test_public_names_are_these() -> None:
+    assert pytest_gputrain.__all__ == [
+        "Case",
+        "Crashed",
+        "Environment",
+        "GiB",
+        "KiB",
+        "Measurement",
+        "MiB",
+        "OutOfMemory",
+        "Report",
+        "Result",
+        "TimedOut",
+        "Verdict",
+        "grid",
+    ]
+
+
+def test_public_names_resolve() -> None:
+    assert [name for name in pytest_gputrain.__all__ if getattr(pytest_gputrain, name, None) is None] == []
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES.values()}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}

@@ -1,0 +1,457 @@
+"""What runs mean against a baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit_examples import (
+    CASE,
+    baseline,
+    baseline_run,
+    cpu_environment,
+    crashed,
+    gpu_environment,
+    measurement,
+    oom_run,
+    out_of_memory,
+    timed_out,
+)
+
+from pytest_gputrain.judge import CPU_TIME_RUNS, GPU_MEMORY_FLOOR_BYTES, Tolerance, judge
+from pytest_gputrain.records import Baseline, Case, Environment, Measurement, MetricVerdict, Reply, Verdict
+from pytest_gputrain.settings import MemoryTolerance
+from pytest_gputrain.units import GiB, MiB
+
+TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
+EXACT = Tolerance(time=0.0, memory=MemoryTolerance(ratio=0.0))
+BASE_BYTES = 40_000_000_000
+
+
+def _judge(
+    replies: Reply | Sequence[Reply],
+    known: Baseline | None,
+    *,
+    case: Case = CASE,
+    tolerance: Tolerance = TOLERANCE,
+    hint: str = "",
+) -> Verdict:
+    return judge(case, replies if isinstance(replies, Sequence) else [replies], known, tolerance, hint)
+
+
+def _took(seconds: float, **fields: Any) -> Measurement:
+    return measurement(step_seconds=(seconds,) * 3, **fields)
+
+
+def _time(verdict: Verdict) -> MetricVerdict:
+    found = verdict.metric("step_seconds")
+    assert found is not None
+    return found
+
+
+def _memory(verdict: Verdict) -> MetricVerdict:
+    found = verdict.metric("peak_allocated_bytes")
+    assert found is not None
+    return found
+
+
+def _cpu_baseline(runs: int = CPU_TIME_RUNS, environment: Environment | None = None, **fields: Any) -> Baseline:
+    run = baseline_run(environment=environment or cpu_environment(), **fields)
+    return baseline(*[run] * runs)
+
+
+def _on_cpu(seconds: float = 1.0, environment: Environment | None = None, **fields: Any) -> Measurement:
+    return _took(seconds, environment=environment or cpu_environment(), **fields)
+
+
+# Time on a GPU
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status"),
+    [
+        (1.0, "pass"),
+        (1.03, "pass"),
+        (math.nextafter(1.03, 2), "regressed"),
+        (1.5, "regressed"),
+        (1 / 1.03, "pass"),
+        (math.nextafter(1 / 1.03, 0), "improved"),
+        (0.5, "improved"),
+    ],
+)
+def test_time_on_a_gpu_has_its_limit_at_the_tolerance(seconds: float, status: str) -> None:
+    verdict = _judge(_took(seconds), baseline())
+    assert (verdict.status, _time(verdict).status, _memory(verdict).status) == (status, status, "pass")
+
+
+def test_time_metric_holds_value_baseline_and_limit() -> None:
+    metric = _time(_judge(_took(2.0), baseline()))
+    assert (metric.value, metric.baseline, metric.limit) == (2.0, 1.0, 1.03)
+
+
+def test_without_tolerance_the_baseline_itself_passes() -> None:
+    assert _judge(_took(1.0), baseline(), tolerance=EXACT).status == "pass"
+
+
+def test_time_is_the_median_of_the_runs_medians() -> None:
+    runs = [measurement(step_seconds=seconds) for seconds in ((1.0, 1.0, 50.0), (9.0, 9.0, 9.0), (1.01, 1.01, 0.1))]
+    assert _time(_judge(runs, baseline())).value == 1.01
+
+
+def test_baseline_time_is_the_median_of_its_runs_medians() -> None:
+    known = baseline(*(baseline_run(step_seconds=(seconds, seconds, 99.0)) for seconds in (1.0, 2.0, 8.0)))
+    assert _time(_judge(_took(2.0), known)).baseline == 2.0
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("memory", "slack"),
+    [
+        (MemoryTolerance(ratio=0.02), 800_000_000),
+        (MemoryTolerance(bytes=512 * MiB), 512 * MiB),
+        (MemoryTolerance(), 0),
+    ],
+    ids=["ratio", "bytes", "none"],
+)
+@pytest.mark.parametrize(
+    ("environment", "floor"), [(gpu_environment(), GPU_MEMORY_FLOOR_BYTES), (cpu_environment(), 0)], ids=["gpu", "cpu"]
+)
+def test_memory_has_its_limit_at_tolerance_and_floor(
+    memory: MemoryTolerance, slack: int, environment: Environment, floor: int
+) -> None:
+    tolerance = Tolerance(time=0.03, memory=memory)
+    known = baseline(baseline_run(environment=environment))
+    limit = BASE_BYTES + slack + floor
+
+    def status(peak: int) -> str:
+        reply = measurement(environment=environment, peak_allocated_bytes=peak)
+        return _memory(_judge(reply, known, tolerance=tolerance)).status
+
+    assert status(limit) == "pass"
+    assert status(limit + 1) == "regressed"
+
+
+def test_the_floor_of_a_gpu_is_64_mib() -> None:
+    assert 64 * MiB == GPU_MEMORY_FLOOR_BYTES
+
+
+@pytest.mark.parametrize(("saved", "status"), [(64 * MiB, "pass"), (64 * MiB + 1, "improved")])
+def test_less_memory_improves_beyond_the_floor_of_a_gpu(saved: int, status: str) -> None:
+    reply = measurement(peak_allocated_bytes=BASE_BYTES - saved)
+    assert _judge(reply, baseline(), tolerance=EXACT).status == status
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_byte_on_a_cpu_is_a_change(change: int) -> None:
+    verdict = _judge(_on_cpu(peak_allocated_bytes=BASE_BYTES + change), _cpu_baseline(), tolerance=EXACT)
+    assert verdict.status == ("regressed" if change > 0 else "improved")
+
+
+def test_a_change_within_the_limit_on_a_cpu_is_told() -> None:
+    verdict = _judge(_on_cpu(peak_allocated_bytes=BASE_BYTES + 1000), _cpu_baseline())
+    assert verdict.status == "pass"
+    assert "+1,000 bytes" in verdict.sentence
+
+
+def test_memory_is_what_every_run_needs() -> None:
+    replies = [measurement(peak_allocated_bytes=peak) for peak in (60 * GiB, BASE_BYTES, 50 * GiB)]
+    verdict = _judge(replies, baseline())
+    assert (_memory(verdict).value, verdict.status) == (BASE_BYTES, "pass")
+
+
+def test_memory_is_held_against_the_highest_peak_of_the_baseline() -> None:
+    known = baseline(*(baseline_run(peak_allocated_bytes=peak) for peak in (BASE_BYTES, 41_000_000_000)))
+    assert _memory(_judge(measurement(peak_allocated_bytes=41_000_000_000), known, tolerance=EXACT)).status == "pass"
+
+
+def test_memory_improves_only_below_the_lowest_peak_of_the_baseline() -> None:
+    known = baseline(*(baseline_run(peak_allocated_bytes=peak) for peak in (BASE_BYTES, 80_000_000_000)))
+    assert _memory(_judge(measurement(peak_allocated_bytes=BASE_BYTES), known)).status == "pass"
+
+
+def test_a_baseline_without_peak_leaves_memory_uncompared() -> None:
+    verdict = _judge(measurement(), baseline(baseline_run(peak_allocated_bytes=None)))
+    assert (_memory(verdict).status, verdict.status) == ("not-comparable", "pass")
+
+
+# Time on a CPU
+
+
+def test_time_on_a_cpu_is_judged_with_enough_runs_of_this_host() -> None:
+    assert _judge(_on_cpu(1.5), _cpu_baseline()).status == "regressed"
+
+
+def test_enough_runs_on_a_cpu_are_five() -> None:
+    assert CPU_TIME_RUNS == 5
+
+
+def test_time_on_a_cpu_with_fewer_runs_is_not_compared() -> None:
+    verdict = _judge(_on_cpu(9.0), _cpu_baseline(CPU_TIME_RUNS - 1))
+    assert (verdict.status, _time(verdict).status) == ("pass", "not-comparable")
+    assert "5 runs" in _time(verdict).note
+
+
+@pytest.mark.parametrize("change", [{"host": "node-2"}, {"cpu_model": "Xeon"}])
+def test_time_on_another_cpu_is_not_compared(change: dict[str, str]) -> None:
+    verdict = _judge(_on_cpu(9.0), _cpu_baseline(environment=cpu_environment(**change)))
+    assert (verdict.status, _time(verdict).status) == ("pass", "not-comparable")
+
+
+@pytest.mark.parametrize("known", [_cpu_baseline(1), _cpu_baseline(environment=cpu_environment(host="node-2"))])
+def test_memory_on_a_cpu_decides_where_time_cannot(known: Baseline) -> None:
+    assert _judge(_on_cpu(peak_allocated_bytes=2 * BASE_BYTES), known).status == "regressed"
+
+
+def test_the_host_of_a_gpu_does_not_matter() -> None:
+    verdict = _judge(_took(1.5), baseline(baseline_run(environment=gpu_environment(host="node-2", cpu_model="Xeon"))))
+    assert _time(verdict).status == "regressed"
+
+
+# What cannot be compared
+
+
+@pytest.mark.parametrize("change", [{"device_name": "NVIDIA H200"}, {"device_count": 8}])
+def test_time_on_other_devices_is_not_compared_but_memory_is(change: dict[str, Any]) -> None:
+    known = baseline(baseline_run(environment=gpu_environment(**change)))
+    verdict = _judge(_took(9.0), known)
+    assert (verdict.status, _time(verdict).status, _memory(verdict).status) == ("pass", "not-comparable", "pass")
+    assert _judge(_took(9.0, peak_allocated_bytes=2 * BASE_BYTES), known).status == "regressed"
+
+
+@pytest.mark.parametrize("reply", [measurement(), _took(9.0, peak_allocated_bytes=2 * BASE_BYTES)])
+def test_another_kind_of_device_is_not_comparable_at_all(reply: Measurement) -> None:
+    verdict = _judge(reply, _cpu_baseline())
+    assert verdict.status == "not-comparable"
+    assert {metric.status for metric in verdict.metrics} == {"not-comparable"}
+    assert "recorded on cpu, here NVIDIA H100 80GB HBM3" in verdict.sentence
+
+
+def test_running_out_of_memory_on_another_kind_of_device_is_not_comparable() -> None:
+    assert _judge(out_of_memory(environment=cpu_environment()), baseline()).status == "not-comparable"
+
+
+def test_fitting_on_another_kind_of_device_is_not_comparable() -> None:
+    assert _judge(_on_cpu(), baseline(oom_run())).status == "not-comparable"
+
+
+@pytest.mark.parametrize("reply", [measurement(), out_of_memory()])
+def test_a_changed_case_is_not_comparable_and_the_change_is_told(reply: Reply) -> None:
+    verdict = _judge(reply, baseline(case=CASE.replace(batch_size=1)))
+    assert verdict.status == "not-comparable"
+    assert "batch_size 1 -> 2" in verdict.sentence
+
+
+@pytest.mark.parametrize("change", [{"steps": 99}, {"warmup": 9}, {"platforms": ("h100",)}, {"named": ("batch_size",)}])
+def test_other_steps_or_platforms_are_the_same_case(change: dict[str, Any]) -> None:
+    assert _judge(measurement(), baseline(case=CASE.replace(**change))).status == "pass"
+
+
+# Outcomes
+
+
+def test_without_baseline_a_case_is_new() -> None:
+    verdict = _judge(measurement(), None, hint="there are some for nvidia-h200")
+    assert verdict.status == "new"
+    assert "there are some for nvidia-h200" in verdict.sentence
+
+
+BASELINES = {
+    "none": None,
+    "fits": baseline(),
+    "oom": baseline(oom_run()),
+    "another case": baseline(case=CASE.replace(gpus=2)),
+}
+
+
+@pytest.mark.parametrize("known", BASELINES.values(), ids=BASELINES)
+@pytest.mark.parametrize("reply", [crashed(), timed_out()], ids=["crashed", "timed out"])
+def test_a_case_without_outcome_fails_whatever_the_baseline(reply: Reply, known: Baseline | None) -> None:
+    assert _judge(reply, known).status == "failed"
+    assert _judge([measurement(), measurement(), reply], known).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("reply", "known", "status"),
+    [
+        (measurement(), "fits", "pass"),
+        (measurement(), "oom", "improved"),
+        (out_of_memory(), "fits", "regressed"),
+        (out_of_memory(), "oom", "pass"),
+        (out_of_memory(), "none", "failed"),
+    ],
+)
+def test_out_of_memory_is_an_outcome(reply: Reply, known: str, status: str) -> None:
+    assert _judge(reply, BASELINES[known]).status == status
+
+
+@pytest.mark.parametrize(
+    ("fitting", "failing", "status"), [(2, 1, "pass"), (1, 1, "regressed"), (1, 2, "regressed"), (0, 3, "regressed")]
+)
+def test_most_runs_must_fit(fitting: int, failing: int, status: str) -> None:
+    replies = [measurement()] * fitting + [out_of_memory()] * failing
+    assert _judge(replies, baseline()).status == status
+
+
+@pytest.mark.parametrize(("fitting", "failing", "status"), [(2, 1, "regressed"), (1, 1, "pass"), (1, 2, "pass")])
+def test_most_runs_of_a_baseline_must_have_fitted(fitting: int, failing: int, status: str) -> None:
+    known = baseline(*[baseline_run()] * fitting, *[oom_run()] * failing)
+    assert _judge(out_of_memory(), known).status == status
+
+
+def test_a_regression_counts_before_an_improvement() -> None:
+    verdict = _judge(_took(0.5, peak_allocated_bytes=2 * BASE_BYTES), baseline())
+    assert (verdict.status, _time(verdict).status) == ("regressed", "improved")
+
+
+# Sentences
+
+
+def test_a_slower_case_is_told_with_all_that_matters() -> None:
+    here = gpu_environment(packages={"torch": "2.13.0", "peft": "0.18"}, driver="580.20")
+    there = gpu_environment(packages={"torch": "2.12.0"})
+    verdict = _judge(_took(1.5, environment=here), baseline(baseline_run(environment=there)))
+    for part in (
+        str(CASE),
+        "50.0 % slower",
+        "1.50 s against 1.00 s",
+        "limit 1.03 s",
+        "baseline of 2026-01-31",
+        "torch 2.12.0 -> 2.13.0",
+        "peft absent -> 0.18",
+        "driver 580.10 -> 580.20",
+    ):
+        assert part in verdict.sentence
+    assert "\n" not in verdict.sentence
+
+
+def test_a_larger_case_is_told_with_all_that_matters() -> None:
+    known = baseline(baseline_run(peak_allocated_bytes=40 * GiB))
+    verdict = _judge(measurement(peak_allocated_bytes=50 * GiB), known)
+    for part in (str(CASE), "25.0 %", "10.0 GiB", "50.0 GiB against 40.0 GiB", "limit 40.9 GiB", "same environment"):
+        assert part in verdict.sentence
+    assert "\n" not in verdict.sentence
+
+
+def test_both_regressions_are_told() -> None:
+    sentence = _judge(_took(1.5, peak_allocated_bytes=2 * BASE_BYTES), baseline()).sentence
+    assert "slower" in sentence
+    assert "more memory" in sentence
+
+
+def test_a_changed_model_is_told_from_a_slower_one() -> None:
+    known = baseline(baseline_run(flops_per_step=100, model_bytes=GiB))
+    sentence = _judge(_took(1.5, flops_per_step=150, model_bytes=2 * GiB), known).sentence
+    assert "+50.0 % FLOPs per step" in sentence
+    assert "model memory 1.00 GiB -> 2.00 GiB" in sentence
+
+
+def test_running_out_of_memory_is_told_with_what_fitted_before() -> None:
+    known = baseline(baseline_run(peak_allocated_bytes=40 * GiB, environment=gpu_environment(driver="570.1")))
+    sentence = _judge(out_of_memory(), known).sentence
+    for part in (str(CASE), "ran out of device memory", "40.0 GiB", "2026-01-31", "driver 570.1 -> 580.10"):
+        assert part in sentence
+
+
+def test_an_improvement_says_how_to_keep_it() -> None:
+    sentence = _judge(_took(0.5), baseline()).sentence
+    assert "50.0 % faster" in sentence
+    assert "--gpu-baseline-update" in sentence
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        (crashed(phase="measure", step=2), "(measure in step 3): ValueError: loss is NaN"),
+        (crashed(phase="build", step=None), "(build): ValueError: loss is NaN"),
+        (timed_out(timeout_seconds=90.0), "was ended after 90.0 s (build); --gpu-timeout allows more"),
+        (out_of_memory(where="host"), "ran out of host memory (measure in step 2): CUDA out of memory."),
+    ],
+)
+def test_a_failure_is_told_with_its_place(reply: Reply, found: str) -> None:
+    assert found in _judge(reply, None).sentence
+
+
+# For any figures
+
+SECONDS = st.floats(1e-4, 1e4)
+STEPS = st.lists(SECONDS, min_size=1, max_size=5).map(tuple)
+PEAKS = st.integers(1, 10**12)
+ENVIRONMENTS = st.sampled_from([gpu_environment(), gpu_environment(device_name="NVIDIA H200"), cpu_environment()])
+MEASURED = st.builds(
+    lambda steps, peak, env: measurement(step_seconds=steps, peak_allocated_bytes=peak, environment=env),
+    STEPS,
+    PEAKS,
+    ENVIRONMENTS,
+)
+REPLIES = st.lists(
+    st.one_of(MEASURED, MEASURED, st.sampled_from([out_of_memory(), crashed(), timed_out()])), min_size=1, max_size=4
+)
+RUNS = st.builds(
+    lambda steps, peak, env: baseline_run(step_seconds=steps, peak_allocated_bytes=peak, environment=env),
+    STEPS,
+    PEAKS,
+    ENVIRONMENTS,
+)
+KNOWN = st.none() | st.lists(RUNS | st.just(oom_run()), min_size=1, max_size=6).map(lambda runs: baseline(*runs))
+BADNESS = {"improved": 0, "pass": 1, "regressed": 2}
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_more_time_is_never_a_better_verdict(base: float, one: float, other: float) -> None:
+    known = baseline(baseline_run(step_seconds=(base,)))
+    less, more = (_judge(_took(seconds), known).status for seconds in sorted([one, other]))
+    assert BADNESS[less] <= BADNESS[more]
+
+
+@given(STEPS, st.lists(STEPS, min_size=1, max_size=3), st.data())
+def test_a_slower_step_is_never_a_better_verdict(base: Any, runs: list[Any], data: st.DataObject) -> None:
+    known = baseline(baseline_run(step_seconds=base))
+    slower = [tuple(data.draw(st.floats(1, 3)) * seconds for seconds in steps) for steps in runs]
+    before, after = (_judge([measurement(step_seconds=s) for s in steps], known).status for steps in (runs, slower))
+    assert BADNESS[before] <= BADNESS[after]
+
+
+@given(PEAKS, PEAKS, PEAKS, st.sampled_from([gpu_environment(), cpu_environment()]))
+def test_more_memory_is_never_a_better_verdict(base: int, one: int, other: int, environment: Environment) -> None:
+    known = baseline(baseline_run(peak_allocated_bytes=base, environment=environment))
+    less, more = (
+        _judge(measurement(peak_allocated_bytes=peak, environment=environment), known).status
+        for peak in sorted([one, other])
+    )
+    assert BADNESS[less] <= BADNESS[more]
+
+
+@given(SECONDS, st.floats(0, 0.9), st.floats(0, 0.9))
+def test_a_wider_tolerance_never_fails_what_passed(seconds: float, one: float, other: float) -> None:
+    narrow, wide = sorted([one, other])
+    verdicts = [
+        _judge(_took(seconds), baseline(), tolerance=Tolerance(time=ratio, memory=MemoryTolerance())).status
+        for ratio in (narrow, wide)
+    ]
+    assert verdicts[0] == "regressed" or verdicts[1] != "regressed"
+
+
+@given(REPLIES, KNOWN)
+def test_the_same_figures_get_the_same_verdict(replies: list[Reply], known: Baseline | None) -> None:
+    assert _judge(replies, known) == _judge(replies, known)
+
+
+@given(REPLIES, KNOWN)
+def test_any_verdict_is_one_line_that_names_the_case(replies: list[Reply], known: Baseline | None) -> None:
+    verdict = _judge(replies, known)
+    assert verdict.sentence.startswith(str(CASE))
+    assert len(verdict.sentence.splitlines()) == 1
+
+
+@given(REPLIES, KNOWN, st.randoms(use_true_random=False))
+def test_the_order_of_the_baseline_runs_does_not_matter(replies: list[Reply], known: Baseline | None, random: Any) -> None:
+    if known is not None:
+        shuffled = list(known.runs)
+        random.shuffle(shuffled)
+        assert _judge(replies, baseline(*shuffled)).status == _judge(replies, known).status

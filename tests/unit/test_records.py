@@ -1,0 +1,153 @@
+"""The records: one definition for wire, files and schema."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit_examples import (
+    baseline,
+    crashed,
+    measurement,
+    oom_run,
+    out_of_memory,
+    report,
+    result,
+    timed_out,
+    values_of,
+)
+
+from pytest_gputrain import records
+from pytest_gputrain.records import Case, Event, Measurement, MetricVerdict, Reply, Report, Task, Verdict
+from pytest_gputrain.report import document
+
+REPOSITORY = Path(__file__).parents[2]
+RECORDS = [
+    value
+    for value in vars(records).values()
+    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not msgspec.Struct
+]
+REPLIES = [measurement(), out_of_memory(), crashed(), timed_out()]
+
+
+def _full_report() -> Report:
+    metric = MetricVerdict(metric="step_seconds", status="regressed", value=2.0, baseline=1.0, limit=1.03)
+    return report(
+        result(),
+        result(replies=(out_of_memory(environment=None),), summary=None, verdict=Verdict(status="failed", sentence="x")),
+        result(replies=(crashed(), timed_out()), summary=None, verdict=None),
+        result(verdict=Verdict(status="regressed", sentence="slower", metrics=(metric,))),
+        branch="main",
+        arguments=("--gpu-json=out.json",),
+        settings={"runs": 1, "json": None, "memory_tolerance": {"ratio": 0.02, "bytes": 0}},
+        exit_status=1,
+        notes=("a note",),
+    )
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=15)
+@given(data=st.data())
+def test_every_record_survives_json(record: type, data: st.DataObject) -> None:
+    value = data.draw(values_of(record))
+    assert msgspec.json.decode(msgspec.json.encode(value), type=record) == value
+
+
+@pytest.mark.parametrize("value", [_full_report(), baseline(oom_run())], ids=lambda value: type(value).__name__)
+def test_examples_survive_json(value: Any) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(value), type=type(value)) == value
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
+def test_a_reply_is_told_by_its_outcome(reply: Reply) -> None:
+    decoded = msgspec.json.decode(msgspec.json.encode(reply), type=Reply)
+    assert type(decoded) is type(reply)
+    assert decoded == reply
+
+
+def test_outcomes_are_spelt_as_published() -> None:
+    spelt = [json.loads(msgspec.json.encode(reply))["outcome"] for reply in REPLIES]
+    assert spelt == ["measured", "out_of_memory", "crashed", "timed_out"]
+
+
+@pytest.mark.parametrize("text", ['{"outcome": "guessed"}', '{"sentence": "x", "phase": "start"}', "{}", "[]"])
+def test_a_reply_without_a_known_outcome_is_refused(text: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=Reply)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_records_are_frozen_and_keyword_only(record: type[msgspec.Struct]) -> None:
+    assert record.__struct_config__.frozen
+    with pytest.raises(TypeError):
+        record("positional")
+
+
+@pytest.mark.parametrize("record", [Case, Task], ids=lambda record: record.__name__)
+def test_a_field_the_worker_does_not_know_is_refused(record: type) -> None:
+    value = Case() if record is Case else Task(case=Case(), scale="tiny", device_type="cpu", root="/")
+    fields = {**msgspec.to_builtins(value), "surprise": 1}
+    with pytest.raises(msgspec.ValidationError, match="surprise"):
+        msgspec.json.decode(msgspec.json.encode(fields), type=record)
+
+
+def test_an_event_of_a_newer_worker_is_read() -> None:
+    assert msgspec.json.decode('{"phase": "build", "new": 1}', type=Event) == Event(phase="build")
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9).map(tuple))
+def test_step_time_is_the_median(seconds: tuple[float, ...]) -> None:
+    assert measurement(step_seconds=seconds).median_step_seconds == statistics.median(seconds)
+
+
+def test_one_slow_step_does_not_move_the_step_time() -> None:
+    assert measurement(step_seconds=(1.0, 1.0, 60.0)).median_step_seconds == 1.0
+
+
+def test_rates_follow_from_batch_sequence_and_step_time() -> None:
+    known: Measurement = measurement(step_seconds=(0.5,), batch_size=4, sequence_length=100)
+    assert known.samples_per_second == 8
+    assert known.tokens_per_second == 800
+
+
+def test_samples_that_are_no_sequences_have_no_token_rate() -> None:
+    assert measurement(sequence_length=0).tokens_per_second is None
+
+
+def test_a_verdict_finds_its_metrics() -> None:
+    metric = MetricVerdict(metric="step_seconds", status="pass")
+    verdict = Verdict(status="pass", sentence="x", metrics=(metric,))
+    assert verdict.metric("step_seconds") is metric
+    assert verdict.metric("peak_allocated_bytes") is None
+
+
+def test_schema_is_a_valid_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(document.schema())
+
+
+def test_published_schema_is_the_one_of_the_records() -> None:
+    assert (REPOSITORY / "docs" / "report.schema.json").read_text() == document.schema_text()
+
+
+def test_a_written_report_fits_the_schema(tmp_path: Path) -> None:
+    document.write(_full_report(), tmp_path / "report.json")
+    jsonschema.Draft202012Validator(document.schema()).validate(json.loads((tmp_path / "report.json").read_text()))
+
+
+@pytest.mark.parametrize("field", ["format", "results", "created"])
+def test_schema_refuses_what_is_no_report(field: str) -> None:
+    fields = {**json.loads(msgspec.json.encode(_full_report())), field: {"not": "this"}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(document.schema()).validate(fields)
+
+
+def test_a_written_report_reads_back(tmp_path: Path) -> None:
+    document.write(_full_report(), tmp_path / "deep" / "report.json")
+    assert msgspec.json.decode((tmp_path / "deep" / "report.json").read_bytes(), type=Report) == _full_report()

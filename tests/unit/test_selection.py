@@ -1,0 +1,121 @@
+"""Which selected tests may run on which machine."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gputrain.hardware.catalog import MARKERS
+from pytest_gputrain.selection import platforms_of, why_skipped
+
+H100 = ("h100", "cpu")
+BOTH = ("h100", "a100", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("declared", "carried"),
+    [
+        ((), MARKERS),
+        (("h100",), ("h100", "cpu")),
+        (("h100", "h200"), ("h100", "h200", "cpu")),
+        (("cpu",), ("cpu",)),
+        (("h100", "h100", "cpu"), ("h100", "cpu")),
+        (("h1000",), MARKERS),
+        (("h100", "h1000"), MARKERS),
+    ],
+)
+def test_a_case_carries_its_platforms_and_cpu(declared: tuple[str, ...], carried: tuple[str, ...]) -> None:
+    assert platforms_of(declared) == carried
+
+
+@pytest.mark.parametrize(
+    ("markers", "expression", "platform"),
+    [
+        (H100, "", "h100"),
+        (H100, "", "cpu"),
+        (H100, "h100", "h100"),
+        (H100, "cpu", "cpu"),
+        (H100, "h100 or cpu", "cpu"),
+        (H100, "h100 or cpu", "h100"),
+        (H100, "not h200", "cpu"),
+        (H100, "not a100", "h100"),
+        (H100, "(h100 or a100)", "h100"),
+        ((*H100, "lora"), "h100 and lora", "h100"),
+        ((*H100, "lora"), "lora", "cpu"),
+        ((*H100, "lora"), "cpu and not slow", "cpu"),
+        (MARKERS, "", "unknown"),
+        (MARKERS, "", "cpu"),
+        (MARKERS, "not h100", "unknown"),
+        (MARKERS, "not h100", "a100"),
+        (("lora",), "h100", "cpu"),
+        ((), "", "cpu"),
+        # Not Python, and about something else than platforms.
+        ((*H100, "2fast"), "2fast", "cpu"),
+        ((*H100, "a-b"), "a-b", "cpu"),
+        ((*H100, "level"), "level(number=1)", "cpu"),
+    ],
+)
+def test_runs_where_the_machine_is_what_was_selected(markers: tuple[str, ...], expression: str, platform: str) -> None:
+    assert why_skipped(markers, expression, platform, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("markers", "expression", "platform", "reason"),
+    [
+        (H100, "h100", "cpu", "needs h100 x1, found cpu"),
+        (BOTH, "h100", "cpu", "needs h100 x1, found cpu"),
+        (BOTH, "h100 or a100", "cpu", "needs h100 x1 or a100 x1, found cpu"),
+        (BOTH, "not cpu", "cpu", "needs h100 x1 or a100 x1, found cpu"),
+        (BOTH, "not h100", "h100", "needs a100 x1, found h100"),
+        ((*H100, "lora"), "h100 and lora", "cpu", "needs h100 x1, found cpu"),
+        ((*H100, "lora"), "lora and not cpu", "cpu", "needs h100 x1, found cpu"),
+        (H100, "h100", "a100", "needs h100 x1, found a100"),
+        (H100, "", "a100", "needs h100 x1, found a100"),
+        (H100, "", "unknown", "needs h100 x1, found unknown"),
+        (MARKERS, "h100", "cpu", "needs h100 x1, found cpu"),
+        (MARKERS, "h100", "unknown", "needs h100 x1, found unknown"),
+        (("cpu",), "", "h100", "needs cpu, found h100"),
+    ],
+)
+def test_skips_elsewhere_and_says_what_it_needs(
+    markers: tuple[str, ...], expression: str, platform: str, reason: str
+) -> None:
+    assert why_skipped(markers, expression, platform, 1) == reason
+
+
+def test_the_number_of_devices_is_told() -> None:
+    assert why_skipped(H100, "h100", "cpu", 8) == "needs h100 x8, found cpu"
+
+
+@pytest.mark.parametrize("platform", MARKERS)
+def test_a_misspelt_platform_is_passed_over_nowhere(platform: str) -> None:
+    assert why_skipped(platforms_of(["h1000"]), platform, platform, 1) is None
+
+
+@pytest.mark.parametrize("expression", ["not level(number=1)", "not a-b", "not a.b", "not 2fast", "h100 or not a-b"])
+def test_a_negated_name_that_is_not_python_skips_nothing(expression: str) -> None:
+    """pytest has selected the test; what the expression says of other marks cannot be the platform's fault."""
+    assert why_skipped(H100, expression, "cpu", 1) is None
+
+
+ATOMS = st.sampled_from(["h100", "a100", "cpu", "lora"])
+EXPRESSIONS = st.recursive(
+    ATOMS,
+    lambda inner: st.builds("({} {} {})".format, inner, st.sampled_from(["and", "or", "and not"]), inner),
+    max_leaves=5,
+) | ATOMS.map("not {}".format)
+
+
+@given(EXPRESSIONS, st.sampled_from(["h100", "a100", "cpu"]), st.booleans())
+def test_expressions_hold_as_pytest_evaluates_them(expression: str, platform: str, lora: bool) -> None:
+    markers = {*BOTH, "lora"} if lora else set(BOTH)
+    here = {platform, "lora"} if lora else {platform}
+    holds = eval(expression, {name: name in here for name in ("h100", "a100", "cpu", "lora")})
+    assert (why_skipped(markers, expression, platform, 1) is None) == holds
+
+
+@given(st.text(), st.sampled_from(["h100", "cpu", "unknown"]))
+def test_any_expression_gets_an_answer_of_one_line(expression: str, platform: str) -> None:
+    reason = why_skipped(H100, expression, platform, 1)
+    assert reason is None or reason.splitlines() == [reason]

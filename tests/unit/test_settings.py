@@ -1,0 +1,226 @@
+"""Options: command line before ini before default, and one sentence for what cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gputrain.settings import OPTIONS, MemoryTolerance, Option, Settings, read
+from pytest_gputrain.units import MiB
+
+ROOT = Path("/project")
+BY_NAME = {option.name: option for option in OPTIONS}
+
+
+def _read(options: dict[str, Any] | None = None, ini: dict[str, str] | None = None, root: Path = ROOT) -> Settings:
+    given_ = {option.name: None for option in OPTIONS} | (options or {})
+    written = {option.name: "" for option in OPTIONS} | (ini or {})
+    return read(given_, written, root)
+
+
+def _refusal(options: dict[str, Any]) -> str | None:
+    try:
+        _read(options)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class Layers:
+    """One option in each of its three sources, with the field it feeds and what that holds then."""
+
+    def __init__(self, option: str, field: str, typed: tuple[Any, Any], written: tuple[str, Any], default: Any) -> None:
+        self.option, self.field = option, field
+        self.typed, self.written, self.default = typed, written, default
+
+    def __repr__(self) -> str:
+        return self.option
+
+
+LAYERS = [
+    Layers("baseline-update", "baseline_update", (True, "all"), ("true", "all"), "no"),
+    Layers("baseline-update-new-only", "baseline_update", (True, "new-only"), ("yes", "new-only"), "no"),
+    Layers("baseline-dir", "baseline_dir", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / "baselines"),
+    Layers("time-tolerance", "time_tolerance", ("5%", 0.05), ("0.1", 0.1), 0.03),
+    Layers(
+        "memory-tolerance",
+        "memory_tolerance",
+        ("512MiB", MemoryTolerance(bytes=512 * MiB)),
+        ("5%", MemoryTolerance(ratio=0.05)),
+        MemoryTolerance(ratio=0.02),
+    ),
+    Layers("runs", "runs", ("5", 5), ("3", 3), 1),
+    Layers("strict", "strict", (True, True), ("false", False), None),
+    Layers("steps", "steps", ("7", 7), ("8", 8), None),
+    Layers("warmup", "warmup", ("0", 0), ("1", 1), None),
+    Layers("timeout", "timeout_seconds", ("90s", 90.0), ("2h", 7200.0), 1800.0),
+    Layers("scale", "scale", ("full", "full"), ("tiny", "tiny"), "auto"),
+    Layers("platform", "platform", ("h100", "h100"), ("a100", "a100"), None),
+    Layers("ids", "gpu_ids", ("0, 1", ("0", "1")), ("GPU-1", ("GPU-1",)), None),
+    Layers("isolation", "isolation", ("inline", "inline"), ("process", "process"), "process"),
+    Layers("json", "json", ("/typed.json", Path("/typed.json")), ("/ini.json", Path("/ini.json")), None),
+]
+
+
+def test_the_layers_cover_every_option_but_the_one_that_wants_a_file() -> None:
+    assert {layers.option for layers in LAYERS} == set(BY_NAME) - {"baseline"}
+
+
+def test_every_field_is_fed_by_an_option() -> None:
+    fed = {layers.field for layers in LAYERS} | {"baseline", "root"}
+    assert fed == {field.name for field in dataclasses.fields(Settings)}
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=repr)
+def test_command_line_counts_before_ini(layers: Layers) -> None:
+    (typed, expected), (written, _) = layers.typed, layers.written
+    assert getattr(_read({layers.option: typed}, {layers.option: written}), layers.field) == expected
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=repr)
+def test_ini_counts_before_default(layers: Layers) -> None:
+    written, expected = layers.written
+    assert getattr(_read(ini={layers.option: written}), layers.field) == expected
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=repr)
+def test_default_counts_where_nothing_is_said(layers: Layers) -> None:
+    assert getattr(_read(), layers.field) == layers.default
+
+
+def test_a_switch_that_was_not_given_leaves_the_ini_alone() -> None:
+    assert _read({"strict": False}, {"strict": "true"}).strict is True
+
+
+def test_updating_all_includes_the_new_ones() -> None:
+    assert _read({"baseline-update": True, "baseline-update-new-only": True}).baseline_update == "all"
+
+
+def test_baseline_report_comes_from_command_line_before_ini(tmp_path: Path) -> None:
+    typed, written = tmp_path / "typed.json", tmp_path / "ini.json"
+    typed.touch()
+    written.touch()
+    assert _read({"baseline": str(typed)}, {"baseline": str(written)}).baseline == str(typed)
+    assert _read(ini={"baseline": str(written)}).baseline == str(written)
+    assert _read().baseline == "measured"
+
+
+def test_paths_of_the_ini_file_are_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "old.json").touch()
+    settings = _read(ini={"baseline-dir": "figures", "json": "out/new.json", "baseline": "old.json"}, root=tmp_path)
+    assert settings.baseline_dir == tmp_path / "figures"
+    assert settings.json == tmp_path / "out/new.json"
+    assert settings.baseline == str(tmp_path / "old.json")
+
+
+def test_paths_of_the_command_line_are_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.json").touch()
+    settings = _read({"json": "new.json", "baseline": "old.json"})
+    assert settings.json is not None
+    assert settings.json.absolute() == tmp_path / "new.json"
+    assert Path(settings.baseline).absolute() == tmp_path / "old.json"
+    assert _read({"baseline-dir": "figures"}).baseline_dir == tmp_path / "figures"
+
+
+def test_the_folder_of_baselines_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _read({"baseline-dir": "figures"}).baseline_dir.is_absolute()
+
+
+BAD = [
+    ("baseline-update", "perhaps"),
+    ("baseline-update-new-only", "2"),
+    ("baseline", "/no/such/report.json"),
+    ("time-tolerance", "3"),
+    ("time-tolerance", "-3%"),
+    ("memory-tolerance", "5"),
+    ("memory-tolerance", "5 lumps"),
+    ("runs", "0"),
+    ("runs", "2.5"),
+    ("runs", "²"),
+    ("strict", "maybe"),
+    ("steps", "0"),
+    ("steps", "ten"),
+    ("warmup", "-1"),
+    ("timeout", "0"),
+    ("timeout", "soon"),
+    ("timeout", "9" * 400),
+    ("scale", "huge"),
+    ("ids", ","),
+    ("ids", "0,0"),
+    ("isolation", "none"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), BAD)
+def test_a_bad_value_typed_is_told_in_one_sentence(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(BY_NAME[name].flag)) as caught:
+        _read({name: text})
+    assert "\n" not in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "text"), BAD)
+def test_a_bad_value_of_the_ini_file_is_told_by_its_name_there(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=BY_NAME[name].ini) as caught:
+        _read(ini={name: text})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS if not option.switch])
+def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> None:
+    """As ``--gpu-runs=$RUNS`` gives where the variable is not set."""
+    refusal = _refusal({name: ""})
+    if refusal is None:
+        assert _read({name: ""}) == _read()
+    else:
+        assert BY_NAME[name].flag in refusal
+
+
+@given(st.sampled_from([name for name in BY_NAME if name not in ("baseline-dir", "json", "platform")]), st.text(min_size=1))
+def test_any_text_is_taken_or_refused_in_one_line(name: str, text: str) -> None:
+    refusal = _refusal({name: text})
+    assert refusal is None or (BY_NAME[name].flag in refusal and len(refusal.splitlines()) == 1)
+
+
+def test_updating_a_report_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.json").touch()
+    with pytest.raises(ValueError, match="--gpu-baseline-update"):
+        _read({"baseline": str(tmp_path / "old.json"), "baseline-update": True})
+
+
+def test_a_folder_is_no_report(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--gpu-baseline"):
+        _read({"baseline": str(tmp_path)})
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_has_flag_ini_twin_and_help(option: Option) -> None:
+    assert re.fullmatch(r"--gpu-[a-z-]+", option.flag)
+    assert option.ini == option.flag.removeprefix("--").replace("-", "_")
+    assert option.help
+    assert option.help % {}  # argparse fills in percent signs, so a lone one would break --help
+    assert option.switch or option.metavar or option.default
+
+
+def test_options_have_different_names() -> None:
+    assert len({option.flag for option in OPTIONS}) == len({option.ini for option in OPTIONS}) == len(OPTIONS)
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.default and not o.switch], ids=lambda option: option.name)
+def test_help_tells_the_default(option: Option) -> None:
+    assert f"default: {option.default}" in option.help % {}
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "shown"), [(MemoryTolerance(ratio=0.02), "2.0 %"), (MemoryTolerance(bytes=512 * MiB), "512 MiB")]
+)
+def test_memory_tolerance_is_shown_as_it_was_meant(tolerance: MemoryTolerance, shown: str) -> None:
+    assert str(tolerance) == shown

@@ -1,0 +1,191 @@
+"""Text for people from numbers, and numbers from what people type."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from pytest_gputrain.units import (
+    GiB,
+    KiB,
+    MiB,
+    format_bytes,
+    format_percent,
+    format_seconds,
+    parse_bytes,
+    parse_ratio,
+    parse_seconds,
+)
+
+NUMBERS = st.from_regex(r"[0-9]{0,400}\.?[0-9]{0,20}(e[0-9]{1,4})?", fullmatch=True, alphabet=st.characters(codec="ascii"))
+UNITS = st.sampled_from(["", "%", " %", "B", " GiB", "mb", "ib", "s", "min", "h", " h "])
+TYPED = st.text() | st.builds(lambda number, unit: number + unit, NUMBERS, UNITS)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (KiB, "1.00 KiB"),
+        (MiB - 1, "1,024 KiB"),
+        (MiB, "1.00 MiB"),
+        (9.994 * MiB, "9.99 MiB"),
+        (9.996 * MiB, "10.0 MiB"),
+        (35.6 * GiB, "35.6 GiB"),
+        (141 * GiB, "141 GiB"),
+        (4096 * GiB, "4,096 GiB"),
+        (-2 * MiB, "-2.00 MiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_unit_of_at_least_one(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (4.7, "4.70 s"),
+        (12.34, "12.3 s"),
+        (1800, "1,800 s"),
+        (1, "1.00 s"),
+        (0.25, "250 ms"),
+        (0.001, "1.00 ms"),
+        (0.00025, "250 µs"),
+        (0, "0.00 µs"),
+    ],
+)
+def test_seconds_are_shown_in_the_largest_unit_of_at_least_one(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "signed", "text"),
+    [
+        (0.051, True, "+5.1 %"),
+        (-0.051, True, "-5.1 %"),
+        (0.03, False, "3.0 %"),
+        (0.0, False, "0.0 %"),
+        (0.0004, True, "+0.0400 %"),
+        (2.5, True, "+250.0 %"),
+    ],
+)
+def test_ratios_are_shown_as_percent(ratio: float, signed: bool, text: str) -> None:
+    assert format_percent(ratio, signed=signed) == text
+
+
+@given(st.floats(1e-12, 10) | st.floats(-1, -1e-12))
+@example(1e-9)
+def test_a_change_never_reads_as_none(ratio: float) -> None:
+    assert re.search(r"[1-9]", format_percent(ratio)), format_percent(ratio)
+
+
+@given(st.integers(0, 999 * GiB))
+def test_shown_bytes_read_back_within_half_a_percent(count: int) -> None:
+    text = format_bytes(count)
+    assume("," not in text)
+    assert parse_bytes(text) == pytest.approx(count, rel=5e-3)
+
+
+@given(st.floats(1e-6, 1e9))
+def test_shown_seconds_are_right_within_half_a_percent(seconds: float) -> None:
+    number, unit = format_seconds(seconds).split(" ")
+    size = {"s": 1, "ms": 1e-3, "µs": 1e-6}[unit]
+    assert float(number.replace(",", "")) * size == pytest.approx(seconds, rel=5.1e-3)
+
+
+@given(st.floats(0, 10))
+def test_shown_percent_reads_back(ratio: float) -> None:
+    assert parse_ratio(format_percent(ratio, signed=False)) == pytest.approx(ratio, abs=5.1e-4)
+
+
+@given(st.floats(0, 1e12), st.floats(0, 1e12))
+def test_the_larger_amount_never_reads_smaller_in_the_same_unit(one: float, other: float) -> None:
+    small, large = sorted([one, other])
+    shown = [format_bytes(small).split(" "), format_bytes(large).split(" ")]
+    assume(shown[0][1] == shown[1][1])
+    assert float(shown[0][0].replace(",", "")) <= float(shown[1][0].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("512MiB", 512 * MiB),
+        ("2 GiB", 2 * GiB),
+        (" 1.5 kib ", 1536),
+        ("1e9 B", 10**9),
+        ("3MB", 3 * 10**6),
+        ("0 B", 0),
+    ],
+)
+def test_bytes_are_read_with_their_unit(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "5", "-5 MiB", "5 TiB", "5 ib", "1.2.3 MiB", ". B", "1e999 B", "nan B", "5 MiB x"])
+def test_bytes_without_a_clear_meaning_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an amount of memory"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio"), [("3%", 0.03), ("3 %", 0.03), (" 0.03 ", 0.03), (".5", 0.5), ("0", 0.0), ("150%", 1.5)]
+)
+def test_ratios_are_read_with_or_without_percent(text: str, ratio: float) -> None:
+    assert parse_ratio(text) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("text", ["", "3", "1", "-3%", "%", "nan", "inf%", "3%%", "3‰", "1e-2", "0,03"])
+def test_ratios_without_a_clear_meaning_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a tolerance"):
+        parse_ratio(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("15min", 900), ("2h", 7200), ("0.5 h", 1800), (" 1.5 ", 1.5)]
+)
+def test_seconds_are_read_with_their_unit(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "0s", "1d", "1 m", "1h30", "nan", "inf", "1e3"])
+def test_seconds_without_a_clear_meaning_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a time"):
+        parse_seconds(text)
+
+
+@given(TYPED)
+@example("9" * 400 + "%")
+def test_any_text_is_a_sane_ratio_or_refused(text: str) -> None:
+    try:
+        ratio = parse_ratio(text)
+    except ValueError:
+        return
+    assert ratio >= 0
+    assert math.isfinite(ratio)
+
+
+@given(TYPED)
+@example("9" * 400 + " GiB")
+def test_any_text_is_a_sane_amount_of_memory_or_refused(text: str) -> None:
+    try:
+        count = parse_bytes(text)
+    except ValueError:
+        return
+    assert isinstance(count, int)
+    assert count >= 0
+
+
+@given(TYPED)
+@example("9" * 400 + "h")
+def test_any_text_is_a_sane_time_or_refused(text: str) -> None:
+    try:
+        seconds = parse_seconds(text)
+    except ValueError:
+        return
+    assert seconds > 0
+    assert math.isfinite(seconds)

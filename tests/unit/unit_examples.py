@@ -1,0 +1,160 @@
+"""Examples and strategies of the records, shared by the unit tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+
+from pytest_gputrain.records import (
+    Baseline,
+    BaselineRun,
+    Case,
+    Crashed,
+    Environment,
+    Measurement,
+    OutOfMemory,
+    Report,
+    Result,
+    Summary,
+    TimedOut,
+    Verdict,
+)
+
+CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
+
+
+def gpu_environment(**fields: Any) -> Environment:
+    example: dict[str, Any] = {
+        "device_name": "NVIDIA H100 80GB HBM3",
+        "device_type": "cuda",
+        "device_count": 1,
+        "device_memory_bytes": 85_899_345_920,
+        "host": "node-1",
+        "cpu_model": "EPYC 9654",
+        "os": "Linux 6.8",
+        "python": "3.12.3",
+        "packages": {"torch": "2.13.0", "transformers": "5.1.0"},
+        "runtime": "13.0",
+        "driver": "580.10",
+    }
+    return Environment(**{**example, **fields})
+
+
+def cpu_environment(**fields: Any) -> Environment:
+    example = {"device_name": "cpu", "device_type": "cpu", "device_memory_bytes": None, "runtime": None, "driver": None}
+    return gpu_environment(**{**example, **fields})
+
+
+def measurement(**fields: Any) -> Measurement:
+    example: dict[str, Any] = {
+        "step_seconds": (1.0, 1.0, 1.0),
+        "warmup_seconds": (2.0,),
+        "losses": (3.0, 2.0, 1.0),
+        "batch_size": 2,
+        "sequence_length": 8192,
+        "updates": 4,
+        "parameters": 8_030_261_248,
+        "trainable_parameters": 20_971_520,
+        "model_bytes": 16_000_000_000,
+        "peak_allocated_bytes": 40_000_000_000,
+        "peak_host_bytes": 3_000_000_000,
+        "environment": gpu_environment(),
+    }
+    return Measurement(**{**example, **fields})
+
+
+def out_of_memory(**fields: Any) -> OutOfMemory:
+    example: dict[str, Any] = {
+        "where": "device",
+        "phase": "measure",
+        "message": "CUDA out of memory.",
+        "step": 1,
+        "environment": gpu_environment(),
+    }
+    return OutOfMemory(**{**example, **fields})
+
+
+def crashed(**fields: Any) -> Crashed:
+    return Crashed(**{"sentence": "ValueError: loss is NaN", "phase": "measure", "step": 0, **fields})
+
+
+def timed_out(**fields: Any) -> TimedOut:
+    return TimedOut(**{"timeout_seconds": 1800.0, "phase": "build", **fields})
+
+
+def baseline_run(**fields: Any) -> BaselineRun:
+    example: dict[str, Any] = {
+        "outcome": "measured",
+        "environment": gpu_environment(),
+        "date": "2026-01-31T12:00:00Z",
+        "session": "abc123",
+        "step_seconds": (1.0, 1.0, 1.0),
+        "peak_allocated_bytes": 40_000_000_000,
+    }
+    return BaselineRun(**{**example, **fields})
+
+
+def oom_run(**fields: Any) -> BaselineRun:
+    return baseline_run(**{"outcome": "out_of_memory", "step_seconds": (), "peak_allocated_bytes": None, **fields})
+
+
+def baseline(*runs: BaselineRun, case: Case = CASE, **fields: Any) -> Baseline:
+    known = {"device": "nvidia-h100-80gb-hbm3", "scale": "full", **fields}
+    return Baseline(case=case, runs=runs or (baseline_run(),), **known)
+
+
+def result(case: Case = CASE, **fields: Any) -> Result:
+    example: dict[str, Any] = {
+        "nodeid": f"benchmarks/test_llm.py::test[{case}]",
+        "suite": "llm",
+        "key": str(case),
+        "case": case,
+        "scale": "full",
+        "platform": "h100",
+        "device": "nvidia-h100-80gb-hbm3",
+        "replies": (measurement(),),
+        "summary": Summary(
+            median_step_seconds=1.0, samples_per_second=2.0, tokens_per_second=16384.0, model_flops_utilization=0.5
+        ),
+        "verdict": Verdict(status="pass", sentence=f"{case} is within its limits"),
+    }
+    return Result(**{**example, **fields})
+
+
+def report(*results: Result, **fields: Any) -> Report:
+    known = {"generator": "pytest-gputrain 0.1.0", "created": "2026-02-01T00:00:00Z", "session": "s1", "commit": "c0ffee"}
+    return Report(**{**known, **fields}, results=results)
+
+
+def values_of(type_: Any) -> st.SearchStrategy[Any]:
+    """Every JSON-representable value of a record, or of a field's type, from the annotations themselves."""
+    return _strategy(msgspec.inspect.type_info(type_))
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+_SCALARS: dict[type, st.SearchStrategy[Any]] = {
+    msgspec.inspect.StrType: _TEXT,
+    msgspec.inspect.BoolType: st.booleans(),
+    msgspec.inspect.IntType: st.integers(-(2**63), 2**63 - 1),
+    msgspec.inspect.FloatType: st.floats(allow_nan=False, allow_infinity=False),
+    msgspec.inspect.NoneType: st.none(),
+}
+_SCALARS[msgspec.inspect.AnyType] = st.one_of(*_SCALARS.values())
+
+
+def _strategy(info: Any) -> st.SearchStrategy[Any]:
+    match info:
+        case msgspec.inspect.StructType():
+            return st.builds(info.cls, **{field.name: _strategy(field.type) for field in info.fields})
+        case msgspec.inspect.UnionType():
+            return st.one_of(*map(_strategy, info.types))
+        case msgspec.inspect.VarTupleType():
+            return st.lists(_strategy(info.item_type), max_size=3).map(tuple)
+        case msgspec.inspect.DictType():
+            return st.dictionaries(_strategy(info.key_type), _strategy(info.value_type), max_size=3)
+        case msgspec.inspect.LiteralType():
+            return st.sampled_from(info.values)
+        case _:
+            return _SCALARS[type(info)]

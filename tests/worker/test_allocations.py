@@ -1,0 +1,109 @@
+"""The allocation counter is exact: it agrees with torch's own allocator events."""
+
+import gc
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from pytest_gputrain.worker.allocations import AllocationCounter
+
+
+def profiled_peak(work):
+    """Highest sum of what the CPU allocator handed out during ``work``, from its own events."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    live = peak = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def counted_peak(work):
+    gc.collect()
+    with AllocationCounter() as counter:
+        work()
+    return counter.peak_bytes
+
+
+def training_steps():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(300, 500), torch.nn.GELU(), torch.nn.LayerNorm(500), torch.nn.Linear(500, 20)
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(model(torch.randn(64, 300)), torch.randint(0, 20, (64,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_peak_of_training_is_the_allocator_s():
+    training_steps()
+    counted, profiled = counted_peak(training_steps), profiled_peak(training_steps)
+    # What a kernel takes and gives back inside is the allocator's alone; it must not be much.
+    assert counted <= profiled
+    assert profiled - counted <= 0.005 * profiled
+
+
+def test_views_and_in_place_operators_cost_nothing():
+    with AllocationCounter() as counter:
+        x = torch.zeros(1000)
+        y = x.view(10, 100).t()
+        y.add_(1)
+        x[:500].mul_(2)
+    assert counter.peak_bytes == counter.live_bytes == 4000
+
+
+def test_freed_storages_leave_the_count():
+    with AllocationCounter() as counter:
+        x = torch.zeros(1000)
+        y = x + 1
+        del x
+        z = y * 2
+        del y, z
+        assert counter.live_bytes == 0
+    assert counter.peak_bytes == 8000
+
+
+def test_a_view_keeps_its_storage_alive():
+    with AllocationCounter() as counter:
+        view = torch.zeros(1000)[:1]
+        assert counter.live_bytes == 4000
+        del view
+        assert counter.live_bytes == 0
+
+
+def test_resizing_is_followed():
+    with AllocationCounter() as counter:
+        x = torch.empty(10)
+        x.resize_(1000)
+        assert counter.live_bytes == 4000
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=30))
+def test_count_is_the_sum_of_what_lives(actions):
+    kept, expected, peak = [], 0, 0
+    with AllocationCounter() as counter:
+        for free, size in actions:
+            if free and kept:
+                expected -= kept.pop().numel()
+            else:
+                kept.append(torch.empty(size, dtype=torch.uint8))
+                expected += size
+            peak = max(peak, expected)
+            assert counter.live_bytes == expected
+    assert counter.peak_bytes == peak
+
+
+def test_nothing_is_followed_after_leaving():
+    with AllocationCounter() as counter:
+        x = torch.zeros(10)
+    del x
+    torch.zeros(1000)
+    assert counter.live_bytes == 40

@@ -1,0 +1,264 @@
+"""A case from its task to its reply, trained for real on the CPU."""
+
+import msgspec
+import pytest
+import torch
+
+from pytest_gputrain import Case
+from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases import METHODS, PRECISIONS
+from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task
+from pytest_gputrain.worker import checks, recipe
+from pytest_gputrain.worker import run as worker_run
+from pytest_gputrain.worker.progress import Progress
+
+LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=2, warmup=1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(case, builder=None, root="."):
+    task = Task(case=case, scale="tiny", device_type="cpu", root=str(root))
+    return worker_run.run(task, Progress(None), builder)
+
+
+def measured(case, builder=None):
+    reply = run(case, builder)
+    assert isinstance(reply, Measurement), reply
+    return reply
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", architectures())
+def test_every_model_trains_by_every_method(model, method):
+    reply = measured(LLAMA.replace(model=model, method=method))
+    architecture = architectures()[model]
+    assert reply.parameters == architecture.parameters["tiny"]
+    trainable = architecture.parameters if method == "full" else architecture.lora_parameters
+    assert reply.trainable_parameters == trainable["tiny"]
+    assert len(reply.step_seconds) == len(reply.losses) == 2
+    assert len(reply.warmup_seconds) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_trains_by_every_method(precision, method):
+    assert measured(LLAMA.replace(precision=precision, method=method)).updates >= 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+def test_optimizers_give_the_same_losses(optimizer):
+    reply = measured(LLAMA.replace(precision="fp32", optimizer=optimizer, steps=3))
+    reference = measured(LLAMA.replace(precision="fp32", steps=3))
+    assert reply.losses == pytest.approx(reference.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_figures_other_than_time_are_the_same_on_every_run(method):
+    # The first run of a process initialises libraries; what it allocates in tensors must not show.
+    first, second = (measured(LLAMA.replace(method=method)) for _ in range(2))
+    assert first.peak_allocated_bytes == second.peak_allocated_bytes
+    assert first.model_bytes == second.model_bytes
+    assert first.flops_per_step == second.flops_per_step
+    assert first.losses == second.losses
+
+
+def test_checkpointing_saves_memory_and_repeats_arithmetic():
+    with_it = measured(LLAMA)
+    without = measured(LLAMA.replace(activation_checkpointing=False))
+    assert with_it.peak_allocated_bytes < without.peak_allocated_bytes
+    assert with_it.flops_per_step == without.flops_per_step
+    assert without.recomputed_flops_per_step == 0
+    assert with_it.recomputed_flops_per_step > 0
+
+
+def test_checkpointing_repeats_the_forward_pass_of_the_blocks():
+    reply = measured(LLAMA.replace(precision="fp32"))
+    config = {**architectures()["llama-3.1-8b"].config, **architectures()["llama-3.1-8b"].tiny}
+    tokens = reply.batch_size * reply.sequence_length
+    head = 2 * tokens * config["vocab_size"] * config["hidden_size"]
+    # Forward is a third of forward and backward; all of it but the head is repeated, up to the last unused output.
+    blocks = reply.flops_per_step / 3 - head
+    assert 0.6 * blocks < reply.recomputed_flops_per_step <= 1.05 * blocks
+
+
+def test_flops_are_six_per_parameter_and_token_and_attention():
+    reply = measured(LLAMA.replace(activation_checkpointing=False))
+    config = {**architectures()["llama-3.1-8b"].config, **architectures()["llama-3.1-8b"].tiny}
+    tokens = reply.batch_size * reply.sequence_length
+    embedding = config["vocab_size"] * config["hidden_size"]
+    norms = (2 * config["num_hidden_layers"] + 1) * config["hidden_size"]
+    products = 6 * tokens * (reply.parameters - embedding - norms)
+    # Two products forward; backward is five: the scores again, and four gradients.
+    attention = 7 * 2 * tokens * reply.sequence_length * config["hidden_size"] * config["num_hidden_layers"]
+    assert reply.flops_per_step == products + attention
+
+
+def test_qlora_does_the_arithmetic_of_lora():
+    assert measured(LLAMA.replace(method="qlora")).flops_per_step == measured(LLAMA.replace(method="lora")).flops_per_step
+
+
+def test_qlora_stores_linear_layers_in_less_than_lora():
+    assert measured(LLAMA.replace(method="qlora")).model_bytes < measured(LLAMA.replace(method="lora")).model_bytes
+
+
+def test_model_bytes_are_two_per_parameter_in_bf16():
+    reply = measured(LLAMA)
+    # The rotary frequencies are fp32 buffers: the table and the original of it that transformers keeps.
+    head_dim = 64 // 4
+    assert reply.model_bytes == 2 * reply.parameters + 2 * 4 * head_dim // 2
+
+
+def test_an_update_is_inside_the_window_however_long_the_accumulation():
+    reply = measured(LLAMA.replace(gradient_accumulation=32, steps=4, warmup=2))
+    counted, warm, timed = 2, 1, 1
+    assert reply.updates == counted + warm + timed
+
+
+def test_accumulated_gradients_are_the_mean_over_micro_batches():
+    # Every micro-batch is the same, so accumulation must give the same first updates.
+    plain = measured(LLAMA.replace(precision="fp32", steps=2, warmup=0))
+    accumulated = measured(LLAMA.replace(precision="fp32", steps=2, warmup=0, gradient_accumulation=2))
+    assert accumulated.losses[0] == pytest.approx(plain.losses[0], rel=1e-6)
+
+
+def test_a_model_of_another_size_is_no_measurement(monkeypatch):
+    wrong = {**architectures()["llama-3-8b"].tiny, "num_hidden_layers": 3}
+    facts = msgspec.structs.replace(architectures()["llama-3-8b"], tiny=wrong)
+    monkeypatch.setitem(architectures(), "llama-3-8b", facts)
+    reply = run(LLAMA.replace(model="llama-3-8b"))
+    assert isinstance(reply, Crashed)
+    assert "llama-3-8b has 139,584" in reply.sentence
+
+
+def test_adapters_on_too_few_layers_are_no_measurement(monkeypatch):
+    facts = msgspec.structs.replace(architectures()["llama-3-8b"], lora_targets=("q_proj",))
+    monkeypatch.setitem(architectures(), "llama-3-8b", facts)
+    reply = run(LLAMA.replace(model="llama-3-8b", method="lora"))
+    assert isinstance(reply, Crashed)
+    assert "should train 16,384" in reply.sentence
+
+
+def test_an_optimizer_that_does_nothing_is_no_measurement(monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+    reply = run(LLAMA)
+    assert isinstance(reply, Crashed)
+    assert "did not change" in reply.sentence
+
+
+def test_a_learning_rate_that_bf16_rounds_away_is_no_measurement(monkeypatch):
+    monkeypatch.setattr(recipe, "LEARNING_RATE", 1e-12)
+    reply = run(LLAMA)
+    assert isinstance(reply, Crashed)
+    assert "did not change" in reply.sentence
+
+
+def test_a_loss_that_is_not_finite_is_no_measurement():
+    def build(setup):
+        return lambda: float("nan")
+
+    reply = run(Case(model="mine", method="custom", code="inline"), build)
+    assert isinstance(reply, Crashed)
+    assert "loss of timed step 1 is nan" in reply.sentence
+
+
+def test_host_memory_that_runs_out_is_an_outcome():
+    def build(setup):
+        return lambda: torch.empty(1 << 60, dtype=torch.uint8)
+
+    reply = run(Case(model="mine", method="custom", code="inline"), build)
+    assert isinstance(reply, OutOfMemory)
+    assert reply.where == "host"
+    assert reply.phase == "count"
+
+
+def test_any_other_exception_is_a_crash_with_its_traceback():
+    def build(setup):
+        raise LookupError("no such data\nsecond line")
+
+    reply = run(Case(model="mine", method="custom", code="inline"), build)
+    assert isinstance(reply, Crashed)
+    assert reply.sentence == "LookupError: no such data"
+    assert "second line" in reply.detail
+    assert reply.phase == "build"
+
+
+def test_own_model_is_counted_and_checked_when_watched():
+    def build(setup):
+        model = torch.nn.Linear(8, 8, dtype=setup.dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        setup.watch(model, optimizer)
+
+        def step():
+            loss = model(torch.ones(4, 8, dtype=setup.dtype)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    reply = measured(Case(model="mine", method="custom", code="inline", precision="fp32"), build)
+    assert (reply.parameters, reply.trainable_parameters, reply.model_bytes) == (72, 72, 288)
+    assert reply.losses[-1] < reply.losses[0]
+
+
+@pytest.mark.parametrize("result", [None, 3, "step"])
+def test_own_code_that_returns_no_step_is_told(result):
+    reply = run(Case(model="mine", method="custom", code="inline"), lambda setup: result)
+    assert isinstance(reply, Crashed)
+    assert "must build everything and return a function" in reply.sentence
+
+
+def test_the_environment_names_the_libraries_that_were_used():
+    full, lora = measured(LLAMA), measured(LLAMA.replace(method="lora"))
+    assert full.environment.packages["torch"] == torch.__version__
+    assert "peft" in lora.environment.packages
+    assert full.environment.device_type == "cpu"
+    assert full.environment.threads == 1
+
+
+class TestMovement:
+    def test_sees_one_element_of_many(self):
+        layer = torch.nn.Linear(500, 500)
+        movement = checks.Movement(layer)
+        with torch.no_grad():
+            layer.weight[250, 250] += 1e-3
+        movement.check(1, None)
+
+    def test_sees_symmetric_changes(self):
+        layer = torch.nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
+        torch.nn.init.ones_(layer.weight)
+        movement = checks.Movement(layer)
+        with torch.no_grad():
+            layer.weight[0, ::2] += 2**-7
+            layer.weight[0, 1::2] -= 2**-7
+        movement.check(1, None)
+
+    def test_names_a_tensor_that_stays(self):
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        movement = checks.Movement(layers)
+        with torch.no_grad():
+            layers[0].weight.add_(1)
+        with pytest.raises(checks.CheckFailed, match=r"1 of 4 trained tensors .*first: 1\.weight"):
+            movement.check(5, None)
+
+    def test_names_a_tensor_without_gradient(self):
+        model = torch.nn.Linear(4, 4)
+        unused = torch.nn.Parameter(torch.ones(3))
+        model.register_parameter("unused", unused)
+        optimizer = torch.optim.AdamW(model.parameters())
+        movement = checks.Movement(model)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(checks.CheckFailed, match=r"got no gradient \(first: unused"):
+            movement.check(1, optimizer)
+
+    def test_nothing_trained_is_told(self):
+        with pytest.raises(checks.CheckFailed, match="nothing trains"):
+            checks.Movement(torch.nn.Linear(2, 2).requires_grad_(False)).check(1, None)
