@@ -70,7 +70,7 @@ class GpuTrain:
             case = self._case(what, inline, knobs)
             self._runner.check_selection(case, markers, expression)
             builder = what if inline and not isinstance(what, Case) else None
-            result = self._runner.run(self._item.nodeid, suite, case, builder, judged=judged)
+            result = self._runner.run(self._item.nodeid, suite, case, judged=judged, inline=inline, builder=builder)
         except CannotRun as reason:
             pytest.skip(str(reason))
         except BadCase as error:

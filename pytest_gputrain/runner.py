@@ -55,7 +55,7 @@ class Runner:
         self._report = None if settings.baseline == "measured" else Path(settings.baseline)
         self._report_store: ReportStore | None = None
         self._machine: Machine | None = None
-        self._replies: dict[tuple[bytes, Scale], tuple[Reply, ...]] = {}
+        self._replies: dict[bytes, tuple[Reply, ...]] = {}
         self._keys: dict[tuple[str, str], Case] = {}
 
     @property
@@ -87,18 +87,20 @@ class Runner:
         reason = why_skipped(markers, expression, self.machine.platform, case.gpus)
         if reason:
             raise CannotRun(reason)
+        if self.machine.gpus and case.gpus > len(self.machine.gpus):
+            raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.machine.gpus)}")
         if case.parallel != "single":
             raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, and this version starts one process a case")
 
-    def run(self, nodeid: str, suite: str, case: Case, builder: Any = None, *, judged: bool) -> Result:
+    def run(self, nodeid: str, suite: str, case: Case, *, judged: bool, inline: bool = False, builder: Any = None) -> Result:
         """Measure ``case``, unless this session did already, and judge it if asked.
 
         Args:
-            builder: the user's function itself, to run in this process.
+            inline: run in this process.
+            builder: the user's function itself, for an inline run that has no address.
 
         Raises:
             BadCase: the id is another case's, or the baseline cannot be read.
-            CannotRun: the case needs more GPUs than there are.
         """
         first = self.declare(suite, case)
         if first.identity() != case.identity():
@@ -112,7 +114,7 @@ class Runner:
         key = key_of(case, scale)
         # Read first: a broken file is better told before the case has run for minutes.
         baseline, hint = self._baseline(suite, key) if judged else (None, "")
-        replies = self._measure(case, scale, builder)
+        replies = self._measure(case, scale, inline, builder)
         verdict = None
         if judged:
             tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
@@ -130,12 +132,16 @@ class Runner:
             verdict=verdict,
         )
 
-    def _measure(self, case: Case, scale: Scale, builder: Any) -> tuple[Reply, ...]:
-        if builder is not None:  # nothing to know an inline closure by again
-            return tuple(self._launch(case, scale, builder) for _ in range(self.settings.runs))
-        identity = (msgspec.json.encode((case.identity(), case.steps, case.warmup)), scale)
-        if identity not in self._replies:
-            self._replies[identity] = tuple(self._launch(case, scale, None) for _ in range(self.settings.runs))
+    def _measure(self, case: Case, scale: Scale, inline: bool, builder: Any) -> tuple[Reply, ...]:
+        identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline))
+        known = self._replies.get(identity)
+        # An inline function has no address to be known by again.
+        if known is not None and builder is None:
+            return known
+        replies: list[Reply] = []
+        while len(replies) < self.settings.runs and all(isinstance(reply, Measurement | OutOfMemory) for reply in replies):
+            replies.append(self._launch(case, scale, inline, builder))
+        self._replies[identity] = tuple(replies)
         return self._replies[identity]
 
     def _baseline(self, suite: str, key: str) -> tuple[Baseline | None, str]:
@@ -174,7 +180,7 @@ class Runner:
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
 
-    def _launch(self, case: Case, scale: Scale, builder: Any) -> Reply:
+    def _launch(self, case: Case, scale: Scale, inline: bool, builder: Any) -> Reply:
         machine = self.machine
         task = Task(
             case=case,
@@ -187,11 +193,8 @@ class Runner:
         def watch(event: Event) -> None:
             self.watch(case, event)
 
-        needed = case.gpus if machine.gpus else 0
-        if needed > len(machine.gpus):
-            raise CannotRun(f"needs {needed} GPUs, found {len(machine.gpus)}")
-        with lease(machine.gpus, needed) as gpus:
-            if builder is not None or self.settings.isolation == "inline":
+        with lease(machine.gpus, case.gpus if machine.gpus else 0) as gpus:
+            if inline or self.settings.isolation == "inline":
                 reply = launch.inline(task, builder)
             else:
                 reply = launch.in_process(task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, watch=watch)
