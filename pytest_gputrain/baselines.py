@@ -247,13 +247,13 @@ def _decode(path: Path, type_: Any, what: str) -> Any:
         raise BaselineError(f"{path} holds merge-conflict markers; resolve them, or take one side and record again")
     try:
         found = msgspec.json.decode(data, type=_Versioned).format
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
     if found != FORMAT:
         raise BaselineError(f"{path} has format {found}, this version reads format {FORMAT}; {remedy}")
     try:
         return msgspec.json.decode(data, type=type_)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
 
 

@@ -53,10 +53,15 @@ def problem(case: Case, markers: Sequence[str]) -> str | None:
     Args:
         markers: the platform markers of the catalog, which lies on a higher floor.
     """
+    found = _first_problem(case, markers)
+    return None if found is None else " ".join(f"the case {case} {found}".split())
+
+
+def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     try:
-        msgspec.convert(msgspec.to_builtins(case), Case)
+        msgspec.convert(msgspec.structs.asdict(case), Case)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
-        return f"the case {case} has a field of the wrong type: {error}"
+        return f"has a field of the wrong type: {error}"
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
         ("precision", case.precision, PRECISIONS),
         ("parallel", case.parallel, PARALLELS),
@@ -67,14 +72,14 @@ def problem(case: Case, markers: Sequence[str]) -> str | None:
         vocabulary.append(("method", case.method, ("custom",)))
     else:
         if not case.model:
-            return f"the case {case} names no model; known: {', '.join(architectures())}"
+            return f"names no model; known: {', '.join(architectures())}"
         vocabulary.insert(0, ("model", case.model, architectures()))
         vocabulary.insert(1, ("method", case.method, METHODS))
     for field, value, names in vocabulary:
         known = tuple(names)
         if value not in known:
             hint = _did_you_mean(value, known)
-            return f"the case {case} names the unknown {field} {value!r}{hint}; known: {', '.join(known)}"
+            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(known)}"
     return _bad_number(case)
 
 
@@ -84,9 +89,9 @@ def _bad_number(case: Case) -> str | None:
         least["sequence_length"] = 2
     for field, bound in least.items():
         if getattr(case, field) < bound:
-            return f"the case {case} has {field}={getattr(case, field)}; it must be at least {bound}"
+            return f"has {field}={getattr(case, field)}; it must be at least {bound}"
     if case.parallel == "single" and case.gpus > 1:
-        return f"the case {case} asks for {case.gpus} GPUs, but parallel='single' uses one; choose a parallelism"
+        return f"asks for {case.gpus} GPUs, but parallel='single' uses one; choose a parallelism"
     return None
 
 

@@ -64,6 +64,10 @@ def judge(case: Case, replies: Sequence[Reply], baseline: Baseline | None, toler
             status="not-comparable",
             sentence=f"{case} is not what its baseline of {_dates(baseline)} measured ({change}); {_RECORD}",
         )
+    foreign = _other_device(replies, baseline)
+    if foreign and not (fits and all(run.outcome == "measured" for run in baseline.runs)):
+        sentence = f"{case} cannot be compared with its baseline of {_dates(baseline)}: {foreign}; {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence)
     fitted = [run for run in baseline.runs if run.outcome == "measured"]
     baseline_fits = len(fitted) * 2 > len(baseline.runs)
     if not fits:
@@ -98,6 +102,15 @@ def _without_baseline(case: Case, out: Sequence[OutOfMemory], fits: bool, hint: 
             sentence=f"{case} {describe_failure(out[0])}; if that is expected, {_RECORD}",
         )
     return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}; {_RECORD}")
+
+
+def _other_device(replies: Sequence[Reply], baseline: Baseline) -> str:
+    """Why what fits here and what fitted there are different questions; empty where they are one."""
+    here = next((reply.environment for reply in replies if not isinstance(reply, (Crashed, TimedOut))), None)
+    for there in (run.environment for run in baseline.runs):
+        if here is not None and here.device_name != there.device_name:
+            return f"recorded on {there.device_name}, here {here.device_name}"
+    return ""
 
 
 def _out_of_memory(case: Case, out: Sequence[OutOfMemory], baseline: Baseline, baseline_fits: bool) -> Verdict:

@@ -66,12 +66,16 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Knobs that appear in the id, because a grid varies them."""
 
     def __str__(self) -> str:
+        # Fields of a wrong type are shown too: this is also how the sentence that tells of them names the case.
         parts = [self.model] if self.method == "custom" else [self.model, self.method]
         parts.append(self.precision)
         if self.parallel != "single":
             parts.append(self.parallel)
-        parts += [f"{knob}={_knob_text(getattr(self, knob, None))}" for knob in self.named]
-        return "-".join(parts)
+        named: object = self.named
+        parts += [
+            f"{knob}={_knob_text(getattr(self, str(knob), None))}" for knob in (named if isinstance(named, tuple) else ())
+        ]
+        return "-".join(map(str, parts))
 
     def replace(self, **fields: Any) -> Case:
         """This case with some fields changed; the id does not change for a knob (use `grid` for that)."""
@@ -79,8 +83,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
 
     def identity(self) -> dict[str, Any]:
         """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
-        return {name: value for name, value in fields.items() if name not in _NOT_IDENTITY}
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
 
 
 def _knob_text(value: object) -> str:

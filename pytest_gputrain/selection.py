@@ -54,18 +54,22 @@ def _holds(expression: str, names: Collection[str]) -> bool:
         tree = ast.parse(expression.strip(), mode="eval").body
     except SyntaxError:
         return True
-    return _value(tree, names)
+    return _value(tree, names) is not False
 
 
-def _value(node: ast.expr, names: Collection[str]) -> bool:
+def _value(node: ast.expr, names: Collection[str]) -> bool | None:
+    """Kleene's three values: None for what cannot be known, which negation leaves unknown."""
     match node:
-        case ast.BoolOp(op=ast.And()):
-            return all(_value(value, names) for value in node.values)
-        case ast.BoolOp(op=ast.Or()):
-            return any(_value(value, names) for value in node.values)
+        case ast.BoolOp():
+            values = [_value(value, names) for value in node.values]
+            decisive = isinstance(node.op, ast.Or)
+            if decisive in values:
+                return decisive
+            return None if None in values else not decisive
         case ast.UnaryOp(op=ast.Not()):
-            return not _value(node.operand, names)
+            value = _value(node.operand, names)
+            return None if value is None else not value
         case ast.Name():
             return node.id in names
         case _:
-            return True
+            return None

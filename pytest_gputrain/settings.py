@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +85,11 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
     values: dict[str, Any] = {}
     for option in OPTIONS:
         typed, written = options.get(option.name), ini.get(option.name, "")
-        given = typed is not None and typed is not False
+        given = typed not in (None, False)
         text = ("true" if typed is True else str(typed)) if given else (written or option.default)
         try:
+            if given and not text:
+                raise ValueError("it was given without a value")
             value = option.parse(text) if text else None
         except ValueError as error:
             raise ValueError(f"{option.flag if given else option.ini}: {error}") from None
@@ -100,9 +101,11 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
     )
     baseline = values["baseline"]
     if baseline != "measured":
-        path = Path(baseline) if options.get("baseline") else root / baseline
+        typed = bool(options.get("baseline"))
+        path = Path(baseline) if typed else root / baseline
         if not path.is_file():
-            raise ValueError(f"--gpu-baseline: {baseline!r} is neither 'measured' nor a report that exists")
+            name = "--gpu-baseline" if typed else "gpu_baseline"
+            raise ValueError(f"{name}: {baseline!r} is neither 'measured' nor a report that exists")
         if update != "no":
             raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
         baseline = str(path)
@@ -162,13 +165,6 @@ def _memory_tolerance(text: str) -> MemoryTolerance:
         return MemoryTolerance(bytes=parse_bytes(text))
     except ValueError:
         raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02 or 512MiB") from None
-
-
-def _timeout(text: str) -> float:
-    seconds = parse_seconds(text)
-    if not math.isfinite(seconds):
-        raise ValueError(f"{text!r} is not a time")
-    return seconds
 
 
 def _ids(text: str) -> tuple[str, ...]:
@@ -237,7 +233,7 @@ OPTIONS: Final = (
     Option(name="warmup", parse=_at_least(0), metavar="N", help="steps before the timed ones (default: each case's own)"),
     Option(
         name="timeout",
-        parse=_timeout,
+        parse=parse_seconds,
         default="30min",
         metavar="TIME",
         help="end a process after this time, as 90s, 15min or 2h (default: 30min)",

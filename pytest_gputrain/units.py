@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
@@ -35,10 +36,10 @@ def _digits(value: float) -> str:
 
 
 def format_percent(ratio: float, *, signed: bool = True) -> str:
-    """``0.051`` as ``+5.1 %``. Small changes keep two significant digits, so a change never reads as none."""
+    """``0.051`` as ``+5.1 %``. Small changes keep a significant digit, so that a change never reads as none."""
     percent = 100 * ratio
-    digits = 1 if abs(percent) >= 0.05 or percent == 0 else 4
-    return f"{percent:{'+' if signed else ''}.{digits}f} %"
+    form = ".1f" if abs(percent) >= 0.05 or percent == 0 else ".1g"
+    return f"{percent:{'+' if signed else ''}{form}} %"
 
 
 def parse_bytes(text: str) -> int:
@@ -67,7 +68,7 @@ def parse_ratio(text: str) -> float:
         number, percent = number[:-1].strip(), True
     if re.fullmatch(r"[0-9]*\.?[0-9]+", number):
         ratio = float(number) / 100 if percent else float(number)
-        if percent or ratio < 1:
+        if ratio < 1 or (percent and math.isfinite(ratio)):
             return ratio
     raise ValueError(f"{text!r} is not a tolerance; write it as 3% or 0.03")
 
@@ -79,6 +80,8 @@ def parse_seconds(text: str) -> float:
         ValueError: not a positive number with one of these units.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h)?\s*", text)
-    if match and float(match[1]) > 0:
-        return float(match[1]) * {"s": 1, "min": 60, "h": 3600, None: 1}[match[2]]
+    if match:
+        seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600, None: 1}[match[2]]
+        if 0 < seconds < math.inf:
+            return seconds
     raise ValueError(f"{text!r} is not a time; write it as 90s, 15min or 2h")

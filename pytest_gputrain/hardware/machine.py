@@ -56,7 +56,7 @@ def detect(
         return Machine(gpus=(), platform=catalog.CPU)
     gpus = _visible(nvidia.gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
     if gpu_ids:
-        gpus = tuple(_find(gpus, wanted) for wanted in gpu_ids)
+        gpus = tuple(dict.fromkeys(_find(gpus, wanted) for wanted in gpu_ids))
     if not gpus:
         if platform is not None:
             raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here")
@@ -68,9 +68,9 @@ def detect(
 
 
 def _find(gpus: Sequence[Gpu], wanted: str) -> Gpu:
-    for gpu in gpus:
-        if wanted == str(gpu.index) or (wanted.startswith("GPU-") and gpu.uuid.startswith(wanted)):
-            return gpu
+    found = _match(gpus, wanted)
+    if found is not None:
+        return found
     visible = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
     raise HardwareError(f"--gpu-ids: no visible GPU {wanted!r}; visible: {visible}")
 
@@ -81,11 +81,15 @@ def _visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
         return tuple(gpus)
     chosen: list[Gpu] = []
     for entry in map(str.strip, variable.split(",")):
-        match = next(
-            (gpu for gpu in gpus if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))),
-            None,
-        )
+        match = _match(gpus, entry)
         if match is None:
             break
         chosen.append(match)
-    return tuple(chosen)
+    return tuple(dict.fromkeys(chosen))
+
+
+def _match(gpus: Sequence[Gpu], name: str) -> Gpu | None:
+    """The GPU of that index, or whose UUID begins so."""
+    return next(
+        (gpu for gpu in gpus if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))), None
+    )

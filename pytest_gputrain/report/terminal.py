@@ -31,7 +31,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
     )
     for (suite, device, scale), members in groups.items():
         note = " (tiny stand-ins for the models named)" if scale == "tiny" else ""
-        console.print(_table(f"{suite} on {device}, {scale} scale{note}", members))
+        console.print(_table(f"{suite} on {device}, {scale} scale{note}", members, width))
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue().rstrip("\n")
@@ -53,26 +53,39 @@ def explain(results: Sequence[Result]) -> list[str]:
     return lines
 
 
+_WIDTH_OF_ALL_COLUMNS: Final = 92
+
 _METRICS: Final[dict[MetricName, str]] = {"step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
 
 
-def _table(title: str, results: Sequence[Result]) -> Table:
+def _table(title: str, results: Sequence[Result], width: int) -> Table:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    # Text throughout: names come from users, and rich would take their brackets for markup.
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     compared = any(_change(result, name) for result in results for name in _METRICS)
-    table.add_column("Model", no_wrap=True)
-    for header in ("Method", "Setting"):
-        table.add_column(header, overflow="fold")
-    for header in ("Peak mem.", "(Model)", "Sec/step", *(("Δ mem.", "Δ time") if compared else ())):
+    figures = ["Peak mem.", "(Model)", "Sec/step", *(("Δ mem.", "Δ time") if compared else ())]
+    narrow = compared and width < _WIDTH_OF_ALL_COLUMNS
+    if narrow:
+        figures.remove("(Model)")
+    # Fixed widths where there is little room: rich would otherwise shrink the figures with the names.
+    table.add_column("Model", width=15 if narrow else None, overflow="fold")
+    table.add_column("Method", width=6 if narrow else None)
+    table.add_column("Setting", width=7 if narrow else None, overflow="fold")
+    for header in figures:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("Verdict", no_wrap=True)
     for result in results:
         status = result.verdict.status if result.verdict else "measured"
         style = _STYLES.get(status, "red" if result.verdict else "")
         changes = [_change(result, name) for name in ("peak_allocated_bytes", "step_seconds")] if compared else []
-        table.add_row(*_names(result), *_figures(result), *changes, f"[{style}]{status}[/]" if style else status)
+        peak, model, seconds = _figures(result)
+        cells = [*_names(result), peak, *([] if narrow else [model]), seconds, *changes]
+        table.add_row(*map(Text, cells), Text(status, style=style))
     return table
 
 

@@ -160,6 +160,14 @@ def test_an_environment_is_stored_once(tmp_path: Path) -> None:
     assert len(json.loads(path.read_bytes())["environments"]) == 2
 
 
+def test_environments_are_sorted_by_what_refers_to_them(tmp_path: Path) -> None:
+    runs = [baseline_run(environment=gpu_environment(driver=str(number))) for number in range(9)]
+    path = Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline(*runs)})
+    hashes = list(json.loads(path.read_bytes())["environments"])
+    assert len(hashes) == 9
+    assert hashes == sorted(hashes)
+
+
 def test_an_environment_no_run_refers_to_is_dropped(tmp_path: Path) -> None:
     Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline(baseline_run(environment=cpu_environment()))})
     path = Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline()})
@@ -261,26 +269,32 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from unit_examples import baseline
 from pytest_gputrain.baselines import Store
+print("ready", flush=True)
 sys.stdin.readline()
-for number in range(8):
+for number in range(12):
     Store(Path(sys.argv[2])).update("d", "s", {f"{sys.argv[3]}-{number}": baseline()})
 """
 
 
 def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", ADD_ENTRIES, here, str(tmp_path)]
     writers = [
-        subprocess.Popen([sys.executable, "-c", ADD_ENTRIES, here, tmp_path, str(writer)], stdin=subprocess.PIPE)
-        for writer in range(3)
+        subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for number in range(3)
     ]
+    # All are past their imports before one begins, so that their updates meet.
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
     for writer in writers:
         assert writer.stdin is not None
-        writer.stdin.write(b"go\n")
+        writer.stdin.write("go\n")
         writer.stdin.flush()
     for writer in writers:
         writer.communicate(timeout=60)
         assert writer.returncode == 0
-    keys = [f"{writer}-{number}" for writer in range(3) for number in range(8)]
+    keys = [f"{writer}-{number}" for writer in range(3) for number in range(12)]
     store = Store(tmp_path)
     assert [key for key in keys if store.get("d", "s", key) is None] == []
 

@@ -1,0 +1,157 @@
+"""Leases of GPUs, between processes that know of each other by the lock files only."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.hardware.lease import lease
+
+PRELUDE = """
+import os, sys, time
+from pathlib import Path
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.hardware.lease import lease
+folder = Path(sys.argv[1])
+gpus = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=1, driver="1") for i in range(int(sys.argv[2]))]
+def say(*words):
+    print(*words, flush=True)
+"""
+
+HOLD = """
+say("asking")
+with lease(gpus, int(sys.argv[3]), folder) as held:
+    say("held", *(gpu.index for gpu in held))
+    sys.stdin.readline()
+say("let go")
+sys.stdin.readline()
+"""
+
+# O_EXCL fails where the file is there: a second holder at the same time is seen however short it is.
+CLAIM = """
+for _ in range(6):
+    with lease(gpus, 1, folder) as (gpu,):
+        mark = folder / f"{gpu.uuid}.claimed"
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+        time.sleep(0.01)
+        mark.unlink()
+"""
+
+Start = Callable[..., "Process"]
+
+
+class Process:
+    """A Python process that leases and tells."""
+
+    def __init__(self, code: str, folder: Path, gpus: int, count: int) -> None:
+        command = [sys.executable, "-c", PRELUDE + code, str(folder), str(gpus), str(count)]
+        # Without buffers: what a buffer holds, select does not see.
+        self.process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+
+    def says_nothing(self, seconds: float) -> bool:
+        return not select.select([self.stdout], [], [], seconds)[0]
+
+    def line(self) -> str:
+        """The next line; fails where none comes, so that a deadlock does not hang the tests."""
+        text = b""
+        while not text.endswith(b"\n"):
+            assert not self.says_nothing(30), f"nothing more after {text!r}"
+            byte = self.stdout.read(1)
+            assert byte, f"ended after {text!r}"
+            text += byte
+        return text.decode().strip()
+
+    def go_on(self) -> None:
+        self.stdin.write(b"\n")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self.stdout.close()
+        self.stdin.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts processes that share one folder of locks; ends them with the test."""
+    started: list[Process] = []
+
+    def begin(code: str, *, gpus: int, count: int = 1) -> Process:
+        started.append(Process(code, tmp_path, gpus, count))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+def test_a_device_is_held_by_one_process_at_a_time(start: Start) -> None:
+    claimants = [start(CLAIM, gpus=1) for _ in range(2)]
+    assert [claimant.process.wait(30) for claimant in claimants] == [0, 0]
+
+
+def test_two_processes_hold_two_devices_at_once(start: Start) -> None:
+    holders = [start(HOLD, gpus=2) for _ in range(2)]
+    assert [holder.line() for holder in holders] == ["asking"] * 2
+    assert sorted(holder.line() for holder in holders) == ["held 0", "held 1"]
+
+
+def test_two_of_two_wait_for_the_one_that_is_held(start: Start) -> None:
+    holder = start(HOLD, gpus=2)
+    assert [holder.line(), holder.line()] == ["asking", "held 0"]
+    taker = start(HOLD, gpus=2, count=2)
+    assert taker.line() == "asking"
+    assert taker.says_nothing(0.5)
+    holder.go_on()
+    assert holder.line() == "let go"
+    assert sorted(taker.line().split()) == ["0", "1", "held"]
+
+
+def test_a_released_device_is_free_again(start: Start) -> None:
+    holder = start(HOLD, gpus=1)
+    assert [holder.line(), holder.line()] == ["asking", "held 0"]
+    holder.go_on()
+    assert holder.line() == "let go"
+    other = start(HOLD, gpus=1)
+    assert [other.line(), other.line()] == ["asking", "held 0"]
+
+
+def test_a_killed_holder_frees_its_device(start: Start) -> None:
+    holder = start(HOLD, gpus=1)
+    assert [holder.line(), holder.line()] == ["asking", "held 0"]
+    holder.kill()
+    other = start(HOLD, gpus=1)
+    assert [other.line(), other.line()] == ["asking", "held 0"]
+
+
+def test_an_error_inside_frees_the_device(tmp_path: Path) -> None:
+    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1, driver="1")
+    with pytest.raises(ValueError, match="inside"), lease([gpu], 1, tmp_path):
+        raise ValueError("inside")
+    with lease([gpu], 1, tmp_path) as held:
+        assert held == (gpu,)
+
+
+def test_none_of_no_devices_needs_no_lock(tmp_path: Path) -> None:
+    with lease([], 0, tmp_path / "locks") as held:
+        assert held == ()
+    assert not (tmp_path / "locks").exists()
+
+
+def test_as_many_as_asked_for_and_each_once(tmp_path: Path) -> None:
+    gpus = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=1, driver="1") for i in range(3)]
+    with lease(gpus, 2, tmp_path) as held:
+        assert len(set(held)) == 2
+        assert set(held) <= set(gpus)
