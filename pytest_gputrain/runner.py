@@ -15,8 +15,9 @@ from pytest_gputrain import launch
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import differences, problem
 from pytest_gputrain.hardware import catalog
+from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.lease import lease
-from pytest_gputrain.hardware.machine import HardwareError, Machine, detect
+from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.judge import Tolerance, describe_failure, judge
 from pytest_gputrain.records import (
     Baseline,

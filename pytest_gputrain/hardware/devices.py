@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class HardwareError(Exception):
+    """The hardware is not what was asked for, or its driver fails; one sentence."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """A GPU as its driver describes it."""

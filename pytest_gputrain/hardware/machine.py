@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytest_gputrain.hardware import catalog, nvidia
-from pytest_gputrain.hardware.devices import Gpu
-
-
-class HardwareError(Exception):
-    """The hardware is not what was asked for; one sentence."""
+from pytest_gputrain.hardware.devices import Gpu, HardwareError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +42,7 @@ def detect(
         platform: marker that this machine shall pass for; ``cpu`` leaves its GPUs alone.
 
     Raises:
-        HardwareError: an unknown marker or GPU, a platform without a GPU, or GPUs of several kinds.
+        HardwareError: an unknown marker or GPU, a platform without a GPU, GPUs of several kinds, or a driver that fails.
     """
     if platform is not None and platform not in catalog.MARKERS:
         raise HardwareError(f"--gpu-platform: {platform!r} is unknown; known: {', '.join(catalog.MARKERS)}")

@@ -6,11 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.hardware.devices import Gpu, HardwareError
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the driver, in its order; none where there is no driver."""
+    """Every GPU of the driver, in its order; none where there is no driver.
+
+    Raises:
+        HardwareError: the driver is there but does not answer.
+    """
     with _nvml() as nvml:
         if nvml is None:
             return ()
@@ -45,6 +49,8 @@ def _nvml() -> Iterator[Any]:
         return
     try:
         yield pynvml
+    except pynvml.NVMLError as error:
+        raise HardwareError(f"the NVIDIA driver failed to describe its GPUs ({error}); nvidia-smi shows more") from error
     finally:
         pynvml.nvmlShutdown()
 

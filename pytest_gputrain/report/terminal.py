@@ -63,15 +63,18 @@ def _table(title: str, results: Sequence[Result], width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    compared = any(_change(result, name) for result in results for name in _METRICS)
+    narrow = compared and width < _WIDTH_OF_ALL_COLUMNS
+    figures = ["Peak mem.", *([] if narrow else ["(Model)"]), "Sec/step", *(["Δ mem.", "Δ time"] if compared else [])]
     # Text throughout: names come from users, and rich would take their brackets for markup.
     table = Table(
-        title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 0) if narrow else (0, 1, 0, 0),
     )
-    compared = any(_change(result, name) for result in results for name in _METRICS)
-    figures = ["Peak mem.", "(Model)", "Sec/step", *(("Δ mem.", "Δ time") if compared else ())]
-    narrow = compared and width < _WIDTH_OF_ALL_COLUMNS
-    if narrow:
-        figures.remove("(Model)")
     # Fixed widths where there is little room: rich would otherwise shrink the figures with the names.
     table.add_column("Model", width=15 if narrow else None, overflow="fold")
     table.add_column("Method", width=6 if narrow else None)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS, marker_of, peak_flops, slug
-from pytest_gputrain.hardware.machine import HardwareError, Machine, detect
+from pytest_gputrain.hardware.devices import HardwareError
+from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.units import GiB
 
 H200 = ("GPU-1f0e5c1a-0000-1111-2222-333344445555", "NVIDIA H200", 141 * GiB)
@@ -66,6 +67,19 @@ def test_without_a_driver_the_machine_is_a_cpu(driver: Driver) -> None:
     assert (machine.gpus, machine.platform, machine.device_type) == ((), "cpu", "cpu")
     assert (machine.device_name, machine.slug) == ("cpu", "cpu")
     assert calls == ["init"]
+
+
+def test_a_driver_that_fails_is_told(driver: Driver) -> None:
+    calls = driver(H200)
+    nvml = sys.modules["pynvml"]
+
+    def lost(index: int) -> object:
+        raise nvml.NVMLError("GPU is lost")
+
+    nvml.nvmlDeviceGetHandleByIndex = lost
+    with pytest.raises(HardwareError, match="GPU is lost"):
+        detect(environ={})
+    assert calls == ["init", "shutdown"]
 
 
 def test_without_the_binding_the_machine_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
