@@ -152,7 +152,7 @@ class ReportStore:
         """Raises:
         BaselineError: the file is no report of this package.
         """
-        report = _decode(path, Report, "a report of --gpu-json")
+        report = _decode(path, Report, "a report of --gpu-json", "write it again")
         self.path = path
         self._baselines: dict[tuple[str, str], Baseline] = {}
         for result in report.results:
@@ -234,7 +234,7 @@ def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
         raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
 
 
-def _decode(path: Path, type_: Any, what: str) -> Any:
+def _decode(path: Path, type_: Any, what: str, remedy: str = "restore it from git, or delete it and record again") -> Any:
     """Raises:
     BaselineError: not ``what``, told with the place where that shows.
     """
@@ -242,7 +242,6 @@ def _decode(path: Path, type_: Any, what: str) -> Any:
         data = path.read_bytes()
     except OSError as error:
         raise BaselineError(f"{path} cannot be read: {error.strerror}") from error
-    remedy = "restore it from git, or delete it and record again"
     if re.search(rb"^(<{7}|={7}|>{7})( |$)", data, re.MULTILINE):
         raise BaselineError(f"{path} holds merge-conflict markers; resolve them, or take one side and record again")
     try:

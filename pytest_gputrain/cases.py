@@ -102,6 +102,14 @@ def differences(one: Case, other: Case) -> str:
     return ", ".join(f"{name} {getattr(one, name)} -> {getattr(other, name)}" for name in names)
 
 
+def same_id(suite: str, first: Case, second: Case) -> str:
+    """The sentence for two different cases with one id."""
+    return (
+        f"two different cases of the suite {suite} have the id {second} ({differences(first, second)}): they would share "
+        "one baseline; vary the difference in a grid, which puts it into the ids, or name one by model=..."
+    )
+
+
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -72,9 +72,10 @@ class GpuTrain:
             builder = what if inline and not isinstance(what, Case) else None
             result = self._runner.run(self._item.nodeid, suite, case, judged=judged, inline=inline, builder=builder)
         except CannotRun as reason:
-            pytest.skip(str(reason))
+            raise pytest.skip.Exception(str(reason), _use_item_location=True) from None
         except BadCase as error:
-            pytest.fail(str(error), pytrace=False)
+            # Without the cause: pytest would tell the sentence twice.
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
         self._note(result)
         return result
 
@@ -87,7 +88,12 @@ class GpuTrain:
         if not callable(what):
             raise BadCase(f"{what!r} is neither a Case nor a function that builds a step")
         name = getattr(what, "__name__", type(what).__name__)
-        code = "inline" if inline else _address(what, self._runner.settings.root)
+        if inline:
+            # A closure is known by its test: nothing else tells those of a parametrized test apart.
+            code, callspec = f"inline:{self._item.nodeid}", getattr(self._item, "callspec", None)
+            name += f"[{callspec.id}]" if callspec else ""
+        else:
+            code = _address(what, self._runner.settings.root)
         shown = tuple(knob for knob in knobs if knob not in ("model", "precision", "steps", "warmup", "platforms"))
         return Case(**{"model": name, "method": "custom", "code": code, "named": shown, **knobs})
 
@@ -120,7 +126,7 @@ def _address(function: StepBuilder, root: Path) -> str:
             "measure it with inline=True"
         )
     try:
-        file = Path(inspect.getfile(function)).resolve()
+        file = Path(inspect.getfile(inspect.unwrap(function))).resolve()
         relative = file.relative_to(root.resolve())
     except (TypeError, ValueError):
         raise BadCase(f"{name} does not lie in a file below {root}, so the worker may not run it") from None
@@ -146,7 +152,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     try:
         machine = runner.machine
     except BadCase as error:
-        pytest.fail(str(error), pytrace=False)
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
     if not machine.gpus:
         pytest.skip(f"needs a GPU, found {CPU}")
     with lease(machine.gpus, 1) as (device,):

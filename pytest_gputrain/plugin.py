@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
             {option.name: str(config.getini(option.ini)) for option in options.OPTIONS},
             config.rootpath if config.inipath is None else config.inipath.parent,
         )
+        if settings.platform not in (None, *MARKERS):
+            raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown; known: {', '.join(MARKERS)}")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
@@ -91,7 +93,7 @@ class GpuTrainPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         results = item.stash.get(RESULTS, None)
-        if results and call.when == "call":
+        if results:  # of whatever phase: a fixture may measure too
             # An attribute of plain JSON travels from an xdist worker with the report.
             report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
             del item.stash[RESULTS]

@@ -13,7 +13,7 @@ import msgspec
 
 from pytest_gputrain import launch
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
-from pytest_gputrain.cases import differences, problem
+from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.lease import lease
@@ -105,10 +105,7 @@ class Runner:
         """
         first = self.declare(suite, case)
         if first.identity() != case.identity():
-            raise BadCase(
-                f"two different cases of the suite {suite} have the id {case} ({differences(first, case)}): they would "
-                "share one baseline; vary the difference in a grid, which puts it into the ids"
-            )
+            raise BadCase(same_id(suite, first, case))
         steps, warmup = self.settings.steps, self.settings.warmup
         case = case.replace(steps=case.steps if steps is None else steps, warmup=case.warmup if warmup is None else warmup)
         scale = self._scale()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Final
 
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
@@ -11,16 +11,15 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS
 _ALL: Final = frozenset(MARKERS)
 
 
-def platforms_of(declared: Iterable[str]) -> tuple[str, ...]:
+def platforms_of(declared: object) -> tuple[str, ...]:
     """The markers that a case with these ``platforms`` carries.
 
-    Its own and ``cpu``. A case without any is declared for all. So is, in effect, one with a misspelt platform: no ``-m``
-    then passes it over, and it fails there with a sentence instead of silently never running.
+    Its own and ``cpu``. A case without any is declared for all. So is, in effect, one with a misspelt platform (or with no
+    tuple of them): no ``-m`` then passes it over, and it fails there with a sentence instead of silently never running.
     """
-    known = tuple(declared)
-    if not known or not _ALL.issuperset(known):
+    if not declared or not isinstance(declared, tuple) or any(platform not in MARKERS for platform in declared):
         return MARKERS
-    return tuple(dict.fromkeys((*known, CPU)))
+    return tuple(dict.fromkeys((*declared, CPU)))
 
 
 def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: int) -> str | None:

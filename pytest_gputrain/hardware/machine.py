@@ -39,13 +39,11 @@ def detect(
     """What is here, within ``CUDA_VISIBLE_DEVICES`` and ``gpu_ids``.
 
     Args:
-        platform: marker that this machine shall pass for; ``cpu`` leaves its GPUs alone.
+        platform: a marker of the catalog that this machine shall pass for; ``cpu`` leaves its GPUs alone.
 
     Raises:
-        HardwareError: an unknown marker or GPU, a platform without a GPU, GPUs of several kinds, or a driver that fails.
+        HardwareError: an unknown GPU, a platform without a GPU, GPUs of several kinds, or a driver that fails.
     """
-    if platform is not None and platform not in catalog.MARKERS:
-        raise HardwareError(f"--gpu-platform: {platform!r} is unknown; known: {', '.join(catalog.MARKERS)}")
     if platform == catalog.CPU:
         if gpu_ids:
             raise HardwareError("--gpu-ids names GPUs, but --gpu-platform=cpu leaves them alone")

@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.baselines import BaselineError, Store, to_baseline
-from pytest_gputrain.records import Baseline, Report, Result
+from pytest_gputrain.cases import same_id
+from pytest_gputrain.records import Baseline, Case, Report, Result
 from pytest_gputrain.report import document
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
@@ -35,6 +36,7 @@ class Book:
         self._session: Session | None = None
         self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
+        self._stored: dict[tuple[str, str, str], Case] = {}
         self._saved_at = time.monotonic()
 
     @property
@@ -48,15 +50,25 @@ class Book:
         """Take in the next result."""
         self.results.append(result)
         if result.verdict is not None and result.verdict.status == "recorded":
-            session = self.session
-            baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
-            self._pending[result.device, result.suite][result.key] = baseline
+            self._record(result)
         if time.monotonic() - self._saved_at > _SAVE_EVERY_SECONDS:
             self._save_baselines()
+
+    def _record(self, result: Result) -> None:
+        first = self._stored.setdefault((result.device, result.suite, result.key), result.case)
+        if first.identity() != result.case.identity():
+            # One process tells this before it measures; the workers of xdist do not know of each other.
+            self.failed = True
+            self.notes.append(f"not recorded: {same_id(result.suite, first, result.case)}")
+            return
+        session = self.session
+        baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
+        self._pending[result.device, result.suite][result.key] = baseline
 
     def close(self, exit_status: int) -> None:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
         self._save_baselines()
+        exit_status = exit_status or int(self.failed)
         for path, count in self._recorded.items():
             self.notes.append(
                 f"{count} baseline{'' if count == 1 else 's'} recorded in {path}; review the difference in git"

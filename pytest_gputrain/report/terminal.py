@@ -30,7 +30,8 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=colour, no_color=not colour, highlight=False, legacy_windows=False
     )
     for (suite, device, scale), members in groups.items():
-        note = " (tiny stand-ins for the models named)" if scale == "tiny" else ""
+        stand_ins = scale == "tiny" and any(not result.case.code for result in members)
+        note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(_table(f"{suite} on {device}, {scale} scale{note}", members, width))
     output = console.file
     assert isinstance(output, io.StringIO)

@@ -171,7 +171,7 @@ def load_builder(code: str, root: Path) -> StepBuilder:
     builder = getattr(module, name, None)
     if not callable(builder):
         raise CheckFailed(f"{file} has no function {name!r} at module level")
-    result: StepBuilder = getattr(builder, "__wrapped__", builder)
+    result: StepBuilder = builder
     return result
 
 

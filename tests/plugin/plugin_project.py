@@ -179,7 +179,9 @@ def skips(result: pytest.RunResult) -> dict[str, str]:
     """Reason of every skip of an in-process run, by name of the test."""
     reports = result.reprec.getreports("pytest_runtest_logreport")
     return {
-        report.nodeid.partition("::")[2]: report.longrepr[2].removeprefix("Skipped: ") for report in reports if report.skipped
+        report.nodeid.partition("::")[2]: report.longrepr[2].removeprefix("Skipped: ")
+        for report in reports
+        if report.skipped
     }
 
 

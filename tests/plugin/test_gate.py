@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, Project, failures, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -102,9 +102,7 @@ def test_ci_with_baselines_of_the_suite_fails_a_new_case(fresh: Project, monkeyp
     assert list(failures(fresh.run())) == [f"test_tuning[{GEMMA}]"]
 
 
-def test_ci_is_not_strict_for_a_suite_that_only_another_device_has(
-    fresh: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ci_is_not_strict_for_a_suite_that_only_another_device_has(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh.run("--gpu-baseline-update").assert_outcomes(passed=3)
     fresh.machine("NVIDIA A100-SXM4-80GB")
     monkeypatch.setenv("CI", "true")
@@ -218,7 +216,8 @@ def test_a_crash_fails_whatever_the_baseline(gated: Project) -> None:
     gated.answer(recorded("crashed"), to=GEMMA)
     result = gated.run()
     assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
-        f"{GEMMA} gave no measurement (measure in step 4): RuntimeError: CUDA error: an illegal memory access was encountered"
+        f"{GEMMA} gave no measurement (measure in step 4): "
+        "RuntimeError: CUDA error: an illegal memory access was encountered"
     )
     result.stdout.fnmatch_lines([f"*worker of {GEMMA}*", "Traceback (most recent call last):", "*RuntimeError: CUDA error"])
 

@@ -121,7 +121,16 @@ def test_a_case_of_two_gpus_skips_with_its_reason_on_one(h100: Project) -> None:
     h100.write(test_sharded=FSDP)
     result = h100.run("-m", "h100")
     result.assert_outcomes(skipped=1)
+    assert list(skips(result).values()) == ["needs 2 GPUs, found 1"]
+
+
+def test_a_sharded_case_skips_with_its_reason_where_there_are_the_gpus(h100: Project) -> None:
+    h100.machine(H100, gpus=2)
+    h100.write(test_sharded=FSDP)
+    result = h100.run("-m", "h100")
+    result.assert_outcomes(skipped=1)
     assert list(skips(result).values()) == ["needs 2 processes under fsdp, and this version starts one process a case"]
+    assert h100.launches == []
 
 
 def test_a_case_of_two_gpus_tells_how_many_it_needs_elsewhere(cpu: Project) -> None:
@@ -133,7 +142,9 @@ def test_an_unknown_gpu_runs_cases_declared_for_any(h100: Project) -> None:
     h100.machine("NVIDIA Z999 1TB")
     h100.write(test_tuning=SUITE)
     h100.run("--gpu-json=report.json").assert_outcomes(passed=3)
-    assert {(result["platform"], result["device"]) for result in h100.report()["results"]} == {("unknown", "nvidia-z999-1tb")}
+    assert {(result["platform"], result["device"]) for result in h100.report()["results"]} == {
+        ("unknown", "nvidia-z999-1tb")
+    }
 
 
 def test_an_unknown_gpu_skips_declared_cases(h100: Project) -> None:

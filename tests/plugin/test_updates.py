@@ -160,7 +160,9 @@ def test_baseline_dir_of_the_ini_file_is_relative_to_it(suite: Project, monkeypa
     elsewhere = suite.path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    suite.run("--gpu-baseline-update", f"--rootdir={suite.path}", "-c", "../tox.ini", str(suite.path)).assert_outcomes(passed=3)
+    suite.run("--gpu-baseline-update", f"--rootdir={suite.path}", "-c", "../tox.ini", str(suite.path)).assert_outcomes(
+        passed=3
+    )
     assert (suite.path / "figures" / H100_FOLDER / "tuning.json").exists()
 
 

@@ -1,0 +1,287 @@
+"""What people get wrong: one clear sentence, from the right test only, before anything is launched."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plugin_project import GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, only_sentence, recorded
+
+CASES = """
+import pytest
+from pytest_gputrain import Case
+
+GOOD = Case(model="gemma-7b", method="lora", sequence_length=64)
+CASES = {{"good": GOOD, "bad": GOOD.replace({fields}), "last": GOOD.replace(model="llama-2-13b")}}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_case(gputrain, case):
+    gputrain.check(case)
+"""
+
+
+@pytest.fixture
+def suite(h100: Project) -> Project:
+    h100.write(test_tuning=SUITE)
+    return h100
+
+
+@pytest.fixture
+def recorded_suite(suite: Project) -> Project:
+    """Three cases with baselines, and nothing launched since."""
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    (suite.path / "launches.jsonl").unlink()
+    return suite
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            'model="gemma-7"',
+            "the case gemma-7-lora-bf16 names the unknown model 'gemma-7' (did you mean 'gemma-7b'?); known: *",
+        ),
+        ('method="lra"', "* names the unknown method 'lra' (did you mean 'lora'?); known: full, lora, qlora"),
+        ('precision="bf-16"', "* names the unknown precision 'bf-16' (did you mean 'bf16'?); known: fp32, bf16, *"),
+        ('parallel="fdsp"', "* names the unknown parallel 'fdsp' (did you mean 'fsdp'?); known: single, fsdp"),
+        ('optimizer="adam"', "* names the unknown optimizer 'adam' (did you mean 'adamw'?); known: adamw, adamw-fused"),
+        ('platforms=("h10",)', "* names the unknown platform 'h10' (did you mean 'h100'?); known: *"),
+        ('model=""', "* names no model; known: *"),
+        ("batch_size=0", "* has batch_size=0; it must be at least 1"),
+        ("sequence_length=1", "* has sequence_length=1; it must be at least 2"),
+        ("gpus=2", "* asks for 2 GPUs, but parallel='single' uses one; choose a parallelism"),
+        ('steps="ten"', "* has a field of the wrong type: *"),
+        ("batch_size=2.5", "* has a field of the wrong type: *"),
+        ('platforms="h100"', "* has a field of the wrong type: *"),
+        ("platforms=None", "* has a field of the wrong type: *"),
+        ("platforms=(['h100'],)", "* has a field of the wrong type: *"),
+        ("model=7", "* has a field of the wrong type: *"),
+        ("precision=None", "* has a field of the wrong type: *"),
+        ("optimizer=object()", "* has a field of the wrong type: *"),
+        ("named=None", "* has a field of the wrong type: *"),
+    ],
+    ids=lambda text: text if "=" in text and "*" not in text else "",
+)
+def test_a_bad_case_fails_its_own_test_with_one_sentence(h100: Project, fields: str, sentence: str) -> None:
+    h100.write(test_odd=CASES.format(fields=fields))
+    result = h100.run("-k", "good or bad")
+    result.assert_outcomes(passed=1, failed=1, deselected=1)
+    pytest.LineMatcher([only_sentence(result, "test_case[bad]")]).fnmatch_lines([sentence.replace("[", "[[]")])
+    assert len(h100.launches) == 1
+
+
+def test_a_misspelt_platform_is_selected_and_fails_under_any_platform(h100: Project) -> None:
+    h100.write(test_odd=CASES.format(fields='platforms=("h10",)'))
+    assert "unknown platform 'h10'" in only_sentence(h100.run("-m", "h100"), "test_case[bad]")
+
+
+def test_a_misspelt_platform_fails_on_another_machine_too(project: Project) -> None:
+    project.machine(None)
+    project.write(test_odd=CASES.format(fields='platforms=("h10",)'))
+    result = project.run("-m", "h100")
+    result.assert_outcomes(skipped=2, failed=1)
+    assert "unknown platform 'h10'" in only_sentence(result, "test_case[bad]")
+
+
+def test_a_misspelt_axis_stops_collection_of_its_file_with_a_hint(suite: Project) -> None:
+    suite.write(test_axis=SUITE.replace("method=", "metod="))
+    result = suite.run("--continue-on-collection-errors")
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["*TypeError: grid() has no axis 'metod' (did you mean 'method'?)"])
+
+
+def test_two_cases_of_one_id_fail_the_second_only(h100: Project) -> None:
+    h100.write(test_odd=CASES.format(fields="batch_size=4"))
+    result = h100.run()
+    result.assert_outcomes(passed=2, failed=1)
+    assert only_sentence(result, "test_case[bad]") == (
+        f"two different cases of the suite odd have the id {GEMMA} (batch_size 1 -> 4): they would share one baseline; vary "
+        "the difference in a grid, which puts it into the ids, or name one by model=..."
+    )
+
+
+def test_two_cases_of_one_id_are_told_even_when_the_first_is_deselected(h100: Project) -> None:
+    h100.write(test_odd=CASES.format(fields="batch_size=4"))
+    h100.run("-k", "bad", "--gpu-baseline-update").assert_outcomes(failed=1, deselected=2)
+    assert not h100.baseline_file("odd", H100_FOLDER).exists()
+
+
+def test_the_same_id_in_two_suites_is_fine(h100: Project) -> None:
+    h100.write(test_one=SUITE, test_two=SUITE.replace("batch_size=2", "batch_size=4"))
+    h100.run().assert_outcomes(passed=6)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("'gemma-7b'", "'gemma-7b' is neither a Case nor a function that builds a step"),
+        ("GOOD, batchsize=2", "batchsize is no field of a case; known: model, *"),
+        ("GOOD, steps=0", "* has steps=0; it must be at least 1"),
+    ],
+)
+def test_a_bad_argument_fails_with_one_sentence(h100: Project, what: str, sentence: str) -> None:
+    h100.write(
+        test_bad=f"""
+        from pytest_gputrain import Case
+
+        GOOD = Case(model="gemma-7b", method="lora", sequence_length=64)
+
+
+        def test_bad(gputrain):
+            gputrain.check({what})
+
+
+        def test_next(gputrain):
+            gputrain.check(GOOD)
+        """
+    )
+    result = h100.run()
+    result.assert_outcomes(passed=1, failed=1)
+    pytest.LineMatcher([only_sentence(result, "test_bad")]).fnmatch_lines([sentence])
+
+
+def _truncate(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def _conflict(text: str) -> str:
+    return f"<<<<<<< HEAD\n{text}=======\n{text}>>>>>>> theirs\n"
+
+
+def _change(old: str, new: str) -> object:
+    def edit(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda text: "", "* is not a baseline file: *"),
+        (lambda text: "figures: none", "* is not a baseline file: JSON is malformed: *"),
+        (lambda text: "\xff\x00", "* is not a baseline file: *"),
+        (_truncate, "* is not a baseline file: Input data was truncated; restore it from git, *"),
+        (_conflict, "* holds merge-conflict markers; resolve them, or take one side and record again"),
+        (_change('"format": 1', '"format": 2'), "* has format 2, this version reads format 1; restore it from git, *"),
+        (_change('"peak_allocated_bytes": 37580963840', '"peak_allocated_bytes": "35 GiB"'), "* is not a baseline file: *"),
+        (_change('"runs"', '"rnus"'), "* is not a baseline file: *"),
+        (_change("[4.71", "[-4.71"), "* holds impossible figures for *; restore it from git, or delete the entry *"),
+        (_change('"environment": "', '"environment": "0'), "* refers to the environment '0*, which it does not hold; *"),
+    ],
+    ids=["empty", "text", "bytes", "truncated", "conflict", "format", "type", "field", "negative", "reference"],
+)
+def test_a_broken_baseline_file_fails_before_anything_is_launched(
+    recorded_suite: Project, edit: object, sentence: str
+) -> None:
+    file = recorded_suite.baseline_file("tuning", H100_FOLDER)
+    assert callable(edit)
+    file.write_text(edit(file.read_text()))
+    broken = file.read_bytes()
+    result = recorded_suite.run("-k", "gemma", "--gpu-baseline-update")
+    found = only_sentence(result, f"test_tuning[{GEMMA}]")
+    pytest.LineMatcher([found]).fnmatch_lines([sentence])
+    assert str(file) in found
+    assert recorded_suite.launches == []
+    assert file.read_bytes() == broken
+
+
+def test_a_broken_baseline_file_leaves_other_suites_alone(recorded_suite: Project) -> None:
+    recorded_suite.baseline_file("tuning", H100_FOLDER).write_text("{")
+    recorded_suite.write(test_other=SUITE)
+    result = recorded_suite.run()
+    result.assert_outcomes(passed=3, failed=3)
+    assert {name.partition("[")[0] for name in failures(result)} == {"test_tuning"}
+    recorded_suite.run("test_other.py").assert_outcomes(passed=3)
+
+
+def test_a_broken_baseline_file_does_not_stop_measuring(recorded_suite: Project) -> None:
+    recorded_suite.baseline_file("tuning", H100_FOLDER).write_text("{")
+    recorded_suite.write(test_tuning=SUITE.replace("gputrain.check(case)", "gputrain.measure(case)"))
+    recorded_suite.run().assert_outcomes(passed=3)
+
+
+def test_a_baseline_entry_without_runs_is_refused(recorded_suite: Project) -> None:
+    file = recorded_suite.baseline_file("tuning", H100_FOLDER)
+    document = json.loads(file.read_text())
+    document["cases"][LLAMA]["runs"] = []
+    file.write_text(json.dumps(document))
+    result = recorded_suite.run("-k", LLAMA)
+    assert only_sentence(result, f"test_tuning[{LLAMA}]").endswith(
+        f"holds no run for {LLAMA}; delete the entry and record it again"
+    )
+
+
+def test_an_unwritable_baseline_folder_is_told_before_any_case_runs(suite: Project) -> None:
+    (suite.path / "file").write_text("")
+    result = suite.run("--gpu-baseline-update", "--gpu-baseline-dir=file/baselines")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: baselines cannot be written to *file/baselines (Not a directory); make it writable or choose another *"]
+    )
+    assert suite.launches == []
+
+
+def test_an_unwritable_baseline_folder_does_not_matter_without_an_update(suite: Project) -> None:
+    (suite.path / "file").write_text("")
+    suite.run("--gpu-baseline-dir=file/baselines").assert_outcomes(passed=3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--gpu-time-tolerance=3", "--gpu-time-tolerance: '3' is not a tolerance; write it as 3% or 0.03"),
+        ("--gpu-time-tolerance=-1%", "--gpu-time-tolerance: '-1%' is not a tolerance; write it as 3% or 0.03"),
+        ("--gpu-time-tolerance=nan", "--gpu-time-tolerance: 'nan' is not a tolerance; write it as 3% or 0.03"),
+        ("--gpu-memory-tolerance=512", "--gpu-memory-tolerance: '512' is not a tolerance; write it as 2%, 0.02 or 512MiB"),
+        ("--gpu-runs=0", "--gpu-runs: '0' is not a whole number from 1 on"),
+        ("--gpu-runs=two", "--gpu-runs: 'two' is not a whole number from 1 on"),
+        ("--gpu-steps=0", "--gpu-steps: '0' is not a whole number from 1 on"),
+        ("--gpu-warmup=-1", "--gpu-warmup: '-1' is not a whole number from 0 on"),
+        ("--gpu-timeout=soon", "--gpu-timeout: 'soon' is not a time; write it as 90s, 15min or 2h"),
+        ("--gpu-timeout=0", "--gpu-timeout: '0' is not a time; write it as 90s, 15min or 2h"),
+        ("--gpu-scale=huge", "--gpu-scale: 'huge' is none of auto, full, tiny"),
+        ("--gpu-isolation=thread", "--gpu-isolation: 'thread' is none of process, inline"),
+        ("--gpu-ids=0,0", "--gpu-ids: '0,0' is not a list of GPU indices or UUIDs, each once, separated by commas"),
+        ("--gpu-platform=h10", "--gpu-platform: 'h10' is unknown; known: *"),
+        ("--gpu-baseline=gone.json", "--gpu-baseline: 'gone.json' is neither 'measured' nor a report that exists"),
+        ("--gpu-baseline-dir=", "--gpu-baseline-dir: *"),
+    ],
+    ids=lambda text: text.lstrip("-").partition(":")[0] if "=" in text and ": " not in text else "",
+)
+def test_a_bad_option_value_is_a_usage_error(suite: Project, argument: str, sentence: str) -> None:
+    result = suite.run(argument)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    errors = [line for line in result.stderr.lines if line]
+    assert len(errors) == 1
+    pytest.LineMatcher(errors).fnmatch_lines([f"ERROR: {sentence}"])
+    assert suite.launches == []
+
+
+def test_a_bad_ini_value_is_a_usage_error_that_names_the_ini_option(suite: Project) -> None:
+    suite.ini("gpu_time_tolerance = 3")
+    result = suite.run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: gpu_time_tolerance: '3' is not a tolerance; write it as 3% or 0.03"])
+
+
+def test_updating_against_a_report_is_a_usage_error(suite: Project) -> None:
+    suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    result = suite.run("--gpu-baseline=report.json", "--gpu-baseline-update")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report"])
+
+
+def test_an_unknown_gpu_id_fails_in_one_sentence(suite: Project) -> None:
+    result = suite.run("--gpu-ids=7", "-k", "gemma")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith("--gpu-ids: no visible GPU '7'; visible: 0 (GPU-")
+
+
+def test_a_test_beside_a_bad_one_keeps_its_verdict(recorded_suite: Project) -> None:
+    recorded_suite.answer(recorded(slower=1.05), to=GEMMA)
+    recorded_suite.write(test_odd=CASES.format(fields='model="gema"'))
+    result = recorded_suite.run()
+    result.assert_outcomes(passed=4, failed=2)
+    assert set(failures(result)) == {f"test_tuning[{GEMMA}]", "test_case[bad]"}

@@ -1,0 +1,200 @@
+"""Beside pytest itself and other plugins."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, recorded
+
+BOTH = f"""{BUILD}
+
+def test_benchmarked(benchmark):
+    assert benchmark(sum, [1, 2]) == 3
+
+
+def test_mine(gputrain):
+    gputrain.check(build, precision="fp32", steps=2)
+"""
+
+
+@pytest.fixture
+def suite(h100: Project) -> Project:
+    h100.write(test_tuning=SUITE)
+    return h100
+
+
+def test_pytest_benchmark_in_the_same_file_works(project: Project) -> None:
+    pytest.importorskip("pytest_benchmark")
+    project.write(test_both=BOTH)
+    result = project.spawn()
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*benchmark: 1 tests*"])
+    result.stdout.fnmatch_lines(["both on CPU, tiny scale*"])
+
+
+@pytest.mark.parametrize("absent", ["benchmark", "xdist", "cacheprovider", "capture", "junitxml"])
+def test_it_works_without_another_plugin(suite: Project, absent: str) -> None:
+    suite.spawn("-p", f"no:{absent}", "--gpu-json=report.json").assert_outcomes(passed=3)
+    assert len(suite.report()["results"]) == 3
+
+
+def test_it_works_with_capture_off(suite: Project) -> None:
+    suite.run("-s").assert_outcomes(passed=3)
+
+
+def test_disabled_it_leaves_other_tests_alone(project: Project) -> None:
+    project.ini("gpu_strict = true")
+    project.write(test_plain="def test_plain():\n    pass\n")
+    result = project.spawn("-p", "no:gputrain")
+    result.assert_outcomes(passed=1)
+    assert result.ret == 0
+
+
+def test_warnings_as_errors_do_not_hit_the_plugin(suite: Project) -> None:
+    suite.ini("filterwarnings = error", "addopts = --strict-markers --strict-config")
+    suite.spawn("-W", "error", "--gpu-baseline-update").assert_outcomes(passed=3)
+
+
+def test_collecting_runs_nothing(suite: Project) -> None:
+    result = suite.run("--collect-only", "-q")
+    result.stdout.fnmatch_lines([f"test_tuning.py::test_tuning[[]{GEMMA}[]]"])
+    assert suite.launches == []
+
+
+def test_collecting_for_an_update_creates_no_folder(suite: Project) -> None:
+    suite.run("--collect-only", "--gpu-baseline-update")
+    assert suite.launches == []
+    assert not (suite.path / "baselines").exists()
+
+
+def test_collecting_asks_no_driver(suite: Project) -> None:
+    (suite.path / "gpus.json").write_text("[]")
+    conftest = suite.path / "conftest.py"
+    conftest.write_text(conftest.read_text().replace("lambda: gpus", "lambda: 1 / 0"))
+    assert suite.run("--collect-only").ret == 0
+    suite.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
+
+
+def test_keywords_select_cases_by_id(suite: Project) -> None:
+    suite.run("-k", "llama and 8b").assert_outcomes(passed=1, deselected=2)
+    assert [launched["id"] for launched in suite.launches] == [LLAMA]
+
+
+def test_a_node_id_selects_one_case(suite: Project) -> None:
+    suite.run(f"test_tuning.py::test_tuning[{GEMMA}]").assert_outcomes(passed=1)
+    assert [launched["id"] for launched in suite.launches] == [GEMMA]
+
+
+def test_last_failed_runs_the_failing_case_only(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=1.05), to=GEMMA)
+    assert list(failures(suite.run())) == [f"test_tuning[{GEMMA}]"]
+    (suite.path / "launches.jsonl").unlink()
+    suite.run("--lf").assert_outcomes(failed=1)
+    assert [launched["id"] for launched in suite.launches] == [GEMMA]
+
+
+def test_the_ini_file_sets_what_the_command_line_does(suite: Project) -> None:
+    suite.ini("gpu_steps = 4", "gpu_runs = 2", "gpu_timeout = 15min", "gpu_json = report.json", "gpu_scale = tiny")
+    suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert [(one["steps"], one["timeout_seconds"], one["scale"]) for one in suite.launches] == [(4, 900.0, "tiny")] * 2
+    assert len(suite.report()["results"]) == 1
+
+
+def test_the_command_line_wins_over_the_ini_file(suite: Project) -> None:
+    suite.ini("gpu_steps = 4")
+    suite.run("--gpu-steps=7", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert [launched["steps"] for launched in suite.launches] == [7]
+
+
+def test_several_runs_ask_for_several_processes_and_their_median_counts(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    (suite.path / "launches.jsonl").unlink()
+    suite.answer(recorded(), recorded(slower=1.5), recorded(slower=1.01), to=GEMMA)
+    suite.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert len(suite.launches) == 3
+
+
+def test_a_process_that_failed_is_not_repeated(suite: Project) -> None:
+    suite.answer(recorded("crashed"))
+    suite.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(failed=1, deselected=2)
+    assert len(suite.launches) == 1
+
+
+def test_options_are_listed_in_the_help(project: Project) -> None:
+    project.run("--help").stdout.fnmatch_lines(["GPU training benchmarks:", "*--gpu-baseline-update*", "*--gpu-json*"])
+
+
+def test_markers_are_listed(project: Project) -> None:
+    project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.h100: gputrain: declared for H100"])
+
+
+def test_the_parent_never_imports_torch(project: Project) -> None:
+    (project.path / "conftest.py").write_text(
+        "import sys\nfrom pathlib import Path\n\n\n"
+        "def pytest_unconfigure(config):\n"
+        "    heavy = {'torch', 'numpy', 'transformers', 'peft'} & set(sys.modules)\n"
+        "    Path('imported.txt').write_text(repr(sorted(heavy)))\n"
+    )
+    project.write(test_mine=f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n")
+    project.spawn("--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=1)
+    assert (project.path / "imported.txt").read_text() == "[]"
+
+
+def test_a_plain_run_imports_nothing_that_only_cases_need(project: Project) -> None:
+    (project.path / "conftest.py").write_text(
+        "import sys\nfrom pathlib import Path\n\n\n"
+        "def pytest_unconfigure(config):\n"
+        "    heavy = {'torch', 'rich', 'pynvml', 'psutil'} & set(sys.modules)\n"
+        "    Path('imported.txt').write_text(repr(sorted(heavy)))\n"
+    )
+    project.write(test_plain="def test_plain():\n    pass\n")
+    project.spawn("-p", "no:xdist", "-p", "no:benchmark").assert_outcomes(passed=1)
+    assert (project.path / "imported.txt").read_text() == "[]"
+
+
+def test_stepwise_parametrization_and_classes_give_the_same_cases(h100: Project) -> None:
+    h100.write(
+        test_classes="""
+        import pytest
+        from pytest_gputrain import Case, grid
+
+        CASES = grid(Case(sequence_length=64), model=["gemma-7b"], method=["lora"], batch_size=[1, 2])
+
+
+        @pytest.fixture(params=CASES, ids=str)
+        def case(request):
+            return request.param
+
+
+        class TestGroup:
+            def test_from_a_fixture(self, gputrain, case):
+                gputrain.check(case)
+        """
+    )
+    h100.run("-m", "h100", "--gpu-baseline-update").assert_outcomes(passed=2)
+    assert sorted(h100.baselines("classes", H100_FOLDER)) == [f"{GEMMA}-batch_size=1", f"{GEMMA}-batch_size=2"]
+
+
+def test_the_current_folder_does_not_matter(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = suite.path / "inner"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    suite.run("--gpu-baseline-update", os.pardir).assert_outcomes(passed=3)
+    recorded_in = [path.relative_to(suite.path).parts[0] for path in suite.path.rglob("tuning.json")]
+    assert recorded_in == ["baselines"], "the help says: beside the ini file"
+
+
+@pytest.mark.slow
+def test_a_zoo_case_recorded_then_gated_has_identical_memory(project: Project) -> None:
+    project.write(test_tuning=SUITE.replace("sequence_length=8192", "sequence_length=64, steps=2, warmup=1"))
+    project.spawn("--gpu-baseline-update", "-k", GEMMA).assert_outcomes(passed=1, deselected=2)
+    (run,) = project.baselines("tuning")[f"{GEMMA}@tiny"]["runs"]
+    project.spawn("--gpu-strict", "--gpu-memory-tolerance=0", "-k", GEMMA, "--gpu-json=report.json").assert_outcomes(
+        passed=1, deselected=2
+    )
+    (result,) = project.report()["results"]
+    assert result["verdict"]["status"] == "pass"
+    assert result["replies"][0]["peak_allocated_bytes"] == run["peak_allocated_bytes"]
+    assert result["replies"][0]["losses"][-1] == run["final_loss"]

@@ -1,0 +1,380 @@
+"""A user's own function: where it may come from, what it gets, what it gives back."""
+
+from __future__ import annotations
+
+import pytest
+from plugin_project import BUILD, Project, failures, only_sentence, recorded
+
+CHECKED = """
+
+def test_it(gputrain):
+    gputrain.check(build, precision="fp32", steps=2)
+"""
+
+COUNTED = f"""{BUILD.replace("import torch", "import torch; open('launches', 'a').write('x')", 1)}
+
+def test_first(gputrain):
+    gputrain.check(build, precision="fp32", steps=2)
+
+
+def test_second(gputrain):
+    assert gputrain.measure(build, precision="fp32", steps=2).peak_allocated_bytes > 0
+"""
+
+
+def test_measure_returns_the_figures_of_the_code(project: Project) -> None:
+    project.write(
+        test_mine=f"""{BUILD}
+
+def watched(setup):
+    import torch
+
+    assert (setup.scale, setup.device.type, setup.dtype) == ("tiny", "cpu", torch.float32)
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    setup.watch(model, None)
+    data = torch.randn(4, 256)
+
+    def step():
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_plain(gputrain):
+    figures = gputrain.measure(build, precision="fp32", steps=3, warmup=1, batch_size=8)
+    assert len(figures.step_seconds) == 3
+    assert len(figures.warmup_seconds) == 1
+    assert len(figures.losses) == 3
+    assert all(seconds > 0 for seconds in figures.step_seconds)
+    assert figures.samples_per_second == 8 / figures.median_step_seconds
+    assert figures.parameters is None
+    assert figures.environment.device_type == "cpu"
+
+
+def test_watched(gputrain):
+    figures = gputrain.measure(watched, precision="fp32", steps=3, warmup=1)
+    assert figures.parameters == figures.trainable_parameters == 256 * 257
+    assert figures.model_bytes == 4 * 256 * 257
+    assert figures.flops_per_step == 2 * (2 * 4 * 256 * 256)
+    assert figures.losses[-1] < figures.losses[0]
+"""
+    )
+    project.run().assert_outcomes(passed=2)
+
+
+def test_two_tests_that_ask_for_the_same_launch_it_once(project: Project) -> None:
+    project.write(test_mine=COUNTED)
+    project.run().assert_outcomes(passed=2)
+    assert (project.path / "launches").read_text() == "x"
+
+
+def test_runs_launches_as_many_processes(project: Project) -> None:
+    project.write(test_mine=COUNTED)
+    project.run("--gpu-runs=2", "--gpu-json=report.json", "-k", "first").assert_outcomes(passed=1, deselected=1)
+    assert (project.path / "launches").read_text() == "xx"
+    assert len(project.report()["results"][0]["replies"]) == 2
+
+
+def test_other_steps_are_measured_again(h100: Project) -> None:
+    h100.write(
+        test_mine="""
+        from pytest_gputrain import Case
+
+        CASE = Case(model="gemma-7b", method="lora", sequence_length=64)
+
+
+        def test_both(gputrain):
+            gputrain.measure(CASE, steps=5)
+            gputrain.measure(CASE, steps=6)
+            gputrain.measure(CASE, steps=5)
+        """
+    )
+    h100.run().assert_outcomes(passed=1)
+    assert [launched["steps"] for launched in h100.launches] == [5, 6]
+
+
+@pytest.mark.parametrize("option", ["steps", "warmup"])
+def test_options_override_the_numbers_of_steps(h100: Project, option: str) -> None:
+    h100.write(
+        test_mine="""
+        from pytest_gputrain import Case
+
+
+        def test_it(gputrain):
+            gputrain.check(Case(model="gemma-7b", method="lora", sequence_length=64, steps=5, warmup=2))
+        """
+    )
+    h100.run(f"--gpu-{option}=9").assert_outcomes(passed=1)
+    (launched,) = h100.launches
+    assert (launched["steps"], launched["warmup"]) == ((9, 2) if option == "steps" else (5, 9))
+
+
+def test_warmup_zero_is_taken_at_its_word(h100: Project) -> None:
+    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build)\n")
+    h100.run("--gpu-warmup=0").assert_outcomes(passed=1)
+    assert [launched["warmup"] for launched in h100.launches] == [0]
+
+
+def test_a_test_can_compare_two_cases(project: Project) -> None:
+    larger = BUILD.replace("def build", "def larger").replace("zeros(64, 64", "zeros(128, 64")
+    project.write(
+        test_mine=f"""{BUILD}{larger}
+
+def test_halved(gputrain):
+    small = gputrain.measure(build, precision="fp32", steps=2)
+    large = gputrain.measure(larger, precision="fp32", steps=2)
+    assert large.peak_allocated_bytes >= 1.9 * small.peak_allocated_bytes
+    assert large.peak_allocated_bytes <= 1.1 * small.peak_allocated_bytes, "figures differ"
+"""
+    )
+    result = project.run()
+    assert "figures differ" in failures(result)["test_halved"]
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("lambda setup: None", "test_it.<locals>.<lambda> is not a function at the top level of a file"),
+        ("local", "test_it.<locals>.local is not a function at the top level of a file"),
+        ("Group.method", "Group.method is not a function at the top level of a file"),
+        ("functools.partial(Group.method)", "functools.partial("),
+        ("len", "len does not lie in a file below "),
+        ("textwrap.dedent", "dedent does not lie in a file below "),
+    ],
+)
+def test_a_function_that_a_worker_could_not_find_is_refused(h100: Project, what: str, sentence: str) -> None:
+    h100.write(
+        test_mine=f"""
+        import functools
+        import textwrap
+
+
+        class Group:
+            @staticmethod
+            def method(setup):
+                return lambda: None
+
+
+        def test_it(gputrain):
+            def local(setup):
+                return lambda: None
+
+            gputrain.check({what})
+        """
+    )
+    assert only_sentence(h100.run(), "test_it").startswith(sentence)
+    assert h100.launches == []
+
+
+def test_refusing_a_closure_names_both_remedies(h100: Project) -> None:
+    h100.write(test_mine="def test_it(gputrain):\n    gputrain.check(lambda setup: None)\n")
+    assert only_sentence(h100.run(), "test_it").endswith("define it there, or measure it with inline=True")
+
+
+def test_inline_measures_a_closure(project: Project) -> None:
+    project.write(
+        test_mine="""
+        import torch
+
+        SEEN = []
+
+
+        def test_it(gputrain):
+            weight = torch.zeros(64, 64)
+
+            def local(setup):
+                return lambda: SEEN.append(weight.sum())
+
+            figures = gputrain.check(local, inline=True, precision="fp32", steps=4)
+            assert len(figures.step_seconds) == 4
+            assert len(SEEN) >= 4
+        """
+    )
+    project.spawn().assert_outcomes(passed=1)
+
+
+def test_inline_leaves_the_random_state_and_threads_of_the_process(project: Project) -> None:
+    project.write(
+        test_mine="""
+        import torch
+
+
+        def test_it(gputrain):
+            torch.manual_seed(7)
+            expected = torch.rand(3)
+            torch.manual_seed(7)
+            torch.set_num_threads(2)
+            gputrain.measure(lambda setup: lambda: torch.rand(1), inline=True, precision="fp32", steps=2)
+            assert torch.equal(torch.rand(3), expected)
+            assert torch.get_num_threads() == 2
+        """
+    )
+    project.spawn().assert_outcomes(passed=1)
+
+
+def test_two_inline_closures_of_one_name_do_not_share_a_baseline(project: Project) -> None:
+    project.write(
+        test_mine="""
+        import pytest
+        import torch
+
+
+        @pytest.mark.parametrize("size", [64, 1024])
+        def test_it(gputrain, size):
+            def build(setup):
+                return lambda: torch.zeros(size, size).sum()
+
+            gputrain.check(build, inline=True, precision="fp32", steps=2)
+        """
+    )
+    project.spawn("--gpu-baseline-update")
+    project.spawn("--gpu-json=report.json")
+    assert [result["verdict"]["status"] for result in project.report()["results"]] == ["pass", "pass"]
+
+
+def test_inline_isolation_runs_zoo_and_own_code_in_this_process(project: Project) -> None:
+    project.write(
+        test_mine="""
+        import os
+
+        PIDS = []
+
+
+        def build(setup):
+            import torch
+            from pathlib import Path
+
+            Path("pid.txt").write_text(str(os.getpid()))
+            return lambda: torch.zeros(8).sum()
+
+
+        def test_it(gputrain):
+            from pathlib import Path
+
+            gputrain.check(build, precision="fp32", steps=2)
+            assert Path("pid.txt").read_text() == str(os.getpid())
+        """
+    )
+    project.spawn("--gpu-isolation=inline").assert_outcomes(passed=1)
+
+
+def test_helpers_beside_the_test_file_are_imported(project: Project) -> None:
+    project.write(
+        my_helper="SIZE = 16\n",
+        test_mine="""
+        from my_helper import SIZE
+
+
+        def build(setup):
+            import torch
+
+            import my_helper
+
+            return lambda: torch.zeros(my_helper.SIZE, SIZE).sum()
+
+
+        def test_it(gputrain):
+            gputrain.check(build, precision="fp32", steps=2)
+        """,
+    )
+    project.run().assert_outcomes(passed=1)
+
+
+def test_a_function_of_a_helper_module_is_found(project: Project) -> None:
+    project.write(my_recipes=BUILD)
+    project.write(test_mine=f"from my_recipes import build\n{CHECKED}")
+    project.run("--gpu-json=report.json").assert_outcomes(passed=1)
+    assert project.report()["results"][0]["case"]["code"] == "my_recipes.py::build"
+
+
+def test_a_function_decorated_by_a_helper_is_found_in_its_own_file(project: Project) -> None:
+    project.write(
+        my_decorators="""
+        import functools
+
+
+        def logged(function):
+            @functools.wraps(function)
+            def wrapper(*args):
+                return function(*args)
+
+            return wrapper
+        """
+    )
+    body = BUILD.replace("def build", "@logged\ndef build")
+    project.write(test_mine=f"from my_decorators import logged\n{body}{CHECKED}")
+    result = project.run()
+    assert failures(result) == {}
+
+
+def test_a_function_outside_of_the_root_is_refused(h100: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "far_recipes.py").write_text(BUILD)
+    h100.ini(f"pythonpath = {elsewhere}")
+    h100.write(test_mine="from far_recipes import build\n\n\ndef test_it(gputrain):\n    gputrain.check(build)\n")
+    assert only_sentence(h100.run(), "test_it") == (
+        f"build does not lie in a file below {h100.path}, so the worker may not run it"
+    )
+
+
+def test_files_named_like_the_standard_library_do_not_break_the_worker(project: Project) -> None:
+    for name in ("timeit", "random", "queue", "token", "types", "torch"):
+        (project.path / f"{name}.py").write_text("raise RuntimeError('a stray file was imported')\n")
+    project.write(test_mine=BUILD + CHECKED)
+    result = project.run()
+    assert failures(result) == {}
+    result.assert_outcomes(passed=1)
+
+
+def test_knobs_of_own_code_tell_its_cases_apart(h100: Project) -> None:
+    h100.write(
+        test_mine=f"""{BUILD}
+
+def test_it(gputrain):
+    gputrain.check(build, batch_size=2)
+    gputrain.check(build, batch_size=4)
+"""
+    )
+    h100.run("--gpu-baseline-update").assert_outcomes(passed=1)
+    assert sorted(h100.baselines("mine", "nvidia-h100-80gb-hbm3")) == ["build-bf16-batch_size=2", "build-bf16-batch_size=4"]
+
+
+def test_a_name_given_to_own_code_is_its_id(h100: Project) -> None:
+    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build, model='my-mlp')\n")
+    h100.run("--gpu-json=report.json").assert_outcomes(passed=1)
+    assert list(h100.verdicts()) == ["my-mlp-bf16"]
+
+
+def test_measuring_at_the_top_level_of_a_module_cannot_multiply(project: Project) -> None:
+    project.write(
+        test_mine="""
+        import subprocess
+        import sys
+
+
+        def build(setup):
+            import os
+
+            from pytest_gputrain.launch import in_process
+
+            in_process(None, gpus=(), timeout_seconds=1)
+
+
+        def test_it(gputrain):
+            gputrain.check(build, precision="fp32")
+        """
+    )
+    assert "a worker of pytest-gputrain must not start workers" in only_sentence(project.run(), "test_it")
+
+
+def test_a_measurement_without_figures_fails_the_test_with_the_reason(h100: Project) -> None:
+    h100.answer(recorded("h100_out_of_memory"))
+    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.measure(build)\n")
+    assert only_sentence(h100.run(), "test_it").startswith(
+        "build-bf16 ran out of device memory (warmup in step 1): CUDA out of "
+    )
