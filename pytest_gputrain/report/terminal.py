@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
@@ -54,6 +55,7 @@ def explain(results: Sequence[Result]) -> list[str]:
     return lines
 
 
+_CHANGES: Final[dict[MetricName, str]] = {"peak_allocated_bytes": "Δ mem.", "step_seconds": "Δ time"}
 _WIDTH_OF_ALL_COLUMNS: Final = 92
 
 _METRICS: Final[dict[MetricName, str]] = {"step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
@@ -64,9 +66,13 @@ def _table(title: str, results: Sequence[Result], width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    compared = any(_change(result, name) for result in results for name in _METRICS)
-    narrow = compared and width < _WIDTH_OF_ALL_COLUMNS
-    figures = ["Peak mem.", *([] if narrow else ["(Model)"]), "Sec/step", *(["Δ mem.", "Δ time"] if compared else [])]
+    figures: dict[str, Callable[[Result], str]] = {"Peak mem.": _peak, "(Model)": _model, "Sec/step": _seconds}
+    changes = {header: functools.partial(_change, name) for name, header in _CHANGES.items()}
+    compared = {header: change for header, change in changes.items() if any(map(change, results))}
+    narrow = bool(compared) and width < _WIDTH_OF_ALL_COLUMNS
+    if narrow:
+        del figures["(Model)"]
+    figures |= compared
     # Text throughout: names come from users, and rich would take their brackets for markup.
     table = Table(
         title=Text(title, style="bold"),
@@ -86,9 +92,7 @@ def _table(title: str, results: Sequence[Result], width: int) -> Table:
     for result in results:
         status = result.verdict.status if result.verdict else "measured"
         style = _STYLES.get(status, "red" if result.verdict else "")
-        changes = [_change(result, name) for name in ("peak_allocated_bytes", "step_seconds")] if compared else []
-        peak, model, seconds = _figures(result)
-        cells = [*_names(result), peak, *([] if narrow else [model]), seconds, *changes]
+        cells = [*_names(result), *(show(result) for show in figures.values())]
         table.add_row(*map(Text, cells), Text(status, style=style))
     return table
 
@@ -100,20 +104,31 @@ def _names(result: Result) -> tuple[str, str, str]:
     return known.title if known else case.model, _METHODS.get(case.method, case.method), str(case)[skip:]
 
 
-def _figures(result: Result) -> tuple[str, str, str]:
-    """Peak memory, the model's, and seconds per step: the figures of the published tables."""
-    measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
-    if not measured:
-        reply = result.replies[-1]
-        outcome = "OOM" if isinstance(reply, OutOfMemory) else "timed out" if isinstance(reply, TimedOut) else "crashed"
-        return outcome, "", outcome
-    peak = max(reply.peak_allocated_bytes for reply in measured)
-    model = measured[0].model_bytes
-    seconds = result.summary.median_step_seconds if result.summary else measured[0].median_step_seconds
-    return format_bytes(peak), f"({format_bytes(model)})" if model else "", format_seconds(seconds)
+def _peak(result: Result) -> str:
+    """Highest peak of the runs, or the outcome of a case that has none."""
+    measured = _measured(result)
+    return format_bytes(max(reply.peak_allocated_bytes for reply in measured)) if measured else _outcome(result)
 
 
-def _change(result: Result, name: MetricName) -> str:
+def _model(result: Result) -> str:
+    known = [reply.model_bytes for reply in _measured(result) if reply.model_bytes]
+    return f"({format_bytes(known[0])})" if known else ""
+
+
+def _seconds(result: Result) -> str:
+    return format_seconds(result.summary.median_step_seconds) if result.summary else _outcome(result)
+
+
+def _measured(result: Result) -> list[Measurement]:
+    return [reply for reply in result.replies if isinstance(reply, Measurement)]
+
+
+def _outcome(result: Result) -> str:
+    reply = result.replies[-1]
+    return "OOM" if isinstance(reply, OutOfMemory) else "timed out" if isinstance(reply, TimedOut) else "crashed"
+
+
+def _change(name: MetricName, result: Result) -> str:
     """``+0.4 %`` where the metric was compared."""
     metric = result.verdict.metric(name) if result.verdict else None
     if metric is None or metric.status == "not-comparable" or metric.value is None or not metric.baseline:
