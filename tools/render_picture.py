@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ def main(picture: str, *command: str) -> None:
     environment = {**os.environ, "COLUMNS": str(WIDTH)}
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600).stdout
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(Text("$ " + " ".join(command), style="bold"))
+    console.print(Text(f"$ {shlex.join(command)}", style="bold"))
     console.print(Text.from_ansi(output.rstrip()))
     # Fonts from the network would make the picture look different offline.
     drawing = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="pytest-gputrain"), flags=re.DOTALL)
