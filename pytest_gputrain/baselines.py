@@ -11,6 +11,7 @@ cases that did not run.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import tempfile
@@ -48,6 +49,7 @@ class _StoredRun(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields
     """`BaselineRun` with its environment by reference."""
 
     outcome: Literal["measured", "out_of_memory"]
+    out_of: Literal["device", "host"] | None = None
     environment: str
     date: str
     session: str
@@ -91,9 +93,9 @@ class Store:
     def path(self, device: str, suite: str) -> Path:
         return self.folder / device / f"{suite}.json"
 
-    def has_suite(self, device: str, suite: str) -> bool:
-        """Whether this device has baselines of the suite at all."""
-        return self.path(device, suite).exists()
+    def has_device(self, device: str) -> bool:
+        """Whether this device has baselines of any suite."""
+        return any((self.folder / device).glob("*.json"))
 
     def get(self, device: str, suite: str, key: str) -> Baseline | None:
         """The baseline of one case, None where there is none.
@@ -133,7 +135,7 @@ class Store:
 
         path = self.path(device, suite)
         # The lock lies outside of the folder: it would be committed with it.
-        locks = Path(tempfile.gettempdir()) / "gputrain-locks"
+        locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.getuid()}"
         try:
             locks.mkdir(parents=True, exist_ok=True)
             with FileLock(locks / hashlib.sha256(os.fsencode(path)).hexdigest()):
@@ -181,7 +183,14 @@ def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Base
 
 def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> BaselineRun | None:
     if isinstance(reply, OutOfMemory) and reply.environment is not None:
-        return BaselineRun(outcome="out_of_memory", environment=reply.environment, date=date, session=session, commit=commit)
+        return BaselineRun(
+            outcome="out_of_memory",
+            out_of=reply.where,
+            environment=reply.environment,
+            date=date,
+            session=session,
+            commit=commit,
+        )
     if not isinstance(reply, Measurement):
         return None
     return BaselineRun(
@@ -206,6 +215,11 @@ def _load(path: Path, device: str) -> dict[str, Baseline]:
     if not path.exists():
         return {}
     file = _decode(path, _File, "a baseline file")
+    if (file.device, file.suite) != (device, path.stem):
+        raise BaselineError(
+            f"the baseline file {path} says that it holds {file.suite} of {file.device}; move it to where it belongs, or "
+            "record again"
+        )
     baselines = {}
     for key, stored in file.cases.items():
         runs = []
@@ -218,14 +232,21 @@ def _load(path: Path, device: str) -> dict[str, Baseline]:
             fields = {**msgspec.structs.asdict(run), "environment": file.environments[run.environment]}
             runs.append(BaselineRun(**fields))
         _check_figures(path, key, runs)
+        if key.endswith("@tiny") != (stored.scale == "tiny"):
+            raise BaselineError(
+                f"the baseline file {path} gives {key} the scale {stored.scale}; restore it from git, or delete the entry "
+                "and record it again"
+            )
         baselines[key] = Baseline(device=device, case=stored.case, scale=stored.scale, runs=tuple(runs))
     return baselines
 
 
 def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
     for run in runs:
-        bad_time = run.outcome == "measured" and not run.step_seconds
-        if bad_time or any(not seconds > 0 for seconds in run.step_seconds) or (run.peak_allocated_bytes or 0) < 0:
+        measured = run.outcome == "measured"
+        peak = run.peak_allocated_bytes
+        bad_time = any(not 0 < seconds < math.inf for seconds in run.step_seconds) or (measured and not run.step_seconds)
+        if bad_time or (measured and peak is None) or (peak is not None and peak < 0):
             raise BaselineError(
                 f"the baseline file {path} holds impossible figures for {key}; restore it from git, or delete the entry "
                 "and record it again"

@@ -90,6 +90,8 @@ def _bad_number(case: Case) -> str | None:
     for field, bound in least.items():
         if getattr(case, field) < bound:
             return f"has {field}={getattr(case, field)}; it must be at least {bound}"
+    if case.parallel == "single" and case.cpu_offload:
+        return "asks for cpu_offload, which parallel='single' does not do; choose parallel='fsdp'"
     if case.parallel == "single" and case.gpus > 1:
         return f"asks for {case.gpus} GPUs, but parallel='single' uses one; choose a parallelism"
     return None

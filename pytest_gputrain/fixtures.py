@@ -52,15 +52,15 @@ class GpuTrain:
         """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
 
         Returns:
-            The figures of the first process; None for a case whose baseline is that it runs out of memory.
+            The figures of the first process that gave some; None for a case whose baseline is that it runs out of memory.
         """
         result = self._run(what, inline, knobs, judged=True)
         verdict = result.verdict
         assert verdict is not None
-        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict(result.suite)
+        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict()
         if verdict.status in ("failed", "regressed") or strict:
             pytest.fail(f"{verdict.sentence}{' (strict)' if strict else ''}", pytrace=False)
-        return None if failure_of(result) else _first_measurement(result)
+        return _first_measurement(result) if result.summary else None
 
     def _run(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool) -> Result:
         markers = {mark.name for mark in self._item.iter_markers()}
@@ -69,8 +69,16 @@ class GpuTrain:
         try:
             case = self._case(what, inline, knobs)
             self._runner.check_selection(case, markers, expression)
-            builder = what if inline and not isinstance(what, Case) else None
-            result = self._runner.run(self._item.nodeid, suite, case, judged=judged, inline=inline, builder=builder)
+            own = None if isinstance(what, Case) else what
+            result = self._runner.run(
+                self._item.nodeid,
+                suite,
+                case,
+                judged=judged,
+                inline=inline,
+                builder=own if inline else None,
+                module=getattr(own, "__module__", "") or "",
+            )
         except CannotRun as reason:
             raise pytest.skip.Exception(str(reason), _use_item_location=True) from None
         except BadCase as error:
@@ -105,7 +113,7 @@ class GpuTrain:
             properties.append(("gputrain.verdict", result.verdict.status))
         if result.summary is not None:
             properties.append(("gputrain.median_step_seconds", result.summary.median_step_seconds))
-            properties.append(("gputrain.peak_allocated_bytes", _first_measurement(result).peak_allocated_bytes))
+            properties.append(("gputrain.peak_allocated_bytes", result.summary.peak_allocated_bytes))
         self._item.user_properties += properties
         detail = detail_of(result)
         if detail:

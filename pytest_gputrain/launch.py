@@ -99,9 +99,10 @@ def _run(task: Task, folder: Path, environment: Mapping[str, str], timeout_secon
 def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply:
     """What the ended process left behind, as a reply."""
 
+    output = "".join(_tail(folder / name) for name in ("stdout.txt", "stderr.txt", "stacks.txt"))
+
     def crashed(sentence: str) -> Crashed:
-        detail = _tail(folder / "stacks.txt") + _tail(folder / "stderr.txt")
-        return Crashed(sentence=sentence, phase=last.phase, step=last.step, detail=detail, exit_code=exit_code)
+        return Crashed(sentence=sentence, phase=last.phase, step=last.step, detail=output, exit_code=exit_code)
 
     reply_file = folder / "reply.json"
     if reply_file.exists():
@@ -111,7 +112,8 @@ def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) ->
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:
             return crashed(f"the worker replied, then ended {_exit_text(exit_code)}")
-        return reply
+        # The traceback last: it is what the end of a long detail should show.
+        return msgspec.structs.replace(reply, detail=output + reply.detail) if isinstance(reply, Crashed) else reply
     if exit_code == -signal.SIGKILL and _kernel_oom_kills() > kills_before:
         return OutOfMemory(where="host", phase=last.phase, step=last.step, message="killed by the kernel's OOM killer")
     return crashed(f"the worker ended {_exit_text(exit_code)} without a reply")
@@ -138,10 +140,11 @@ def _environment(task: Task, gpus: Sequence[Gpu]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # The interpreter's folder holds the tools of its environment (ninja), whether or not that is activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),
-        # Models are built, never fetched; an attempt to reach a hub would only cost its time-out.
-        "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if not task.case.code:
+        # The zoo's models are built, never fetched; an attempt to reach a hub would only cost its time-out.
+        environment["HF_HUB_OFFLINE"] = "1"
     if task.device_type == "cpu":
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return environment
@@ -185,7 +188,10 @@ def _ask_for_stacks(process: subprocess.Popen[bytes], path: Path) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the worker and everything it started, sessions of their own included."""
+    """End the worker and what it started.
+
+    Not covered: a grandchild in a session of its own whose parent, the worker, has ended by itself.
+    """
     import psutil
 
     family: list[Any] = []

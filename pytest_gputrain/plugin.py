@@ -44,13 +44,18 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         if settings.platform not in (None, *MARKERS):
             raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown; known: {', '.join(MARKERS)}")
+        named = config.getoption("--gpu-baseline-dir") or config.getini("gpu_baseline_dir")
+        if named and settings.baseline_update == "no" and not settings.baseline_dir.is_dir():
+            # Mistyped, it would make every case new, which passes unless strict.
+            raise ValueError(f"the baseline folder {settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
+        runner = Runner(settings)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = GpuTrainPlugin(config, Runner(settings), Book(settings) if on_controller else None)
-    config.stash[RUNNER] = plugin.runner
+    plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
+    config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
 
 
@@ -104,7 +109,7 @@ class GpuTrainPlugin:
             self._live.clear()
         if self.book is not None:
             for text in getattr(report, "gputrain", ()):
-                self.book.add(msgspec.json.decode(text, type=Result))
+                self.book.add(msgspec.json.decode(text, type=Result), passed=report.passed)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

@@ -203,6 +203,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device_type: Literal["cpu", "gpu"]
     root: str
     """Folder that ``case.code`` is relative to."""
+    module: str = ""
+    """Name under which the parent imported the file of ``case.code``."""
     import_paths: tuple[str, ...] = ()
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
 
@@ -221,6 +223,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True):
     """One fresh process of a recorded baseline. Raw figures only: the rule that judges them may change."""
 
     outcome: Literal["measured", "out_of_memory"]
+    out_of: Literal["device", "host"] | None = None
+    """Which memory ran out."""
     environment: Environment
     date: str
     """UTC, ISO 8601."""
@@ -279,6 +283,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Median over the runs of each run's median."""
     samples_per_second: float
     tokens_per_second: float | None
+    peak_allocated_bytes: int
+    """Median of the runs' peaks (the higher of the middle two)."""
     model_flops_utilization: float | None
     """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
 

@@ -32,7 +32,7 @@ from pytest_gputrain.records import (
     Task,
     Verdict,
 )
-from pytest_gputrain.selection import why_skipped
+from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
 
 Watch = Callable[[Case, Event], None]
@@ -50,11 +50,13 @@ class Runner:
     """Runs cases for the tests of one pytest process; a case is measured once however many tests ask for it."""
 
     def __init__(self, settings: Settings, *, watch: Watch = lambda case, event: None) -> None:
+        """Raises:
+        BaselineError: the report to compare with cannot be read.
+        """
         self.settings = settings
         self.watch = watch
         self.store = Store(settings.baseline_dir)
-        self._report = None if settings.baseline == "measured" else Path(settings.baseline)
-        self._report_store: ReportStore | None = None
+        self._report = None if settings.baseline == "measured" else ReportStore(Path(settings.baseline))
         self._machine: Machine | None = None
         self._replies: dict[bytes, tuple[Reply, ...]] = {}
         self._keys: dict[tuple[str, str], Case] = {}
@@ -85,7 +87,8 @@ class Runner:
         wrong = problem(case, catalog.MARKERS)
         if wrong:
             raise BadCase(wrong)
-        reason = why_skipped(markers, expression, self.machine.platform, case.gpus)
+        declared = platforms_of(case.platforms) if case.platforms else ()
+        reason = why_skipped(markers | set(declared), expression, self.machine.platform, case.gpus)
         if reason:
             raise CannotRun(reason)
         if self.machine.gpus and case.gpus > len(self.machine.gpus):
@@ -93,12 +96,23 @@ class Runner:
         if case.parallel != "single":
             raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, and this version starts one process a case")
 
-    def run(self, nodeid: str, suite: str, case: Case, *, judged: bool, inline: bool = False, builder: Any = None) -> Result:
+    def run(
+        self,
+        nodeid: str,
+        suite: str,
+        case: Case,
+        *,
+        judged: bool,
+        inline: bool = False,
+        builder: Any = None,
+        module: str = "",
+    ) -> Result:
         """Measure ``case``, unless this session did already, and judge it if asked.
 
         Args:
             inline: run in this process.
             builder: the user's function itself, for an inline run that has no address.
+            module: name under which this process imported the file of ``case.code``.
 
         Raises:
             BadCase: the id is another case's, or the baseline cannot be read.
@@ -112,7 +126,7 @@ class Runner:
         key = key_of(case, scale)
         # Read first: a broken file is better told before the case has run for minutes.
         baseline, hint = self._baseline(suite, key) if judged else (None, "")
-        replies = self._measure(case, scale, inline, builder)
+        replies = self._measure(case, scale, inline, builder, module)
         verdict = None
         if judged:
             tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
@@ -130,7 +144,7 @@ class Runner:
             verdict=verdict,
         )
 
-    def _measure(self, case: Case, scale: Scale, inline: bool, builder: Any) -> tuple[Reply, ...]:
+    def _measure(self, case: Case, scale: Scale, inline: bool, builder: Any, module: str) -> tuple[Reply, ...]:
         identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline))
         known = self._replies.get(identity)
         # An inline function has no address to be known by again.
@@ -138,7 +152,7 @@ class Runner:
             return known
         replies: list[Reply] = []
         while len(replies) < self.settings.runs and all(isinstance(reply, Measurement | OutOfMemory) for reply in replies):
-            replies.append(self._launch(case, scale, inline, builder))
+            replies.append(self._launch(case, scale, inline, builder, module))
         self._replies[identity] = tuple(replies)
         return self._replies[identity]
 
@@ -149,23 +163,21 @@ class Runner:
             BadCase: the baseline file cannot be read.
         """
         device = self.machine.slug
+        if self._report is not None:
+            return self._report.get(device, suite, key), f"not in {self._report.path.name}"
         try:
-            if self._report is not None:
-                if self._report_store is None:
-                    self._report_store = ReportStore(self._report)
-                return self._report_store.get(device, suite, key), f"not in {self._report.name}"
             baseline = self.store.get(device, suite, key)
         except BaselineError as error:
             raise BadCase(str(error)) from None
         others = [] if baseline else self.store.other_devices(device, suite)
         return baseline, f"this machine is {device}; there are some for {', '.join(others)}" if others else ""
 
-    def is_strict(self, suite: str) -> bool:
+    def is_strict(self) -> bool:
         """Whether a case without a comparable baseline fails."""
         if self.settings.strict is not None:
             return self.settings.strict
-        in_ci = os.environ.get("CI", "").lower() in ("1", "true", "yes")
-        return in_ci and self._report is None and self.store.has_suite(self.machine.slug, suite)
+        in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
+        return in_ci and self._report is None and self.store.has_device(self.machine.slug)
 
     def _recorded(self, verdict: Verdict, case: Case, replies: tuple[Reply, ...], baseline: Baseline | None) -> Verdict:
         """The verdict, turned into ``recorded`` where an update option stores these figures."""
@@ -174,25 +186,30 @@ class Runner:
             return verdict
         if any(not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None for reply in replies):
             return verdict
-        what = "today's figures" if isinstance(replies[0], Measurement) else "running out of memory"
+        out = any(isinstance(reply, OutOfMemory) for reply in replies)
+        what = "running out of memory" if out else "today's figures"
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
 
-    def _launch(self, case: Case, scale: Scale, inline: bool, builder: Any) -> Reply:
+    def _launch(self, case: Case, scale: Scale, inline: bool, builder: Any, module: str) -> Reply:
         machine = self.machine
         task = Task(
             case=case,
             scale=scale,
             device_type=machine.device_type,
             root=str(self.settings.root),
+            module=module,
             import_paths=tuple(path for path in sys.path if path),
         )
 
         def watch(event: Event) -> None:
             self.watch(case, event)
 
-        with lease(machine.gpus, case.gpus if machine.gpus else 0) as gpus:
-            if inline or self.settings.isolation == "inline":
+        inline = inline or self.settings.isolation == "inline"
+        if inline and self.settings.gpu_ids:
+            raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
+        with lease(machine.gpus[:1] if inline else machine.gpus, case.gpus if machine.gpus else 0) as gpus:
+            if inline:
                 reply = launch.inline(task, builder)
             else:
                 reply = launch.in_process(task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, watch=watch)
@@ -242,6 +259,7 @@ def _summary(case: Case, machine: Machine, replies: tuple[Reply, ...]) -> Summar
         median_step_seconds=seconds,
         samples_per_second=samples,
         tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
+        peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
         model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
     )
 

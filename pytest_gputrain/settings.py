@@ -34,7 +34,7 @@ class Settings:
     runs: int
     """Fresh processes per case."""
     strict: bool | None
-    """None: strict where CI is set and the suite has a baseline file for the device."""
+    """None: strict where CI is set and the device has baselines."""
     steps: int | None
     """Timed steps of every case, None for each case's own."""
     warmup: int | None
@@ -96,6 +96,8 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
         if isinstance(value, Path) and not given:
             value = root / value
         values[option.name] = value
+    if values["baseline-update"] and values["baseline-update-new-only"]:
+        raise ValueError("--gpu-baseline-update and --gpu-baseline-update-new-only contradict each other; give one")
     update: Literal["no", "new-only", "all"] = (
         "all" if values["baseline-update"] else "new-only" if values["baseline-update-new-only"] else "no"
     )
@@ -108,7 +110,9 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
             raise ValueError(f"{name}: {baseline!r} is neither 'measured' nor a report that exists")
         if update != "no":
             raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
-        baseline = str(path)
+        baseline = str(path.absolute())
+    if values["json"] is not None and values["json"].exists() and not values["json"].is_file():
+        raise ValueError(f"--gpu-json: {values['json']} is not a file")
     return Settings(
         baseline_update=update,
         baseline_dir=values["baseline-dir"].absolute(),
@@ -124,7 +128,7 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
         platform=values["platform"],
         gpu_ids=values["ids"],
         isolation=values["isolation"],
-        json=values["json"],
+        json=None if values["json"] is None else values["json"].absolute(),
         root=root,
     )
 
@@ -225,9 +229,7 @@ OPTIONS: Final = (
         switch=True,
         parse=_switch,
         default="auto",
-        help=(
-            "fail cases that are new or not comparable (default: where CI is set and the suite has baselines of this device)"
-        ),
+        help=("fail cases that are new or not comparable (default: where CI is set and the device has baselines)"),
     ),
     Option(name="steps", parse=_at_least(1), metavar="N", help="timed steps of every case (default: each case's own)"),
     Option(name="warmup", parse=_at_least(0), metavar="N", help="steps before the timed ones (default: each case's own)"),

@@ -49,6 +49,8 @@ PLATFORMS: Final = {
     platform.marker: platform
     for platform in (
         _platform("h200", "H200", r"\bH200\b", 141, 4.8, "NVIDIA H200 data sheet", fp32=67, bf16=989.4, fp16=989.4),
+        _platform("h100_pcie", "H100 PCIe", r"\bH100 PCIe\b", 80, 2.0, "NVIDIA H100 data sheet (PCIe)", fp32=51, bf16=756, fp16=756),
+        _platform("h100_nvl", "H100 NVL", r"\bH100 NVL\b", 94, 3.9, "NVIDIA H100 data sheet (NVL)", fp32=60, bf16=835, fp16=835),
         _platform("h100", "H100", r"\bH100\b", 80, 3.35, "NVIDIA H100 data sheet (SXM)", fp32=67, bf16=989.4, fp16=989.4),
         _platform("h800", "H800", r"\bH800\b", 80, 3.35, "NVIDIA H800 data sheet (SXM)", fp32=67, bf16=989.4, fp16=989.4),
         _platform("h20", "H20", r"\bH20\b", 96, 4.0, "NVIDIA H20 data sheet", fp32=44, bf16=148, fp16=148),
@@ -73,6 +75,9 @@ PLATFORMS: Final = {
 }  # fmt: skip
 """By marker. The order decides which pattern is tried first."""
 
+_OTHER_CHIPS: Final = r"\bLaptop\b|\bMax-Q\b|\bMIG\b|\b4090 D\b|\b3090 Ti\b"
+"""Devices that bear the name of a faster one."""
+
 CPU: Final = "cpu"
 """Marker of a machine without a GPU."""
 
@@ -83,6 +88,8 @@ MARKERS: Final = (*PLATFORMS, CPU)
 @functools.cache
 def marker_of(device_name: str) -> str | None:
     """The catalog marker of a device by its driver's name, None for a device that the catalog lacks."""
+    if re.search(_OTHER_CHIPS, device_name, re.IGNORECASE):
+        return None
     for marker, platform in PLATFORMS.items():
         if re.search(platform.pattern, device_name, re.IGNORECASE):
             return marker

@@ -70,8 +70,12 @@ def _find(gpus: Sequence[Gpu], wanted: str) -> Gpu:
 
 
 def _visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA would show: by index or UUID, up to the first entry that names none (CUDA stops there too)."""
-    if variable is None:
+    """The GPUs that CUDA would show: by index or UUID, up to the first entry that names none (CUDA stops there too).
+
+    Raises:
+        HardwareError: the variable shows none of them, and does not say so by being empty or -1.
+    """
+    if variable is None or not gpus:
         return tuple(gpus)
     chosen: list[Gpu] = []
     for entry in map(str.strip, variable.split(",")):
@@ -79,6 +83,9 @@ def _visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
         if match is None:
             break
         chosen.append(match)
+    if not chosen and variable.strip() not in ("", "-1"):
+        mig = "; MIG slices are not supported" if "MIG-" in variable else ""
+        raise HardwareError(f"CUDA_VISIBLE_DEVICES={variable} shows none of the {len(gpus)} GPUs here{mig}")
     return tuple(dict.fromkeys(chosen))
 
 

@@ -44,15 +44,22 @@ def _nvml() -> Iterator[Any]:
         return
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except pynvml.NVMLError as error:
+        # Anything else is a GPU host with a fault, which must not pass for a host without GPUs.
+        if error.value not in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            raise _fault(error) from error
         yield None
         return
     try:
         yield pynvml
     except pynvml.NVMLError as error:
-        raise HardwareError(f"the NVIDIA driver failed to describe its GPUs ({error}); nvidia-smi shows more") from error
+        raise _fault(error) from error
     finally:
         pynvml.nvmlShutdown()
+
+
+def _fault(error: Exception) -> HardwareError:
+    return HardwareError(f"the NVIDIA driver failed to describe its GPUs ({error}); nvidia-smi shows more")
 
 
 def _text(value: str | bytes) -> str:

@@ -46,11 +46,18 @@ class Book:
             self._session = Session.begin(self.settings.root)
         return self._session
 
-    def add(self, result: Result) -> None:
-        """Take in the next result."""
+    def add(self, result: Result, *, passed: bool) -> None:
+        """Take in the next result.
+
+        Args:
+            passed: whether its test did; figures of a test that failed otherwise become no baseline.
+        """
         self.results.append(result)
         if result.verdict is not None and result.verdict.status == "recorded":
-            self._record(result)
+            if passed:
+                self._record(result)
+            else:
+                self.notes.append(f"not recorded: {result.case}, because its test failed")
         if time.monotonic() - self._saved_at > _SAVE_EVERY_SECONDS:
             self._save_baselines()
 

@@ -16,7 +16,14 @@ from pytest_gputrain.units import format_bytes, format_percent, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-_STYLES: Final = {"pass": "green", "improved": "bold green", "recorded": "cyan", "new": "yellow", "not-comparable": "yellow"}
+_STYLES: Final = {
+    "pass": "green",
+    "improved": "bold green",
+    "recorded": "cyan",
+    "new": "yellow",
+    "not-comparable": "yellow",
+    "measured": "",
+}
 _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": ""}
 
 
@@ -52,6 +59,10 @@ def explain(results: Sequence[Result]) -> list[str]:
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
                 reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
+    for result in results:
+        if result.verdict and result.verdict.status == "pass":
+            noted = [metric.note for metric in result.verdict.metrics if metric.status == "pass" and metric.note]
+            lines += [f"{result.case}: {_METRICS['peak_allocated_bytes']} {note}" for note in noted]
     return lines
 
 
@@ -90,8 +101,8 @@ def _table(title: str, results: Sequence[Result], width: int) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("Verdict", no_wrap=True)
     for result in results:
-        status = result.verdict.status if result.verdict else "measured"
-        style = _STYLES.get(status, "red" if result.verdict else "")
+        status = result.verdict.status if result.verdict else "measured" if result.summary else "failed"
+        style = _STYLES.get(status, "red")
         cells = [*_names(result), *(show(result) for show in figures.values())]
         table.add_row(*map(Text, cells), Text(status, style=style))
     return table
@@ -105,22 +116,16 @@ def _names(result: Result) -> tuple[str, str, str]:
 
 
 def _peak(result: Result) -> str:
-    """Highest peak of the runs, or the outcome of a case that has none."""
-    measured = _measured(result)
-    return format_bytes(max(reply.peak_allocated_bytes for reply in measured)) if measured else _outcome(result)
+    return format_bytes(result.summary.peak_allocated_bytes) if result.summary else _outcome(result)
 
 
 def _model(result: Result) -> str:
-    known = [reply.model_bytes for reply in _measured(result) if reply.model_bytes]
+    known = [reply.model_bytes for reply in result.replies if isinstance(reply, Measurement) and reply.model_bytes]
     return f"({format_bytes(known[0])})" if known else ""
 
 
 def _seconds(result: Result) -> str:
     return format_seconds(result.summary.median_step_seconds) if result.summary else _outcome(result)
-
-
-def _measured(result: Result) -> list[Measurement]:
-    return [reply for reply in result.replies if isinstance(reply, Measurement)]
 
 
 def _outcome(result: Result) -> str:

@@ -6,7 +6,7 @@ Not covered: whether the model would learn anything from real data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -59,7 +59,7 @@ class Movement:
         self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._before = {name: _fingerprint(value) for name, value in self._trained.items()}
 
-    def check(self, updates: int, optimizer: torch.optim.Optimizer | None) -> None:
+    def check(self, *, steps: int, optimizer: torch.optim.Optimizer | None) -> None:
         """Every trained tensor got a gradient and every trained matrix changed.
 
         Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
@@ -72,12 +72,11 @@ class Movement:
         still = [
             name
             for name, value in self._trained.items()
-            if value.ndim > 1 and torch.equal(self._before[name], _fingerprint(value))
+            if value.ndim > 1 and value.numel() and self._before[name] == _fingerprint(value)
         ]
         if still:
             raise CheckFailed(
-                f"{len(still)} of {len(self._trained)} trained tensors did not change in {updates} optimizer updates "
-                f"(first: {still[0]})"
+                f"{len(still)} of {len(self._trained)} trained tensors did not change in {steps} steps (first: {still[0]})"
             )
         starved = [name for name, value in self._trained.items() if not _got_gradient(value, optimizer)]
         if starved:
@@ -87,22 +86,20 @@ class Movement:
 
 
 def _got_gradient(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether Adam's first moment shows a gradient; True where the optimizer keeps none."""
-    state: dict[str, Any] = optimizer.state.get(parameter, {}) if optimizer else {}
-    if optimizer is not None and not state:
-        return False
+    """Whether Adam's first moment shows a gradient; True where the optimizer keeps none, as plain SGD."""
+    if optimizer is None or not optimizer.state or not parameter.numel():
+        return True
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
     moment = state.get("exp_avg")
-    return moment is None or bool(torch.any(moment != 0))
+    return bool(state) and (moment is None or bool(torch.any(moment != 0)))
 
 
-def _fingerprint(parameter: Tensor) -> Tensor:
+def _fingerprint(parameter: Tensor) -> list[float]:
     """Norms of pieces of the tensor in double precision: they differ when any element does, for all that rounding does.
 
-    In pieces, because a double copy of a 128k-token embedding would take 4 GiB.
+    In pieces, because a double copy of a 128k-token embedding would take 4 GiB; as numbers, which no counter takes for
+    tensors of the training.
     """
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in _pieces(parameter.detach())]
-    return torch.stack(norms).cpu()
-
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    yield from tensor.flatten().split(_CHUNK)
+    pieces = parameter.detach().flatten().split(_CHUNK)
+    norms: list[float] = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).tolist()
+    return norms

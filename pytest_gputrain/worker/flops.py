@@ -6,14 +6,13 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
-_counting: ContextVar[FlopCount | None] = ContextVar("_counting", default=None)
-"""The counter at work, for the recomputation that happens deep inside of backward."""
+_at_work: list[FlopCount] = []
+"""The counter, for recomputation deep inside of backward. No context variable: on a GPU, backward has threads of its own."""
 
 
 class FlopCount:
@@ -32,12 +31,12 @@ class FlopCount:
 def count_flops() -> Iterator[FlopCount]:
     """Counts matrix multiplications, convolutions and attention, by the formulas of torch.utils.flop_counter."""
     count = FlopCount()
-    token = _counting.set(count)
+    _at_work.append(count)
     try:
         with count._counter:
             yield count
     finally:
-        _counting.reset(token)
+        _at_work.pop()
 
 
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
@@ -47,7 +46,7 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
 
 @contextlib.contextmanager
 def _recomputing() -> Iterator[None]:
-    count = _counting.get()
+    count = _at_work[-1] if _at_work else None
     before = count.total if count else 0
     try:
         yield
@@ -57,11 +56,17 @@ def _recomputing() -> Iterator[None]:
 
 
 def _formulas() -> dict[Any, Any]:
-    """Operators that torch's own counter lacks: the CPU's fused attention and bitsandbytes' fused 4-bit product."""
-    formulas: dict[Any, Any] = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_forward,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
-    }
+    """Operators that torch's own counter lacks, or cannot count in all supported versions.
+
+    Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries) and bitsandbytes' fused 4-bit
+    product.
+    """
+    aten = torch.ops.aten
+    formulas: dict[Any, Any] = {}
+    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+        forward, backward = f"_scaled_dot_product_{name}", f"_scaled_dot_product_{name}_backward"
+        if hasattr(aten, forward) and hasattr(aten, backward):
+            formulas |= {getattr(aten, forward): _attention, getattr(aten, backward): _attention_backward}
     if "bitsandbytes" in sys.modules:
         for name in ("gemm_4bit", "gemv_4bit"):
             if hasattr(torch.ops.bitsandbytes, name):
@@ -69,12 +74,18 @@ def _formulas() -> dict[Any, Any]:
     return formulas
 
 
-def _sdpa_forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Scores and their product with the values. Shapes are (batch, heads, tokens, width); keys may have fewer heads."""
+    batch, heads, queries, width = query
+    return int(2 * batch * heads * queries * key[2] * (width + value[3]))
 
 
-def _sdpa_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
+def _attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """The scores once more, and the gradients of values, scores, queries and keys."""
+    batch, heads, queries, width = query
+    return int(2 * batch * heads * queries * key[2] * (3 * width + 2 * value[3]))
 
 
 def _product_with_4bit(left: Any, packed: Any, shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

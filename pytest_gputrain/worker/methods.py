@@ -51,37 +51,46 @@ def lora(model: nn.Module, targets: Sequence[str], adapters: int, precision: Pre
 def qlora(model: nn.Module, targets: Sequence[str], adapters: int, precision: Precision) -> Adaptation:
     """QLoRA (arXiv:2305.14314): LoRA over linear layers stored as NF4 with double quantisation, by bitsandbytes.
 
-    The head and the embeddings keep the precision's storage. A block's weights are quantised where they lie, one after the
-    other, so the build needs no more than the unquantised model.
+    The head and the embeddings keep the precision's storage. Weights are quantised where they lie, one layer after the
+    other, so the build needs hardly more than the unquantised model.
     """
     _quantise(model, set(targets), precision.compute)
+    # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer.
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
     return lora(model, targets, adapters, precision)
 
 
 def _quantise(model: nn.Module, targets: set[str], compute: torch.dtype) -> None:
+    # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name in targets and isinstance(child, nn.Linear)
+    ]
+    for parent, name in places:
+        setattr(parent, name, _quantised(getattr(parent, name), compute))
+
+
+def _quantised(linear: nn.Linear, compute: torch.dtype) -> nn.Module:
     import bitsandbytes as bnb
 
-    for parent in list(model.modules()):
-        for name, linear in list(parent.named_children()):
-            if name not in targets or not isinstance(linear, nn.Linear):
-                continue
-            device = linear.weight.device
-            quantised = bnb.nn.Linear4bit(
-                linear.in_features,
-                linear.out_features,
-                bias=linear.bias is not None,
-                compute_dtype=compute,
-                compress_statistics=True,
-                quant_type="nf4",
-                device="meta",
-            )
-            quantised.weight = bnb.nn.Params4bit(
-                linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=quantised
-            )
-            if linear.bias is not None:
-                quantised.bias = nn.Parameter(linear.bias.data, requires_grad=False)
-            # Moving to its device is what makes bitsandbytes quantise a weight.
-            setattr(parent, name, quantised.to(device))
+    quantised: nn.Module = bnb.nn.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=compute,
+        compress_statistics=True,
+        quant_type="nf4",
+        device="meta",
+    )
+    quantised.weight = bnb.nn.Params4bit(
+        linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=quantised
+    )
+    if linear.bias is not None:
+        quantised.bias = nn.Parameter(linear.bias.data, requires_grad=False)
+    # Moving to its device is what makes bitsandbytes quantise a weight.
+    return quantised.to(linear.weight.device)
 
 
 METHODS: Final[dict[str, Method]] = {"full": full, "lora": lora, "qlora": qlora}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, Protocol
 
 import torch
@@ -121,6 +123,7 @@ class Custom:
 
     def __init__(self, case: Case, scale: Scale, device: torch.device, builder: StepBuilder) -> None:
         setup = Setup(case=case, scale=scale, device=device, precision=PRECISIONS[case.precision])
+        self._name = case.model
         self._step = builder(setup)
         if not callable(self._step):
             raise CheckFailed(
@@ -147,32 +150,61 @@ class Custom:
     def step(self, update: bool) -> None:
         loss = self._step()
         self.updates += 1
-        if isinstance(loss, Tensor):
+        if loss is None:
+            return
+        if isinstance(loss, Tensor) and loss.numel() == 1:
             self.losses.append(loss.detach())
-        elif isinstance(loss, (int, float)):
+            return
+        try:
             self.losses.append(float(loss))
+        except (TypeError, ValueError, RuntimeError):
+            raise CheckFailed(
+                f"a step of {self._name} returned {type(loss).__name__}; it must return its loss as one number, or nothing"
+            ) from None
 
 
-def load_builder(code: str, root: Path) -> StepBuilder:
+def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
     """The function that ``path/to/file.py::name`` names, from below ``root``.
+
+    Args:
+        module_name: how the parent imported that file. Where the same name leads to it here, a file of a package finds its
+            siblings.
 
     Raises:
         CheckFailed: the file has no such function.
     """
     file, _, name = code.partition("::")
     path = (root / file).resolve()
-    module_name = f"gputrain_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise CheckFailed(f"{file} is not a Python file that can be loaded")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    builder = getattr(module, name, None)
+    builder = getattr(_imported(module_name, path) or _loaded(path), name, None)
     if not callable(builder):
         raise CheckFailed(f"{file} has no function {name!r} at module level")
     result: StepBuilder = builder
     return result
+
+
+def _imported(module_name: str, path: Path) -> ModuleType | None:
+    """The module of that name if it is the file, None if the name leads elsewhere or nowhere."""
+    if not module_name or module_name == "__main__":
+        return None
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+        return None
+    return importlib.import_module(module_name)
+
+
+def _loaded(path: Path) -> ModuleType:
+    """The file as a module that is in no package."""
+    module_name = f"gputrain_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise CheckFailed(f"{path} is not a Python file that can be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 class _default_dtype:

@@ -36,8 +36,6 @@ _REPORTED_PACKAGES: Final = (
     "deepspeed",
     "triton",
 )
-_COUNTED_STEPS: Final = 2
-"""Steps under the allocation counter: the second starts with optimizer states and without gradients, as all others do."""
 
 
 def run(task: Task, progress: Progress, builder: StepBuilder | None = None) -> Reply:
@@ -95,8 +93,8 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         if counter is not None:
             progress.enter("count")
             counter.reset_peak()
-            for _ in range(_COUNTED_STEPS):
-                training.step(True)
+            for update in _counted_steps(case.gradient_accumulation):
+                training.step(update)
 
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
     gc.collect()
@@ -115,7 +113,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     with count_flops() as flops:
         training.step(True)
     if movement is not None:
-        movement.check(training.updates, training.optimizer)
+        movement.check(steps=len(warmup) + len(seconds) + 1, optimizer=training.optimizer)
     return Measurement(
         step_seconds=tuple(seconds),
         warmup_seconds=tuple(warmup),
@@ -136,11 +134,19 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     )
 
 
+def _counted_steps(accumulation: int) -> list[bool]:
+    """The steps under the allocation counter, by whether the optimizer updates.
+
+    The first makes its states. With them live, a step without gradients from before, and for accumulation one with them.
+    """
+    return [True, True] if accumulation == 1 else [True, False, True]
+
+
 def _build(task: Task, device: torch.device, builder: StepBuilder | None) -> Trainable:
     case = task.case
     if not case.code and builder is None:
         return Training(case, task.scale, device)
-    return Custom(case, task.scale, device, builder or load_builder(case.code, Path(task.root)))
+    return Custom(case, task.scale, device, builder or load_builder(case.code, Path(task.root), task.module))
 
 
 def _known(count: int | None) -> int:
@@ -169,8 +175,8 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
     message = str(error)
-    if isinstance(error, RuntimeError) and ("CUDA out of memory" in message or "HIP out of memory" in message):
-        return "device"
+    if isinstance(error, RuntimeError) and "out of memory" in message and ("CUDA" in message or "HIP" in message):
+        return "device"  # allocated by a library beside torch's allocator
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):
         return "host"
     return None

@@ -224,9 +224,11 @@ def test_an_unwritable_baseline_folder_is_told_before_any_case_runs(suite: Proje
     assert suite.launches == []
 
 
-def test_an_unwritable_baseline_folder_does_not_matter_without_an_update(suite: Project) -> None:
-    (suite.path / "file").write_text("")
-    suite.run("--gpu-baseline-dir=file/baselines").assert_outcomes(passed=3)
+def test_a_baseline_folder_that_was_named_must_exist(suite: Project) -> None:
+    result = suite.spawn("--gpu-baseline-dir=baseline")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*the baseline folder *baseline does not exist; --gpu-baseline-update makes it"])
+    assert suite.launches == []
 
 
 @pytest.mark.parametrize(

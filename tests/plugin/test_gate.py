@@ -264,3 +264,16 @@ def test_memory_growth_measured_here_fails_exactly_its_test(project: Project) ->
     (failure,) = grown.iter("failure")
     assert failure.text is not None
     assert sentence in failure.text
+
+
+@pytest.mark.parametrize(("value", "strict"), [("true", True), ("woodpecker", True), ("false", False), ("", False)])
+def test_ci_is_strict_where_the_device_has_baselines_of_any_suite(
+    h100: Project, monkeypatch: pytest.MonkeyPatch, value: str, strict: bool
+) -> None:
+    h100.write(test_tuning=SUITE)
+    h100.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    folder = h100.path / "baselines" / H100_FOLDER
+    # As after the test file was renamed: its own suite has no file any more.
+    (folder / "tuning.json").rename(folder / "renamed.json")
+    monkeypatch.setenv("CI", value)
+    h100.run().assert_outcomes(**{"failed" if strict else "passed": 3})

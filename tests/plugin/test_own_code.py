@@ -378,3 +378,35 @@ def test_a_measurement_without_figures_fails_the_test_with_the_reason(h100: Proj
     assert only_sentence(h100.run(), "test_it").startswith(
         "build-bf16 ran out of device memory (warmup in step 1): CUDA out of "
     )
+
+
+def test_a_step_in_a_package_imports_its_siblings(project: Project) -> None:
+    package = project.path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "helpers.py").write_text("VALUE = 3.0\n")
+    (package / "test_in_a_package.py").write_text(
+        "from .helpers import VALUE\n\n\n"
+        "def build(setup):\n    return lambda: VALUE\n\n\n"
+        "def test_it(gputrain):\n    assert gputrain.measure(build, steps=2).losses == (3.0, 3.0)\n"
+    )
+    project.spawn().assert_outcomes(passed=1)
+
+
+def test_what_a_crashed_worker_printed_is_in_the_report(project: Project) -> None:
+    project.write(
+        test_mine="""
+        import sys
+
+        def build(setup):
+            print("said on stdout")
+            print("said on stderr", file=sys.stderr)
+            raise LookupError("lost")
+
+        def test_it(gputrain):
+            gputrain.measure(build)
+        """
+    )
+    result = project.spawn()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["said on stdout", "said on stderr", "LookupError: lost"])

@@ -178,7 +178,7 @@ def test_a_report_that_cannot_be_written_fails_the_run_and_keeps_the_figures(
     result.assert_outcomes(passed=3)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        [f"the report file/report.json cannot be written: *; all figures are in {aside}/gputrain-*.json"]
+        [f"the report *file/report.json cannot be written: *; all figures are in {aside}/gputrain-*.json"]
     )
     (kept,) = aside.glob("gputrain-*.json")
     assert len(json.loads(kept.read_text())["results"]) == 3
@@ -307,10 +307,11 @@ def test_time_of_another_device_in_a_report_is_never_compared(suite: Project) ->
     result.stdout.fnmatch_lines(["3 cases with step time not compared: recorded on NVIDIA H100*, here NVIDIA A100*"])
 
 
-def test_a_file_that_is_no_report_fails_with_one_sentence(suite: Project) -> None:
+def test_a_file_that_is_no_report_is_a_usage_error(suite: Project) -> None:
     (suite.path / "other.json").write_text('{"format": 1, "results": 5}')
-    result = suite.run("--gpu-baseline=other.json", "-k", "gemma")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith("other.json is not a report of --gpu-json: ")
+    result = suite.spawn("--gpu-baseline=other.json", "-k", "gemma")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: *other.json is not a report of --gpu-json: *; write it again"])
     assert suite.launches == []
 
 

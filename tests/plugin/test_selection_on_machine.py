@@ -238,3 +238,34 @@ def test_gpus_of_two_kinds_are_refused_until_chosen(h100: Project) -> None:
         f"GPUs of several kinds are visible (NVIDIA A100-SXM4-80GB, {H100}); choose those of one with --gpu-ids"
     )
     h100.run("--gpu-ids=1").assert_outcomes(passed=3)
+
+
+def test_a_case_asked_for_in_a_test_keeps_to_its_platforms(h100: Project) -> None:
+    h100.write(
+        test_mine="""
+        def build(setup):
+            return lambda: None
+
+        def test_here(gputrain):
+            gputrain.measure(build, platforms=("h100",))
+
+        def test_elsewhere(gputrain):
+            gputrain.measure(build, model="other", platforms=("a100",))
+        """
+    )
+    result = h100.run("-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*needs a100 x1, found h100*"])
+
+
+def test_the_gpu_fixture_and_a_case_share_the_gpu(h100: Project) -> None:
+    h100.write(
+        test_mine="""
+        def build(setup):
+            return lambda: None
+
+        def test_both(gputrain, gpu):
+            gputrain.measure(build)
+        """
+    )
+    h100.run().assert_outcomes(passed=1)

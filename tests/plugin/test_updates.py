@@ -126,11 +126,24 @@ def test_new_only_still_fails_a_regression(suite: Project) -> None:
     assert list(failures(suite.run("--gpu-baseline-update-new-only"))) == [f"test_tuning[{GEMMA}]"]
 
 
-def test_both_update_options_update_all(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    suite.answer(recorded(bigger=GiB))
-    suite.run("--gpu-baseline-update", "--gpu-baseline-update-new-only").assert_outcomes(passed=3)
-    assert suite.baselines("tuning", H100_FOLDER)[GEMMA]["runs"][0]["peak_allocated_bytes"] == 36 * GiB
+def test_figures_of_a_test_that_fails_otherwise_become_no_baseline(h100: Project) -> None:
+    h100.write(
+        test_mine="""
+        def build(setup):
+            return lambda: None
+
+        def test_fails(gputrain):
+            gputrain.check(build)
+            assert False
+
+        def test_passes(gputrain):
+            gputrain.check(build, model="other")
+    """
+    )
+    result = h100.run("--gpu-baseline-update")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["not recorded: build-bf16, because its test failed"])
+    assert list(h100.baselines("mine", H100_FOLDER)) == ["other-bf16"]
 
 
 def test_the_same_figures_recorded_again_change_only_date_and_session(suite: Project) -> None:

@@ -22,7 +22,7 @@ from unit_examples import (
     timed_out,
 )
 
-from pytest_gputrain.judge import CPU_TIME_RUNS, GPU_MEMORY_FLOOR_BYTES, Tolerance, judge
+from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance, judge
 from pytest_gputrain.records import Baseline, Case, Environment, Measurement, MetricVerdict, Reply, Verdict
 from pytest_gputrain.settings import MemoryTolerance
 from pytest_gputrain.units import GiB, MiB
@@ -59,7 +59,7 @@ def _memory(verdict: Verdict) -> MetricVerdict:
     return found
 
 
-def _cpu_baseline(runs: int = CPU_TIME_RUNS, environment: Environment | None = None, **fields: Any) -> Baseline:
+def _cpu_baseline(runs: int = 5, environment: Environment | None = None, **fields: Any) -> Baseline:
     run = baseline_run(environment=environment or cpu_environment(), **fields)
     return baseline(*[run] * runs)
 
@@ -159,10 +159,15 @@ def test_a_change_within_the_limit_on_a_cpu_is_told() -> None:
     assert "+1,000 bytes" in verdict.sentence
 
 
-def test_memory_is_what_every_run_needs() -> None:
+def test_memory_is_the_median_of_the_runs() -> None:
     replies = [measurement(peak_allocated_bytes=peak) for peak in (60 * GiB, BASE_BYTES, 50 * GiB)]
     verdict = _judge(replies, baseline())
-    assert (_memory(verdict).value, verdict.status) == (BASE_BYTES, "pass")
+    assert (_memory(verdict).value, verdict.status) == (50 * GiB, "regressed")
+
+
+def test_memory_of_two_runs_is_the_higher() -> None:
+    replies = [measurement(peak_allocated_bytes=peak) for peak in (60 * GiB, BASE_BYTES)]
+    assert _memory(_judge(replies, baseline())).value == 60 * GiB
 
 
 def test_memory_is_held_against_the_highest_peak_of_the_baseline() -> None:
@@ -183,24 +188,11 @@ def test_a_baseline_without_peak_leaves_memory_uncompared() -> None:
 # Time on a CPU
 
 
-def test_time_on_a_cpu_is_judged_with_enough_runs_of_this_host() -> None:
-    assert _judge(_on_cpu(1.5), _cpu_baseline()).status == "regressed"
-
-
-def test_enough_runs_on_a_cpu_are_five() -> None:
-    assert CPU_TIME_RUNS == 5
-
-
-def test_time_on_a_cpu_with_fewer_runs_is_not_compared() -> None:
-    verdict = _judge(_on_cpu(9.0), _cpu_baseline(CPU_TIME_RUNS - 1))
-    assert (verdict.status, _time(verdict).status) == ("pass", "not-comparable")
-    assert "5 runs" in _time(verdict).note
-
-
-@pytest.mark.parametrize("change", [{"host": "node-2"}, {"cpu_model": "Xeon"}])
-def test_time_on_another_cpu_is_not_compared(change: dict[str, str]) -> None:
-    verdict = _judge(_on_cpu(9.0), _cpu_baseline(environment=cpu_environment(**change)))
-    assert (verdict.status, _time(verdict).status) == ("pass", "not-comparable")
+@pytest.mark.parametrize("seconds", [0.1, 9.0])
+def test_time_on_a_cpu_is_shown_and_not_judged(seconds: float) -> None:
+    verdict = _judge(_on_cpu(seconds), _cpu_baseline())
+    assert (verdict.status, _time(verdict).status, _time(verdict).value) == ("pass", "not-comparable", seconds)
+    assert "shown, not judged" in _time(verdict).note
 
 
 @pytest.mark.parametrize("known", [_cpu_baseline(1), _cpu_baseline(environment=cpu_environment(host="node-2"))])
@@ -290,18 +282,25 @@ def test_out_of_memory_is_an_outcome(reply: Reply, known: str, status: str) -> N
     assert _judge(reply, BASELINES[known]).status == status
 
 
-@pytest.mark.parametrize(
-    ("fitting", "failing", "status"), [(2, 1, "pass"), (1, 1, "regressed"), (1, 2, "regressed"), (0, 3, "regressed")]
-)
-def test_most_runs_must_fit(fitting: int, failing: int, status: str) -> None:
+@pytest.mark.parametrize(("fitting", "failing"), [(4, 1), (1, 1), (1, 2), (0, 3)])
+def test_every_run_must_fit(fitting: int, failing: int) -> None:
     replies = [measurement()] * fitting + [out_of_memory()] * failing
-    assert _judge(replies, baseline()).status == status
+    verdict = _judge(replies, baseline())
+    assert verdict.status == "regressed"
+    assert f"in {failing} of {fitting + failing} runs" in verdict.sentence
 
 
-@pytest.mark.parametrize(("fitting", "failing", "status"), [(2, 1, "regressed"), (1, 1, "pass"), (1, 2, "pass")])
-def test_most_runs_of_a_baseline_must_have_fitted(fitting: int, failing: int, status: str) -> None:
+@pytest.mark.parametrize(("fitting", "failing"), [(4, 1), (1, 1), (1, 2)])
+def test_a_baseline_that_did_not_always_fit_is_one_that_does_not(fitting: int, failing: int) -> None:
     known = baseline(*[baseline_run()] * fitting, *[oom_run()] * failing)
-    assert _judge(out_of_memory(), known).status == status
+    assert _judge(out_of_memory(), known).status == "pass"
+    assert _judge(measurement(), known).status == "improved"
+
+
+def test_another_memory_than_the_baselines_fails() -> None:
+    verdict = _judge(out_of_memory(where="host"), baseline(oom_run()))
+    assert verdict.status == "failed"
+    assert "ran out of device memory" in verdict.sentence
 
 
 def test_a_regression_counts_before_an_improvement() -> None:

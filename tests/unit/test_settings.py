@@ -98,8 +98,14 @@ def test_a_switch_that_was_not_given_leaves_the_ini_alone() -> None:
     assert _read({"strict": False}, {"strict": "true"}).strict is True
 
 
-def test_updating_all_includes_the_new_ones() -> None:
-    assert _read({"baseline-update": True, "baseline-update-new-only": True}).baseline_update == "all"
+def test_both_ways_to_update_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="--gpu-baseline-update-new-only contradict"):
+        _read({"baseline-update": True, "baseline-update-new-only": True})
+
+
+def test_a_report_cannot_replace_what_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--gpu-json: .* is not a file"):
+        _read({"json": str(tmp_path)})
 
 
 def test_baseline_report_comes_from_command_line_before_ini(tmp_path: Path) -> None:

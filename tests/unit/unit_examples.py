@@ -97,7 +97,8 @@ def baseline_run(**fields: Any) -> BaselineRun:
 
 
 def oom_run(**fields: Any) -> BaselineRun:
-    return baseline_run(**{"outcome": "out_of_memory", "step_seconds": (), "peak_allocated_bytes": None, **fields})
+    example = {"outcome": "out_of_memory", "out_of": "device", "step_seconds": (), "peak_allocated_bytes": None}
+    return baseline_run(**{**example, **fields})
 
 
 def baseline(*runs: BaselineRun, case: Case = CASE, **fields: Any) -> Baseline:
@@ -116,7 +117,11 @@ def result(case: Case = CASE, **fields: Any) -> Result:
         "device": "nvidia-h100-80gb-hbm3",
         "replies": (measurement(),),
         "summary": Summary(
-            median_step_seconds=1.0, samples_per_second=2.0, tokens_per_second=16384.0, model_flops_utilization=0.5
+            median_step_seconds=1.0,
+            samples_per_second=2.0,
+            tokens_per_second=16384.0,
+            peak_allocated_bytes=40_000_000_000,
+            model_flops_utilization=0.5,
         ),
         "verdict": Verdict(status="pass", sentence=f"{case} is within its limits"),
     }

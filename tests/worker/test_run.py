@@ -1,6 +1,10 @@
 """A case from its task to its reply, trained for real on the CPU."""
 
+import threading
+import weakref
+
 import msgspec
+import numpy
 import pytest
 import torch
 
@@ -8,8 +12,9 @@ from pytest_gputrain import Case
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import METHODS, PRECISIONS
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task
-from pytest_gputrain.worker import checks, recipe
+from pytest_gputrain.worker import checks, methods, recipe
 from pytest_gputrain.worker import run as worker_run
+from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
 from pytest_gputrain.worker.progress import Progress
 
 LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=2, warmup=1)
@@ -116,15 +121,21 @@ def test_model_bytes_are_two_per_parameter_in_bf16():
 
 def test_an_update_is_inside_the_window_however_long_the_accumulation():
     reply = measured(LLAMA.replace(gradient_accumulation=32, steps=4, warmup=2))
-    counted, warm, timed = 2, 1, 1
+    counted, warm, timed = 2, 1, 1  # the counted steps are update, accumulate, update
     assert reply.updates == counted + warm + timed
 
 
 def test_accumulated_gradients_are_the_mean_over_micro_batches():
-    # Every micro-batch is the same, so accumulation must give the same first updates.
-    plain = measured(LLAMA.replace(precision="fp32", steps=2, warmup=0))
-    accumulated = measured(LLAMA.replace(precision="fp32", steps=2, warmup=0, gradient_accumulation=2))
-    assert accumulated.losses[0] == pytest.approx(plain.losses[0], rel=1e-6)
+    def gradients(accumulation):
+        torch.manual_seed(0)
+        case = LLAMA.replace(precision="fp32", gradient_accumulation=accumulation)
+        training = recipe.Training(case, "tiny", torch.device("cpu"))
+        for _ in range(accumulation):
+            training.step(False)
+        return [parameter.grad for parameter in training.model.parameters()]
+
+    # Every micro-batch is the same batch, so their mean is that of one.
+    torch.testing.assert_close(gradients(3), gradients(1))
 
 
 def test_a_model_of_another_size_is_no_measurement(monkeypatch):
@@ -223,13 +234,89 @@ def test_the_environment_names_the_libraries_that_were_used():
     assert full.environment.threads == 1
 
 
+def test_gradients_held_over_the_forward_pass_are_counted():
+    plain = measured(LLAMA.replace(activation_checkpointing=False))
+    accumulated = measured(LLAMA.replace(activation_checkpointing=False, gradient_accumulation=4))
+    held = accumulated.peak_allocated_bytes - plain.peak_allocated_bytes
+    # All gradients are two bytes a parameter; at the peak, backward has just begun and made few of its own.
+    assert 0.5 * 2 * plain.parameters < held <= 2 * plain.parameters + 64
+
+
+def test_recomputation_is_told_apart_on_any_thread():
+    """A GPU's backward runs on threads of torch's own."""
+    _, recomputing = checkpoint_contexts()
+    left = torch.ones(4, 5, requires_grad=True)
+
+    def backward():
+        with recomputing:
+            flops._counter._count_flops(torch.ops.aten.mm, None, (left, left.T), {})
+
+    with count_flops() as flops:
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    assert flops.recomputed > 0
+
+
+@pytest.mark.parametrize("loss", [[1.0, 2.0], {"loss": 1.0}, torch.ones(2)], ids=["list", "dict", "two numbers"])
+def test_a_loss_that_is_no_number_is_told_in_the_first_step(loss):
+    reply = run(Case(model="mine", method="custom", code="inline"), lambda setup: lambda: loss)
+    assert isinstance(reply, Crashed)
+    assert "must return its loss as one number, or nothing" in reply.sentence
+    assert reply.phase == "count"
+
+
+def test_a_loss_of_numpy_is_checked_too():
+    reply = run(Case(model="mine", method="custom", code="inline"), lambda setup: lambda: numpy.float32("nan"))
+    assert isinstance(reply, Crashed)
+    assert "is nan" in reply.sentence
+
+
+def test_watching_a_model_does_not_change_its_memory():
+    def peak(watched):
+        def build(setup):
+            model = torch.nn.Linear(64, 64)
+            if watched:
+                setup.watch(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step():
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return step
+
+        return measured(Case(model="mine", method="custom", code="inline"), build).peak_allocated_bytes
+
+    assert peak(watched=True) == peak(watched=False)
+
+
+def test_quantising_frees_each_layer_before_the_next():
+    model = torch.nn.ModuleList(torch.nn.ModuleDict({"q_proj": torch.nn.Linear(64, 64)}) for _ in range(4))
+    alive = [weakref.ref(block["q_proj"]) for block in model]
+    seen = []
+    plain = methods._quantised
+
+    def watched(linear, compute):
+        seen.append(sum(reference() is not None for reference in alive))
+        return plain(linear, compute)
+
+    methods._quantised, restore = watched, plain
+    try:
+        methods._quantise(model, {"q_proj"}, torch.bfloat16)
+    finally:
+        methods._quantised = restore
+    assert seen == [4, 3, 2, 1]
+
+
 class TestMovement:
     def test_sees_one_element_of_many(self):
         layer = torch.nn.Linear(500, 500)
         movement = checks.Movement(layer)
         with torch.no_grad():
             layer.weight[250, 250] += 1e-3
-        movement.check(1, None)
+        movement.check(steps=1, optimizer=None)
 
     def test_sees_symmetric_changes(self):
         layer = torch.nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
@@ -238,7 +325,7 @@ class TestMovement:
         with torch.no_grad():
             layer.weight[0, ::2] += 2**-7
             layer.weight[0, 1::2] -= 2**-7
-        movement.check(1, None)
+        movement.check(steps=1, optimizer=None)
 
     def test_names_a_tensor_that_stays(self):
         layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
@@ -246,7 +333,7 @@ class TestMovement:
         with torch.no_grad():
             layers[0].weight.add_(1)
         with pytest.raises(checks.CheckFailed, match=r"1 of 4 trained tensors .*first: 1\.weight"):
-            movement.check(5, None)
+            movement.check(steps=5, optimizer=None)
 
     def test_names_a_tensor_without_gradient(self):
         model = torch.nn.Linear(4, 4)
@@ -257,8 +344,24 @@ class TestMovement:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         with pytest.raises(checks.CheckFailed, match=r"got no gradient \(first: unused"):
-            movement.check(1, optimizer)
+            movement.check(steps=1, optimizer=optimizer)
+
+    def test_plain_sgd_keeps_no_state_and_passes(self):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        movement = checks.Movement(model)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        movement.check(steps=1, optimizer=optimizer)
+
+    def test_an_empty_parameter_cannot_move(self):
+        model = torch.nn.Linear(4, 4)
+        model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 4)))
+        movement = checks.Movement(model)
+        with torch.no_grad():
+            model.weight.add_(1)
+        movement.check(steps=1, optimizer=None)
 
     def test_nothing_trained_is_told(self):
         with pytest.raises(checks.CheckFailed, match="nothing trains"):
-            checks.Movement(torch.nn.Linear(2, 2).requires_grad_(False)).check(1, None)
+            checks.Movement(torch.nn.Linear(2, 2).requires_grad_(False)).check(steps=1, optimizer=None)
