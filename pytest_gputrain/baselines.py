@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -25,6 +25,7 @@ from msgspec import Struct
 from pytest_gputrain.files import write_atomically
 from pytest_gputrain.records import (
     FORMAT,
+    MAX_RUNS,
     Baseline,
     BaselineRun,
     Case,
@@ -36,9 +37,6 @@ from pytest_gputrain.records import (
     Result,
     Scale,
 )
-
-MAX_RUNS: Final = 20
-"""Runs kept per case."""
 
 
 class BaselineError(Exception):

@@ -20,11 +20,11 @@ RESULTS: Final = pytest.StashKey[list[Result]]()
 
 StepBuilder = Callable[[Any], Callable[[], Any]]
 
-_STRICT_STATUSES: Final = ("new", "not-comparable", "inconclusive")
+_STRICT_STATUSES: Final = ("new", "not-comparable")
 
 
 class GpuTrain:
-    """What a test asks for figures. A case is measured once per session, however many tests ask."""
+    """What a test asks for figures. A case is measured once per process, however many tests ask."""
 
     def __init__(self, item: pytest.Item, runner: Runner) -> None:
         self._item = item

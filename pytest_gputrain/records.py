@@ -17,10 +17,13 @@ from msgspec import Struct
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
 
+MAX_RUNS: Final = 20
+"""Runs that a baseline keeps of one case."""
+
 Scale = Literal["full", "tiny"]
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
 """Where a worker stands; ``count`` is the pass that counts allocations."""
-Status = Literal["pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded"]
+Status = Literal["pass", "regressed", "improved", "new", "not-comparable", "failed", "recorded"]
 MetricName = Literal["step_seconds", "peak_allocated_bytes"]
 
 _NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
@@ -120,9 +123,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     losses: tuple[float, ...]
     """Loss of every timed step."""
     batch_size: int
-    """Samples in one step, over all processes, as run (the tiny scale shrinks them)."""
+    """Samples in one step, over all processes."""
     sequence_length: int
-    """Tokens per sample as run; 0 where samples are not token sequences."""
+    """Tokens per sample as run (the tiny scale shrinks them); 0 where samples are not token sequences."""
     updates: int
     """Optimizer updates from the first step to the last timed one."""
     parameters: int | None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from pytest_gputrain.records import MAX_RUNS
 from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio, parse_seconds
 
 
@@ -142,10 +143,10 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise ValueError(f"{text!r} is not a whole number from {least} on")
+        if not text.isascii() or not text.isdigit() or not least <= int(text[:20]) <= most:
+            raise ValueError(f"{text!r} is not a whole number from {least} to {most:,}")
         return int(text)
 
     return parse
@@ -219,7 +220,7 @@ OPTIONS: Final = (
     ),
     Option(
         name="runs",
-        parse=_at_least(1),
+        parse=_whole(1, MAX_RUNS),
         default="1",
         metavar="K",
         help="fresh processes per case; the median of their medians counts (default: 1)",
@@ -231,8 +232,8 @@ OPTIONS: Final = (
         default="auto",
         help=("fail cases that are new or not comparable (default: where CI is set and the device has baselines)"),
     ),
-    Option(name="steps", parse=_at_least(1), metavar="N", help="timed steps of every case (default: each case's own)"),
-    Option(name="warmup", parse=_at_least(0), metavar="N", help="steps before the timed ones (default: each case's own)"),
+    Option(name="steps", parse=_whole(1), metavar="N", help="timed steps of every case (default: each case's own)"),
+    Option(name="warmup", parse=_whole(0), metavar="N", help="steps before the timed ones (default: each case's own)"),
     Option(
         name="timeout",
         parse=parse_seconds,

@@ -30,6 +30,7 @@ _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": "
 def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
     """A table per suite, device and scale."""
     from rich.console import Console
+    from rich.text import Text
 
     groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for result in results:
@@ -40,7 +41,8 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
     for (suite, device, scale), members in groups.items():
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
-        console.print(_table(f"{suite} on {device}, {scale} scale{note}", members, width))
+        console.print(Text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
+        console.print(_table(members, width))
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue().rstrip("\n")
@@ -72,7 +74,7 @@ _WIDTH_OF_ALL_COLUMNS: Final = 92
 _METRICS: Final[dict[MetricName, str]] = {"step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
 
 
-def _table(title: str, results: Sequence[Result], width: int) -> Table:
+def _table(results: Sequence[Result], width: int) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -86,8 +88,6 @@ def _table(title: str, results: Sequence[Result], width: int) -> Table:
     figures |= compared
     # Text throughout: names come from users, and rich would take their brackets for markup.
     table = Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,

@@ -31,8 +31,8 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.baselines import MAX_RUNS, BaselineError, ReportStore, Store, key_of, to_baseline
-from pytest_gputrain.records import Baseline, BaselineRun, Environment
+from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of, to_baseline
+from pytest_gputrain.records import MAX_RUNS, Baseline, BaselineRun, Environment
 from pytest_gputrain.report import document
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
