@@ -61,15 +61,22 @@ def explain(results: Sequence[Result]) -> list[str]:
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
                 reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
-    for result in results:
-        if result.verdict and result.verdict.status == "pass":
-            noted = [metric.note for metric in result.verdict.metrics if metric.status == "pass" and metric.note]
-            lines += [f"{result.case}: {_METRICS['peak_allocated_bytes']} {note}" for note in noted]
+    noted = [
+        f"{result.case}: {_METRICS[metric.metric]} {metric.note}"
+        for result in results
+        if result.verdict and result.verdict.status == "pass"
+        for metric in result.verdict.metrics
+        if metric.status == "pass" and metric.note
+    ]
+    lines += noted[:_SHOWN_NOTES]
+    if len(noted) > _SHOWN_NOTES:
+        lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
     return lines
 
 
 _CHANGES: Final[dict[MetricName, str]] = {"peak_allocated_bytes": "Δ mem.", "step_seconds": "Δ time"}
 _WIDTH_OF_ALL_COLUMNS: Final = 92
+_SHOWN_NOTES: Final = 6
 
 _METRICS: Final[dict[MetricName, str]] = {"step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
 

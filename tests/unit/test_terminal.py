@@ -184,6 +184,13 @@ def test_any_result_can_be_shown(found: Result, width: int, colour: bool) -> Non
 # Sentences below the table
 
 
+def test_changes_within_the_limit_are_told_for_some_and_counted_for_the_rest() -> None:
+    noted = MetricVerdict(metric="peak_allocated_bytes", status="pass", note="changed by +4 bytes, within the limit")
+    lines = explain([result(verdict=_verdict("pass", noted))] * 9)
+    assert lines[0] == f"{CASE}: peak memory changed by +4 bytes, within the limit"
+    assert (len(lines), lines[-1]) == (7, "(and 3 more; the JSON report has all)")
+
+
 def test_what_passed_in_full_needs_no_sentence() -> None:
     assert explain([result(), result(verdict=None), result(verdict=_verdict("regressed"))]) == []
 
