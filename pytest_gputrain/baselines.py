@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -43,29 +43,11 @@ class BaselineError(Exception):
     """A baseline file that cannot be read or written; one sentence with the remedy."""
 
 
-class _StoredRun(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`BaselineRun` with its environment by reference."""
-
-    outcome: Literal["measured", "out_of_memory"]
-    out_of: Literal["device", "host"] | None = None
-    environment: str
-    date: str
-    session: str
-    commit: str = ""
-    warmup: int = 0
-    step_seconds: tuple[float, ...] = ()
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    peak_host_bytes: int | None = None
-    model_bytes: int | None = None
-    flops_per_step: int | None = None
-    final_loss: float | None = None
-
-
 class _StoredCase(Struct, kw_only=True, forbid_unknown_fields=True):
     case: Case
     scale: Scale
-    runs: tuple[_StoredRun, ...]
+    runs: tuple[dict[str, Any], ...]
+    """Fields of `BaselineRun`, its environment by reference."""
 
 
 class _File(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -220,15 +202,7 @@ def _load(path: Path, device: str) -> dict[str, Baseline]:
         )
     baselines = {}
     for key, stored in file.cases.items():
-        runs = []
-        for run in stored.runs:
-            if run.environment not in file.environments:
-                raise BaselineError(
-                    f"the baseline file {path} refers to the environment {run.environment!r} in {key}, which it does not "
-                    "hold; restore it from git, or delete it and record again"
-                )
-            fields = {**msgspec.structs.asdict(run), "environment": file.environments[run.environment]}
-            runs.append(BaselineRun(**fields))
+        runs = [_run(path, key, fields, file.environments) for fields in stored.runs]
         _check_figures(path, key, runs)
         if key.endswith("@tiny") != (stored.scale == "tiny"):
             raise BaselineError(
@@ -237,6 +211,22 @@ def _load(path: Path, device: str) -> dict[str, Baseline]:
             )
         baselines[key] = Baseline(device=device, case=stored.case, scale=stored.scale, runs=tuple(runs))
     return baselines
+
+
+def _run(path: Path, key: str, fields: Mapping[str, Any], environments: Mapping[str, Environment]) -> BaselineRun:
+    reference = fields.get("environment")
+    if not isinstance(reference, str) or reference not in environments:
+        raise BaselineError(
+            f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; restore it "
+            "from git, or delete it and record again"
+        )
+    try:
+        return msgspec.convert({**fields, "environment": msgspec.to_builtins(environments[reference])}, BaselineRun)
+    except msgspec.ValidationError as error:
+        raise BaselineError(
+            f"the baseline file {path} holds no sound run for {key}: {error}; restore it from git, or delete it and record "
+            "again"
+        ) from None
 
 
 def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
@@ -288,7 +278,7 @@ def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> bytes
         for run in baseline.runs[-MAX_RUNS:]:
             digest = _digest(run.environment)
             environments[digest] = run.environment
-            runs.append(_StoredRun(**{**msgspec.structs.asdict(run), "environment": digest}))
+            runs.append({**msgspec.to_builtins(run), "environment": digest})
         cases[key] = _StoredCase(case=baseline.case, scale=baseline.scale, runs=tuple(runs))
     ordered = {digest: environments[digest] for digest in sorted(environments)}
     document = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases=cases)

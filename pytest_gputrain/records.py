@@ -222,7 +222,7 @@ class Event(Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
 
 
-class BaselineRun(Struct, frozen=True, kw_only=True):
+class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One fresh process of a recorded baseline. Raw figures only: the rule that judges them may change."""
 
     outcome: Literal["measured", "out_of_memory"]
