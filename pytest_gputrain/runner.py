@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from pytest_gputrain import launch
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.hardware.devices import HardwareError
+from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.judge import Tolerance, describe_failure, judge
@@ -165,6 +166,9 @@ class Runner:
         device = self.machine.slug
         if self._report is not None:
             return self._report.get(device, suite, key), f"not in {self._report.path.name}"
+        if self.settings.baseline_dir_named and self.settings.baseline_update == "no" and not self.store.folder.is_dir():
+            # Mistyped, it would make every case new, which passes unless strict.
+            raise BadCase(f"the baseline folder {self.store.folder} does not exist; --gpu-baseline-update makes it")
         try:
             baseline = self.store.get(device, suite, key)
         except BaselineError as error:
@@ -177,7 +181,7 @@ class Runner:
         if self.settings.strict is not None:
             return self.settings.strict
         in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
-        return in_ci and self._report is None and self.store.has_device(self.machine.slug)
+        return in_ci and (self._report is not None or self.store.has_device(self.machine.slug))
 
     def _recorded(self, verdict: Verdict, case: Case, replies: tuple[Reply, ...], baseline: Baseline | None) -> Verdict:
         """The verdict, turned into ``recorded`` where an update option stores these figures."""
@@ -208,7 +212,7 @@ class Runner:
         inline = inline or self.settings.isolation == "inline"
         if inline and self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
-        with lease(machine.gpus[:1] if inline else machine.gpus, case.gpus if machine.gpus else 0) as gpus:
+        with _lent(machine.gpus[:1] if inline else machine.gpus, case.gpus if machine.gpus else 0) as gpus:
             if inline:
                 reply = launch.inline(task, builder)
             else:
@@ -219,6 +223,15 @@ class Runner:
         if self.settings.scale != "auto":
             return self.settings.scale
         return "full" if self.machine.gpus else "tiny"
+
+
+@contextlib.contextmanager
+def _lent(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
+    try:
+        with lease(gpus, count) as lent:
+            yield lent
+    except HardwareError as error:
+        raise BadCase(str(error)) from None
 
 
 def suite_of(path: Path) -> str:

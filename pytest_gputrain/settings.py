@@ -28,6 +28,8 @@ class Settings:
 
     baseline_update: Literal["no", "new-only", "all"]
     baseline_dir: Path
+    baseline_dir_named: bool
+    """Whether the command line or the ini file names it."""
     baseline: str
     """``measured``, or the path of a report to compare with."""
     time_tolerance: float
@@ -35,7 +37,7 @@ class Settings:
     runs: int
     """Fresh processes per case."""
     strict: bool | None
-    """None: strict where CI is set and the device has baselines."""
+    """None: strict where CI is set and there are baselines of the device, or a report to compare with."""
     steps: int | None
     """Timed steps of every case, None for each case's own."""
     warmup: int | None
@@ -117,6 +119,7 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
     return Settings(
         baseline_update=update,
         baseline_dir=values["baseline-dir"].absolute(),
+        baseline_dir_named=bool(options.get("baseline-dir") or ini.get("baseline-dir")),
         baseline=baseline,
         time_tolerance=values["time-tolerance"],
         memory_tolerance=values["memory-tolerance"],
@@ -143,11 +146,12 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _whole(least: int, most: int = 10**9) -> Callable[[str], int]:
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text[:20]) <= most:
-            raise ValueError(f"{text!r} is not a whole number from {least} to {most:,}")
-        return int(text)
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+        if number < least or (most is not None and number > most):
+            raise ValueError(f"{text!r} is not a whole number from {least} {'on' if most is None else f'to {most}'}")
+        return number
 
     return parse
 
@@ -230,7 +234,10 @@ OPTIONS: Final = (
         switch=True,
         parse=_switch,
         default="auto",
-        help=("fail cases that are new or not comparable (default: where CI is set and the device has baselines)"),
+        help=(
+            "fail cases that are new or not comparable (default: where CI is set and there are baselines of the device, "
+            "or a report)"
+        ),
     ),
     Option(name="steps", parse=_whole(1), metavar="N", help="timed steps of every case (default: each case's own)"),
     Option(name="warmup", parse=_whole(0), metavar="N", help="steps before the timed ones (default: each case's own)"),
@@ -251,7 +258,7 @@ OPTIONS: Final = (
     Option(
         name="platform",
         metavar="MARKER",
-        help="treat this machine as one of these (h100, a100, ... or cpu to leave its GPUs alone)",
+        help="what this machine must be (h100, a100, ...); a GPU not in the catalog passes for it; cpu leaves GPUs alone",
     ),
     Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
     Option(

@@ -48,6 +48,7 @@ def _platform(marker: str, title: str, pattern: str, gib: int, tb_per_s: float, 
 PLATFORMS: Final = {
     platform.marker: platform
     for platform in (
+        _platform("h200_nvl", "H200 NVL", r"\bH200 NVL\b", 141, 4.8, "NVIDIA H200 data sheet (NVL)", fp32=60, bf16=835.5, fp16=835.5),
         _platform("h200", "H200", r"\bH200\b", 141, 4.8, "NVIDIA H200 data sheet", fp32=67, bf16=989.4, fp16=989.4),
         _platform("h100_pcie", "H100 PCIe", r"\bH100 PCIe\b", 80, 2.0, "NVIDIA H100 data sheet (PCIe)", fp32=51, bf16=756, fp16=756),
         _platform("h100_nvl", "H100 NVL", r"\bH100 NVL\b", 94, 3.9, "NVIDIA H100 data sheet (NVL)", fp32=60, bf16=835, fp16=835),
@@ -75,7 +76,7 @@ PLATFORMS: Final = {
 }  # fmt: skip
 """By marker. The order decides which pattern is tried first."""
 
-_OTHER_CHIPS: Final = r"\bLaptop\b|\bMax-Q\b|\bMIG\b|\b4090 D\b|\b3090 Ti\b"
+_OTHER_CHIPS: Final = r"\bLaptop\b|\bMax-Q\b|\bMIG\b|\bGRID\b|\bvGPU\b|\b[45]090 D\b|\b3090 Ti\b"
 """Devices that bear the name of a faster one."""
 
 CPU: Final = "cpu"

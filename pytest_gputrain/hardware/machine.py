@@ -39,7 +39,8 @@ def detect(
     """What is here, within ``CUDA_VISIBLE_DEVICES`` and ``gpu_ids``.
 
     Args:
-        platform: a marker of the catalog that this machine shall pass for; ``cpu`` leaves its GPUs alone.
+        platform: the marker that this machine must have; a GPU that the catalog lacks passes for it. ``cpu`` leaves GPUs
+            alone.
 
     Raises:
         HardwareError: an unknown GPU, a platform without a GPU, GPUs of several kinds, or a driver that fails.
@@ -58,7 +59,10 @@ def detect(
     names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
         raise HardwareError(f"GPUs of several kinds are visible ({', '.join(names)}); choose those of one with --gpu-ids")
-    return Machine(gpus=gpus, platform=platform or catalog.marker_of(names[0]) or "unknown")
+    marker = catalog.marker_of(names[0])
+    if platform is not None and marker not in (None, platform):
+        raise HardwareError(f"--gpu-platform={platform}, but the GPU here is {marker} ({names[0]})")
+    return Machine(gpus=gpus, platform=platform or marker or "unknown")
 
 
 def _find(gpus: Sequence[Gpu], wanted: str) -> Gpu:
@@ -83,7 +87,8 @@ def _visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
         if match is None:
             break
         chosen.append(match)
-    if not chosen and variable.strip() not in ("", "-1"):
+    said_none = variable.split(",")[0].strip() in ("", "-1", "NoDevFiles")
+    if not chosen and not said_none:
         mig = "; MIG slices are not supported" if "MIG-" in variable else ""
         raise HardwareError(f"CUDA_VISIBLE_DEVICES={variable} shows none of the {len(gpus)} GPUs here{mig}")
     return tuple(dict.fromkeys(chosen))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
+
+DEVICE_FILES: Final = Path("/dev")
+"""Where the kernel shows its GPUs, whatever the library says of them."""
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -46,7 +50,8 @@ def _nvml() -> Iterator[Any]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         # Anything else is a GPU host with a fault, which must not pass for a host without GPUs.
-        if error.value not in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+        absent = error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        if not absent or any(DEVICE_FILES.glob("nvidia[0-9]*")):
             raise _fault(error) from error
         yield None
         return
@@ -59,7 +64,10 @@ def _nvml() -> Iterator[Any]:
 
 
 def _fault(error: Exception) -> HardwareError:
-    return HardwareError(f"the NVIDIA driver failed to describe its GPUs ({error}); nvidia-smi shows more")
+    return HardwareError(
+        f"the NVIDIA driver failed to describe its GPUs ({error}); see what nvidia-smi says, or leave them alone with "
+        "--gpu-platform=cpu"
+    )
 
 
 def _text(value: str | bytes) -> str:

@@ -5,9 +5,10 @@ Not covered: whether the model would learn anything from real data.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +59,29 @@ class Movement:
     def __init__(self, model: nn.Module) -> None:
         self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._before = {name: _fingerprint(value) for name, value in self._trained.items()}
+        self._reached: set[str] = set()
 
-    def check(self, *, steps: int, optimizer: torch.optim.Optimizer | None) -> None:
-        """Every trained tensor got a gradient and every trained matrix changed.
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which backward passes tell whose gradients are not all zero."""
+
+        def saw(name: str) -> Callable[[Tensor], None]:
+            def hook(parameter: Tensor) -> None:
+                gradient = parameter.grad
+                if gradient is not None and gradient.numel() and torch.linalg.vector_norm(gradient, ord=math.inf) != 0:
+                    self._reached.add(name)
+
+            return hook
+
+        hooks = [value.register_post_accumulate_grad_hook(saw(name)) for name, value in self._trained.items()]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def check(self, *, steps: int) -> None:
+        """Every trained tensor got a gradient in the watched step, and every trained matrix changed since the start.
 
         Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
 
@@ -78,20 +99,11 @@ class Movement:
             raise CheckFailed(
                 f"{len(still)} of {len(self._trained)} trained tensors did not change in {steps} steps (first: {still[0]})"
             )
-        starved = [name for name, value in self._trained.items() if not _got_gradient(value, optimizer)]
+        starved = [name for name, value in self._trained.items() if value.numel() and name not in self._reached]
         if starved:
             raise CheckFailed(
                 f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]})"
             )
-
-
-def _got_gradient(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether Adam's first moment shows a gradient; True where the optimizer keeps none, as plain SGD."""
-    if optimizer is None or not optimizer.state or not parameter.numel():
-        return True
-    state: dict[str, Any] = optimizer.state.get(parameter, {})
-    moment = state.get("exp_avg")
-    return bool(state) and (moment is None or bool(torch.any(moment != 0)))
 
 
 def _fingerprint(parameter: Tensor) -> list[float]:

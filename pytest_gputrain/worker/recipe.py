@@ -29,7 +29,6 @@ class Trainable(Protocol):
     """What the loop steps and the checks look at."""
 
     model: nn.Module | None
-    optimizer: torch.optim.Optimizer | None
     parameters: int | None
     trainable_parameters: int | None
     samples: int
@@ -58,10 +57,7 @@ class Training:
         self.model: nn.Module | None = adapted.model
         self._run: nn.Module = adapted.model
         trained = [value for value in adapted.model.parameters() if value.requires_grad]
-        self.optimizer: torch.optim.Optimizer | None = torch.optim.AdamW(
-            trained, lr=LEARNING_RATE, **_OPTIMIZER_OPTIONS[case.optimizer]
-        )
-        self._optimizer = self.optimizer
+        self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, **_OPTIMIZER_OPTIONS[case.optimizer])
         self._scaler = self._precision.scaler(device)
         self._device = device
         self._accumulation = case.gradient_accumulation
@@ -98,7 +94,7 @@ class Setup:
     scale: Scale
     device: torch.device
     precision: Precision
-    watched: list[tuple[nn.Module, torch.optim.Optimizer | None]] = field(default_factory=list)
+    watched: list[nn.Module] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,9 +105,9 @@ class Setup:
         """The autocast context of the case's precision; an empty one where it needs none."""
         return self.precision.casting(self.device)
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def watch(self, model: nn.Module) -> None:
         """Let the worker count ``model`` and check that training moves it. Call it once, after the build."""
-        self.watched.append((model, optimizer))
+        self.watched.append(model)
 
 
 StepBuilder = Callable[[Setup], Callable[[], Any]]
@@ -132,12 +128,9 @@ class Custom:
             )
         if len(setup.watched) > 1:
             raise CheckFailed(f"{case.model} called setup.watch() {len(setup.watched)} times; wrap the models in one")
-        self.model: nn.Module | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.model: nn.Module | None = setup.watched[0] if setup.watched else None
         self.parameters: int | None = None
         self.trainable_parameters: int | None = None
-        if setup.watched:
-            self.model, self.optimizer = setup.watched[0]
         if self.model is not None:
             counts = [(value.numel(), value.requires_grad) for value in self.model.parameters()]
             self.parameters = sum(count for count, _ in counts)
@@ -152,12 +145,13 @@ class Custom:
         self.updates += 1
         if loss is None:
             return
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            self.losses.append(loss.detach())
+        if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+            # A copy: the loss may be a view of something large.
+            self.losses.append(loss.detach().clone())
             return
         try:
             self.losses.append(float(loss))
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             raise CheckFailed(
                 f"a step of {self._name} returned {type(loss).__name__}; it must return its loss as one number, or nothing"
             ) from None

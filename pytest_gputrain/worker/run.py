@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import os
@@ -16,7 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.records import Crashed, Environment, Measurement, OutOfMemory, Reply, Task
+from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Task
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.flops import count_flops
@@ -93,7 +94,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         if counter is not None:
             progress.enter("count")
             counter.reset_peak()
-            for update in _counted_steps(case.gradient_accumulation):
+            for update in _counted_steps(case):
                 training.step(update)
 
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
@@ -110,10 +111,10 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     updates = training.updates
     progress.enter("check")
     check_losses(losses)
-    with count_flops() as flops:
+    with count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
         training.step(True)
     if movement is not None:
-        movement.check(steps=len(warmup) + len(seconds) + 1, optimizer=training.optimizer)
+        movement.check(steps=len(warmup) + len(seconds) + 1)
     return Measurement(
         step_seconds=tuple(seconds),
         warmup_seconds=tuple(warmup),
@@ -134,12 +135,15 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     )
 
 
-def _counted_steps(accumulation: int) -> list[bool]:
+def _counted_steps(case: Case) -> list[bool]:
     """The steps under the allocation counter, by whether the optimizer updates.
 
     The first makes its states. With them live, a step without gradients from before, and for accumulation one with them.
+    Own code updates when it will: two whole rounds of the accumulation that its case declares.
     """
-    return [True, True] if accumulation == 1 else [True, False, True]
+    if case.code:
+        return [True] * (2 * case.gradient_accumulation)
+    return [True, True] if case.gradient_accumulation == 1 else [True, False, True]
 
 
 def _build(task: Task, device: torch.device, builder: StepBuilder | None) -> Trainable:

@@ -32,7 +32,7 @@ def watched(setup):
     assert (setup.scale, setup.device.type, setup.dtype) == ("tiny", "cpu", torch.float32)
     model = torch.nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    setup.watch(model, None)
+    setup.watch(model)
     data = torch.randn(4, 256)
 
     def step():

@@ -195,3 +195,25 @@ def test_the_commit_is_stored_with_uncommitted_changes_marked(suite: Project) ->
     entries = suite.baselines("tuning", H100_FOLDER)
     assert entries[GEMMA]["runs"][0]["commit"] == head
     assert entries[LLAMA]["runs"][0]["commit"] == f"{head}+dirty"
+
+
+def test_figures_of_a_fixture_become_no_baseline_where_its_test_fails(h100: Project) -> None:
+    h100.write(
+        test_mine="""
+        import pytest
+
+        def build(setup):
+            return lambda: None
+
+        @pytest.fixture
+        def checked(gputrain):
+            gputrain.check(build)
+
+        def test_fails(checked):
+            assert False
+        """
+    )
+    result = h100.run("--gpu-baseline-update")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["not recorded: build-bf16, because its test failed"])
+    assert not (h100.path / "baselines" / H100_FOLDER).exists()

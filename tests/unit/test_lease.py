@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
 
 PRELUDE = """
@@ -155,3 +155,35 @@ def test_as_many_as_asked_for_and_each_once(tmp_path: Path) -> None:
     with lease(gpus, 2, tmp_path) as held:
         assert len(set(held)) == 2
         assert set(held) <= set(gpus)
+
+
+AGAIN = """
+with lease(gpus, 1, folder) as (first,):
+    say("held")
+    sys.stdin.readline()
+    with lease(gpus, 1, folder) as (second,):
+        say("again" if second == first else "another")
+"""
+
+
+def test_a_process_is_lent_what_it_holds_while_another_waits(start: Start) -> None:
+    holder = start(AGAIN, gpus=1, count=1)
+    assert holder.line() == "held"
+    waiter = start(HOLD, gpus=1, count=1)
+    assert waiter.line() == "asking"
+    assert waiter.says_nothing(0.5)
+    holder.go_on()
+    assert holder.line() == "again"
+    assert waiter.line() == "held 0"
+
+
+def test_more_than_there_are_is_refused(tmp_path: Path) -> None:
+    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1, driver="1")
+    with pytest.raises(HardwareError, match="2 GPUs cannot be lent: there are 1"), lease([gpu], 2, tmp_path):
+        pass
+
+
+def test_more_than_is_held_is_refused_to_a_holder(tmp_path: Path) -> None:
+    gpus = [Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200", memory_bytes=1, driver="1") for index in (0, 1)]
+    with lease(gpus, 1, tmp_path), pytest.raises(HardwareError, match="holds 1 already"), lease(gpus, 2, tmp_path):
+        pass

@@ -6,13 +6,14 @@ import keyword
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.hardware import catalog
+from pytest_gputrain.hardware import catalog, nvidia
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS, marker_of, peak_flops, slug
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine, detect
@@ -220,10 +221,33 @@ def test_one_of_several_kinds_can_be_chosen(driver: Driver, ids: list[str], plat
     assert detect(gpu_ids=ids, environ={}).platform == platform
 
 
-def test_a_machine_can_pass_for_another_platform(driver: Driver) -> None:
+def test_a_gpu_of_another_platform_than_asked_for_is_told(driver: Driver) -> None:
     driver(H200)
+    with pytest.raises(HardwareError, match=r"--gpu-platform=h100, but the GPU here is h200 \(NVIDIA H200\)"):
+        detect(platform="h100", environ={})
+    assert detect(platform="h200", environ={}).platform == "h200"
+
+
+def test_a_gpu_that_the_catalog_lacks_passes_for_what_is_asked(driver: Driver) -> None:
+    driver(("GPU-0", "NVIDIA Z9000", GiB))
     machine = detect(platform="h100", environ={})
-    assert (machine.platform, machine.slug, _indices(machine)) == ("h100", "nvidia-h200", [0])
+    assert (machine.platform, machine.slug, _indices(machine)) == ("h100", "nvidia-z9000", [0])
+
+
+@pytest.mark.parametrize("variable", ["-1,0", "NoDevFiles", "", "-1"])
+def test_a_variable_may_say_that_no_gpu_is_to_be_used(driver: Driver, variable: str) -> None:
+    driver(H200)
+    assert detect(environ={"CUDA_VISIBLE_DEVICES": variable}).platform == "cpu"
+
+
+def test_a_host_with_gpus_but_without_their_library_is_no_cpu(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver(loaded=False)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(nvidia, "DEVICE_FILES", tmp_path)
+    with pytest.raises(HardwareError, match="--gpu-platform=cpu"):
+        detect(environ={})
 
 
 def test_passing_for_a_cpu_leaves_the_driver_alone(driver: Driver) -> None:

@@ -73,8 +73,14 @@ def test_the_layers_cover_every_option_but_the_one_that_wants_a_file() -> None:
 
 
 def test_every_field_is_fed_by_an_option() -> None:
-    fed = {layers.field for layers in LAYERS} | {"baseline", "root"}
+    fed = {layers.field for layers in LAYERS} | {"baseline", "baseline_dir_named", "root"}
     assert fed == {field.name for field in dataclasses.fields(Settings)}
+
+
+def test_a_folder_counts_as_named_wherever_it_is() -> None:
+    assert _read({"baseline-dir": "figures"}).baseline_dir_named
+    assert _read(ini={"baseline-dir": "figures"}).baseline_dir_named
+    assert not _read().baseline_dir_named
 
 
 @pytest.mark.parametrize("layers", LAYERS, ids=repr)

@@ -203,7 +203,7 @@ def test_own_model_is_counted_and_checked_when_watched():
     def build(setup):
         model = torch.nn.Linear(8, 8, dtype=setup.dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        setup.watch(model, optimizer)
+        setup.watch(model)
 
         def step():
             loss = model(torch.ones(4, 8, dtype=setup.dtype)).square().mean()
@@ -258,7 +258,7 @@ def test_recomputation_is_told_apart_on_any_thread():
     assert flops.recomputed > 0
 
 
-@pytest.mark.parametrize("loss", [[1.0, 2.0], {"loss": 1.0}, torch.ones(2)], ids=["list", "dict", "two numbers"])
+@pytest.mark.parametrize("loss", [[1.0, 2.0], {"loss": 1.0}, torch.ones(2), torch.ones(1) * 1j, 10**400])
 def test_a_loss_that_is_no_number_is_told_in_the_first_step(loss):
     reply = run(Case(model="mine", method="custom", code="inline"), lambda setup: lambda: loss)
     assert isinstance(reply, Crashed)
@@ -311,57 +311,89 @@ def test_quantising_frees_each_layer_before_the_next():
 
 
 class TestMovement:
+    @staticmethod
+    def movement(model):
+        """With every gradient seen, so that a test can be about the movement alone."""
+        movement = checks.Movement(model)
+        movement._reached.update(name for name, _ in model.named_parameters())
+        return movement
+
     def test_sees_one_element_of_many(self):
         layer = torch.nn.Linear(500, 500)
-        movement = checks.Movement(layer)
+        movement = self.movement(layer)
         with torch.no_grad():
             layer.weight[250, 250] += 1e-3
-        movement.check(steps=1, optimizer=None)
+        movement.check(steps=1)
 
     def test_sees_symmetric_changes(self):
         layer = torch.nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
         torch.nn.init.ones_(layer.weight)
-        movement = checks.Movement(layer)
+        movement = self.movement(layer)
         with torch.no_grad():
             layer.weight[0, ::2] += 2**-7
             layer.weight[0, 1::2] -= 2**-7
-        movement.check(steps=1, optimizer=None)
+        movement.check(steps=1)
 
     def test_names_a_tensor_that_stays(self):
         layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        movement = checks.Movement(layers)
+        movement = self.movement(layers)
         with torch.no_grad():
             layers[0].weight.add_(1)
-        with pytest.raises(checks.CheckFailed, match=r"1 of 4 trained tensors .*first: 1\.weight"):
-            movement.check(steps=5, optimizer=None)
+        with pytest.raises(checks.CheckFailed, match=r"1 of 4 trained tensors .*in 5 steps \(first: 1\.weight"):
+            movement.check(steps=5)
 
-    def test_names_a_tensor_without_gradient(self):
-        model = torch.nn.Linear(4, 4)
-        unused = torch.nn.Parameter(torch.ones(3))
-        model.register_parameter("unused", unused)
-        optimizer = torch.optim.AdamW(model.parameters())
+    @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+    def test_names_a_vector_without_gradient_whatever_the_optimizer(self, optimizer):
+        model = torch.nn.LayerNorm(4)
+        model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+        updates = optimizer(model.parameters(), lr=0.1)
         movement = checks.Movement(model)
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        with pytest.raises(checks.CheckFailed, match=r"got no gradient \(first: unused"):
-            movement.check(steps=1, optimizer=optimizer)
+        with movement.watching():
+            model(torch.randn(2, 4)).square().sum().backward()
+        updates.step()
+        with pytest.raises(checks.CheckFailed, match=r"1 of 3 .* got no gradient \(first: unused"):
+            movement.check(steps=1)
 
-    def test_plain_sgd_keeps_no_state_and_passes(self):
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def test_gradients_of_zero_are_none(self):
+        model = torch.nn.LayerNorm(4)
         movement = checks.Movement(model)
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        movement.check(steps=1, optimizer=optimizer)
+        with movement.watching():
+            (model(torch.randn(2, 4)).sum() * 0).backward()
+        with pytest.raises(checks.CheckFailed, match="got no gradient"):
+            movement.check(steps=1)
 
     def test_an_empty_parameter_cannot_move(self):
         model = torch.nn.Linear(4, 4)
+        movement = self.movement(model)
         model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 4)))
-        movement = checks.Movement(model)
         with torch.no_grad():
             model.weight.add_(1)
-        movement.check(steps=1, optimizer=None)
+        checks.Movement(model)
+        movement.check(steps=1)
 
     def test_nothing_trained_is_told(self):
         with pytest.raises(checks.CheckFailed, match="nothing trains"):
-            checks.Movement(torch.nn.Linear(2, 2).requires_grad_(False)).check(steps=1, optimizer=None)
+            checks.Movement(torch.nn.Linear(2, 2).requires_grad_(False)).check(steps=1)
+
+
+def test_own_accumulation_that_is_declared_is_counted_in_whole_rounds():
+    def peak(accumulation):
+        def build(setup):
+            model = torch.nn.Linear(512, 512)
+            optimizer = torch.optim.AdamW(model.parameters())
+            calls = 0
+
+            def step():
+                nonlocal calls
+                calls += 1
+                model(torch.ones(1, 512)).sum().backward()
+                if calls % accumulation == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            return step
+
+        case = Case(model="mine", method="custom", code="inline", gradient_accumulation=accumulation, precision="fp32")
+        return measured(case, build).peak_allocated_bytes
+
+    assert peak(4) >= peak(1)
