@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -37,6 +37,9 @@ from pytest_gputrain.records import (
     Result,
     Scale,
 )
+
+_RESTORE: Final = "restore it from git, or delete it and record again"
+_RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 
 
 class BaselineError(Exception):
@@ -205,10 +208,7 @@ def _load(path: Path, device: str) -> dict[str, Baseline]:
         runs = [_run(path, key, fields, file.environments) for fields in stored.runs]
         _check_figures(path, key, runs)
         if key.endswith("@tiny") != (stored.scale == "tiny"):
-            raise BaselineError(
-                f"the baseline file {path} gives {key} the scale {stored.scale}; restore it from git, or delete the entry "
-                "and record it again"
-            )
+            raise BaselineError(f"the baseline file {path} gives {key} the scale {stored.scale}; {_RESTORE_ENTRY}")
         baselines[key] = Baseline(device=device, case=stored.case, scale=stored.scale, runs=tuple(runs))
     return baselines
 
@@ -217,16 +217,12 @@ def _run(path: Path, key: str, fields: Mapping[str, Any], environments: Mapping[
     reference = fields.get("environment")
     if not isinstance(reference, str) or reference not in environments:
         raise BaselineError(
-            f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; restore it "
-            "from git, or delete it and record again"
+            f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; {_RESTORE}"
         )
     try:
         return msgspec.convert({**fields, "environment": msgspec.to_builtins(environments[reference])}, BaselineRun)
     except msgspec.ValidationError as error:
-        raise BaselineError(
-            f"the baseline file {path} holds no sound run for {key}: {error}; restore it from git, or delete it and record "
-            "again"
-        ) from None
+        raise BaselineError(f"the baseline file {path} holds no sound run for {key}: {error}; {_RESTORE}") from None
 
 
 def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
@@ -235,15 +231,12 @@ def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
         peak = run.peak_allocated_bytes
         bad_time = any(not 0 < seconds < math.inf for seconds in run.step_seconds) or (measured and not run.step_seconds)
         if bad_time or (measured and peak is None) or (peak is not None and peak < 0):
-            raise BaselineError(
-                f"the baseline file {path} holds impossible figures for {key}; restore it from git, or delete the entry "
-                "and record it again"
-            )
+            raise BaselineError(f"the baseline file {path} holds impossible figures for {key}; {_RESTORE_ENTRY}")
     if not runs:
         raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
 
 
-def _decode(path: Path, type_: Any, what: str, remedy: str = "restore it from git, or delete it and record again") -> Any:
+def _decode(path: Path, type_: Any, what: str, remedy: str = _RESTORE) -> Any:
     """Raises:
     BaselineError: not ``what``, told with the place where that shows.
     """

@@ -61,7 +61,8 @@ def judge(case: Case, replies: Sequence[Reply], baseline: Baseline | None, toler
             status="not-comparable",
             sentence=f"{case} is not what its baseline of {_dates(baseline)} measured ({change}); {_RECORD}",
         )
-    foreign = _other_device(replies, baseline)
+    here = next(reply.environment for reply in replies if isinstance(reply, (Measurement, OutOfMemory)))
+    foreign = _other_device(here, baseline.runs)
     fitted = [run for run in baseline.runs if run.outcome == "measured"]
     baseline_fits = len(fitted) == len(baseline.runs)
     if foreign and (out or not baseline_fits):
@@ -101,10 +102,9 @@ def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str) -> Verd
     return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}; {_RECORD}")
 
 
-def _other_device(replies: Sequence[Reply], baseline: Baseline) -> str:
-    """Why what fits here and what fitted there are different questions; empty where they are one."""
-    here = next((reply.environment for reply in replies if not isinstance(reply, (Crashed, TimedOut))), None)
-    for there in (run.environment for run in baseline.runs):
+def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
+    """Which other device a run was recorded on; empty where all were recorded on this one, or this one is not known."""
+    for there in (run.environment for run in runs):
         if here is not None and here.device_name != there.device_name:
             return f"recorded on {there.device_name}, here {here.device_name}"
     return ""
@@ -145,9 +145,10 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun]) -> st
     if here.device_type == "cpu":
         # The same tiny step in fresh processes of one machine differed by up to 26 %, and more beside a busy neighbour.
         return "time on a CPU is shown, not judged"
+    other = _other_device(here, fitted)
+    if other:
+        return other
     for there in (run.environment for run in fitted):
-        if there.device_name != here.device_name:
-            return f"recorded on {there.device_name}, here {here.device_name}"
         if there.device_count != here.device_count:
             return f"recorded on {there.device_count} devices, here {here.device_count}"
     return ""

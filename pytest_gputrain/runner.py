@@ -116,7 +116,7 @@ class Runner:
             module: name under which this process imported the file of ``case.code``.
 
         Raises:
-            BadCase: the id is another case's, or the baseline cannot be read.
+            BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU.
         """
         first = self.declare(suite, case)
         if first.identity() != case.identity():
@@ -127,7 +127,18 @@ class Runner:
         key = key_of(case, scale)
         # Read first: a broken file is better told before the case has run for minutes.
         baseline, hint = self._baseline(suite, key) if judged else (None, "")
-        replies = self._measure(case, scale, inline, builder, module)
+        inline = inline or self.settings.isolation == "inline"
+        if inline and self.settings.gpu_ids:
+            raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
+        task = Task(
+            case=case,
+            scale=scale,
+            device_type=self.machine.device_type,
+            root=str(self.settings.root),
+            module=module,
+            import_paths=tuple(path for path in sys.path if path),
+        )
+        replies = self._measure(task, inline, builder)
         verdict = None
         if judged:
             tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
@@ -145,15 +156,16 @@ class Runner:
             verdict=verdict,
         )
 
-    def _measure(self, case: Case, scale: Scale, inline: bool, builder: Any, module: str) -> tuple[Reply, ...]:
-        identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline))
+    def _measure(self, task: Task, inline: bool, builder: Any) -> tuple[Reply, ...]:
+        case = task.case
+        identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, inline))
         known = self._replies.get(identity)
         # An inline function has no address to be known by again.
         if known is not None and builder is None:
             return known
         replies: list[Reply] = []
         while len(replies) < self.settings.runs and all(isinstance(reply, Measurement | OutOfMemory) for reply in replies):
-            replies.append(self._launch(case, scale, inline, builder, module))
+            replies.append(self._launch(task, inline, builder))
         self._replies[identity] = tuple(replies)
         return self._replies[identity]
 
@@ -195,24 +207,12 @@ class Runner:
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
 
-    def _launch(self, case: Case, scale: Scale, inline: bool, builder: Any, module: str) -> Reply:
-        machine = self.machine
-        task = Task(
-            case=case,
-            scale=scale,
-            device_type=machine.device_type,
-            root=str(self.settings.root),
-            module=module,
-            import_paths=tuple(path for path in sys.path if path),
-        )
-
+    def _launch(self, task: Task, inline: bool, builder: Any) -> Reply:
         def watch(event: Event) -> None:
-            self.watch(case, event)
+            self.watch(task.case, event)
 
-        inline = inline or self.settings.isolation == "inline"
-        if inline and self.settings.gpu_ids:
-            raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
-        with _lent(machine.gpus[:1] if inline else machine.gpus, case.gpus if machine.gpus else 0) as gpus:
+        visible = self.machine.gpus
+        with _lent(visible[:1] if inline else visible, task.case.gpus if visible else 0) as gpus:
             if inline:
                 reply = launch.inline(task, builder)
             else:
