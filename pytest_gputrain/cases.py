@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -12,10 +14,21 @@ import msgspec
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case
 
-METHODS: Final = ("full", "lora", "qlora")
+METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
 PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16")
-PARALLELS: Final = ("single", "fsdp")
-OPTIMIZERS: Final = ("adamw", "adamw-fused")
+PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
+OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
+
+_ENGINES: Final = {
+    "cpu_offload": ("fsdp",),
+    "offload_optimizer": ("zero1", "zero2", "zero3"),
+    "offload_param": ("zero3",),
+    "pin_memory": ("zero1", "zero2", "zero3"),
+    "overlap_comm": ("zero0", "zero1", "zero2", "zero3"),
+    "allgather_bucket_size": ("zero0", "zero1", "zero2", "zero3"),
+    "stage3_max_live_parameters": ("zero3",),
+}
+"""Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
 
 _ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 _FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code"}
@@ -80,18 +93,60 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         if value not in known:
             hint = _did_you_mean(value, known)
             return f"names the unknown {field} {value!r}{hint}; known: {', '.join(known)}"
-    return _bad_number(case)
+    return _bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case)
 
 
 def _bad_number(case: Case) -> str | None:
-    least = {"gpus": 1, "batch_size": 1, "gradient_accumulation": 1, "steps": 1, "warmup": 0, "sequence_length": 0}
-    if not case.code:
-        least["sequence_length"] = 2
+    least = {
+        "gpus": 1,
+        "batch_size": 1,
+        "gradient_accumulation": 1,
+        "steps": 1,
+        "warmup": 0,
+        "sequence_length": 0,
+        "frames": 0,
+        "lora_rank": 0,
+        "allgather_bucket_size": 0,
+        "stage3_max_live_parameters": 0,
+    }
     for field, bound in least.items():
         if getattr(case, field) < bound:
             return f"has {field}={getattr(case, field)}; it must be at least {bound}"
-    if case.parallel == "single" and case.cpu_offload:
-        return "asks for cpu_offload, which parallel='single' does not do; choose parallel='fsdp'"
+    if not 0 <= case.activation_checkpointing <= 1:
+        return f"has activation_checkpointing={case.activation_checkpointing}; it must be true, false or a share from 0 to 1"
+    if not (math.isfinite(case.learning_rate) and case.learning_rate >= 0):
+        return f"has learning_rate={case.learning_rate}; it must be a finite number of at least 0"
+    if case.resolution and not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", case.resolution):
+        return f"has resolution={case.resolution!r}; write it as WIDTHxHEIGHT in pixels, as 512x512"
+    return None
+
+
+def _bad_model(case: Case) -> str | None:
+    """What the case's model does not have or lacks."""
+    architecture = architectures()[case.model]
+    if case.method not in architecture.trainable:
+        known = ", ".join(architecture.trainable)
+        return f"asks for the method {case.method!r}, which {case.model} does not have; it has {known}"
+    if case.lora_rank and case.method not in ("lora", "qlora"):
+        return f"sets lora_rank, which the method {case.method!r} does not have; choose lora or qlora"
+    if "sequence_length" in architecture.needs and case.sequence_length < 2:
+        return f"has sequence_length={case.sequence_length}; it must be at least 2"
+    examples = {"resolution": "resolution='512x512'", "frames": "frames=9"}
+    for field in ("resolution", "frames"):
+        if field in architecture.needs and not getattr(case, field):
+            return f"sets no {field}, which {case.model} needs, as {examples[field]}"
+        if field not in architecture.needs and getattr(case, field):
+            return f"sets {field}, which {case.model} does not have; leave it out"
+    if case.activation_checkpointing and not architecture.blocks:
+        return f"asks for activation_checkpointing, which {case.model} does not have; leave it out"
+    return None
+
+
+def _bad_parallelism(case: Case) -> str | None:
+    for knob, engines in _ENGINES.items():
+        if getattr(case, knob) not in (None, False, 0) and case.parallel not in engines:
+            choose = " or ".join(f"parallel={engine!r}" for engine in engines)
+            return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
     if case.parallel == "single" and case.gpus > 1:
         return f"asks for {case.gpus} GPUs, but parallel='single' uses one; choose a parallelism"
     return None

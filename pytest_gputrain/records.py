@@ -39,24 +39,43 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     model: str = ""
     """A name of the zoo, or the function's name for own code."""
     method: str = "full"
-    """What trains: ``full``, ``lora``, ``qlora``; ``custom`` for own code."""
+    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code."""
     precision: str = "bf16"
     """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16`` (fp32 weights under autocast)."""
     parallel: str = "single"
-    """``single`` or ``fsdp`` (declared; needs several processes)."""
+    """``single``; ``ddp``, ``fsdp``, ``zero0`` to ``zero3`` and ``ps`` (parameter server) are declared only, for now."""
     gpus: int = 1
     """Processes of the case, one a GPU."""
     batch_size: int = 1
     """Samples per process in one step (one micro-batch)."""
     sequence_length: int = 0
-    """Tokens per sample, all of them real (no padding)."""
+    """Tokens per sample, all of them real (no padding); for a vision-language model those of its images included."""
+    resolution: str = ""
+    """``WIDTHxHEIGHT`` of images and videos in pixels."""
+    frames: int = 0
+    """Frames of a video."""
     gradient_accumulation: int = 1
     """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | float = False
+    """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of the model's main blocks."""
+    lora_rank: int = 0
+    """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
     optimizer: str = "adamw"
-    """``adamw`` (torch.optim.AdamW as it comes) or ``adamw-fused``."""
+    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd``."""
+    learning_rate: float = 1e-4
+    """Constant. The default moves weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
     cpu_offload: bool = False
     """Parameters, gradients and optimizer state in host memory (FSDP)."""
+    offload_optimizer: bool = False
+    """DeepSpeed's option, like those below: optimizer state and update in host memory."""
+    offload_param: bool = False
+    pin_memory: bool = False
+    overlap_comm: bool | None = None
+    """None for DeepSpeed's default."""
+    allgather_bucket_size: int = 0
+    """Elements; 0 for DeepSpeed's default."""
+    stage3_max_live_parameters: int = 0
+    """Elements; 0 for DeepSpeed's default."""
     steps: int = 10
     """Timed steps."""
     warmup: int = 3

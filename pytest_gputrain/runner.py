@@ -95,7 +95,7 @@ class Runner:
         if self.machine.gpus and case.gpus > len(self.machine.gpus):
             raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.machine.gpus)}")
         if case.parallel != "single":
-            raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, and this version starts one process a case")
+            raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, which this version does not start")
 
     def run(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -54,10 +55,18 @@ def check_losses(losses: Sequence[float]) -> None:
 
 
 class Movement:
-    """Remembers the trained parameters well enough to see whether they change, at no lasting memory."""
+    """Remembers the trained parameters well enough to see whether they change, at no lasting memory.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    Args:
+        idle: regular expressions for whole names of parameters that get no gradient by construction.
+    """
+
+    def __init__(self, model: nn.Module, idle: Sequence[str] = ()) -> None:
+        self._trained = {
+            name: value
+            for name, value in model.named_parameters()
+            if value.requires_grad and not any(re.fullmatch(pattern, name) for pattern in idle)
+        }
         self._before = {name: _fingerprint(value) for name, value in self._trained.items()}
         self._reached: set[str] = set()
 
@@ -68,6 +77,8 @@ class Movement:
         def saw(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 gradient = parameter.grad
+                if gradient is not None and gradient.is_sparse:
+                    gradient = gradient.coalesce().values()
                 if gradient is not None and gradient.numel() and torch.linalg.vector_norm(gradient, ord=math.inf) != 0:
                     self._reached.add(name)
 

@@ -2,65 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from pytest_gputrain.architectures import Architecture, Lora
+from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.precision import Precision
 
-LORA_RANK: Final = 8
-LORA_ALPHA: Final = 16
-LORA_DROPOUT: Final = 0.05
 
+def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: Precision) -> nn.Module:
+    """``model`` made ready to be trained by the case's method.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adaptation:
-    """A model made ready to be trained."""
-
-    model: nn.Module
-    trainable_parameters: int | None
-    """What the method should leave trainable; None for everything."""
-
-
-Method = Callable[[nn.Module, Sequence[str], int, Precision], Adaptation]
-"""(model, names of the adapted linear layers, trainable count of the adapters, precision) -> adapted model."""
-
-
-def full(model: nn.Module, targets: Sequence[str], adapters: int, precision: Precision) -> Adaptation:
-    """All parameters, in the precision's storage, with optimizer states of the same type (no master copy)."""
-    return Adaptation(model=model, trainable_parameters=None)
-
-
-def lora(model: nn.Module, targets: Sequence[str], adapters: int, precision: Precision) -> Adaptation:
-    """LoRA (arXiv:2106.09685) of rank 8, alpha 16, dropout 0.05 on all linear layers of the blocks, by peft.
-
-    peft keeps the adapters of a half-precision model in fp32.
+    ``lora`` and ``qlora`` put adapters on it. Of the others some train what the architecture lists for them and freeze the
+    rest; the rest train everything, in the precision's storage, with optimizer states of the same type (no master copy).
     """
+    if case.method in ("lora", "qlora"):
+        assert architecture.lora is not None, "a model with the method has the recipe"
+        recipe = architecture.lora
+        return (_qlora if case.method == "qlora" else _lora)(model, recipe, case.lora_rank or recipe.rank, precision)
+    trained = architecture.trains.get(case.method)
+    if trained is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(tuple(trained)))
+    return model
+
+
+def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -> int:
+    """How many parameters the case's method should leave trainable."""
+    count = architecture.trainable[case.method][scale]
+    if architecture.lora is None or not case.lora_rank or case.method not in ("lora", "qlora"):
+        return count
+    return count // architecture.lora.rank * case.lora_rank
+
+
+def _lora(model: nn.Module, recipe: Lora, rank: int, precision: Precision) -> nn.Module:
+    """LoRA (arXiv:2106.09685) by peft, which keeps the adapters of a half-precision model in fp32."""
     import peft
 
+    targets = recipe.targets if isinstance(recipe.targets, str) else list(recipe.targets)
     config = peft.LoraConfig(
-        r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=LORA_DROPOUT, bias="none", target_modules=list(targets)
+        r=rank,
+        lora_alpha=recipe.alpha * rank // recipe.rank,
+        lora_dropout=recipe.dropout,
+        bias="none",
+        target_modules=targets,
     )
-    adapted: Any = peft.get_peft_model(model, config)
-    return Adaptation(model=adapted, trainable_parameters=adapters)
+    adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
+    return adapted
 
 
-def qlora(model: nn.Module, targets: Sequence[str], adapters: int, precision: Precision) -> Adaptation:
+def _qlora(model: nn.Module, recipe: Lora, rank: int, precision: Precision) -> nn.Module:
     """QLoRA (arXiv:2305.14314): LoRA over linear layers stored as NF4 with double quantisation, by bitsandbytes.
 
     The head and the embeddings keep the precision's storage. Weights are quantised where they lie, one layer after the
     other, so the build needs hardly more than the unquantised model.
     """
-    _quantise(model, set(targets), precision.compute)
+    assert not isinstance(recipe.targets, str), "quantised layers are chosen by name"
+    _quantise(model, recipe.targets, precision.compute)
     # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
-    return lora(model, targets, adapters, precision)
+    return _lora(model, recipe, rank, precision)
 
 
-def _quantise(model: nn.Module, targets: set[str], compute: torch.dtype) -> None:
+def _quantise(model: nn.Module, targets: Sequence[str], compute: torch.dtype) -> None:
     # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
     places = [
         (parent, name)
@@ -75,7 +82,7 @@ def _quantise(model: nn.Module, targets: set[str], compute: torch.dtype) -> None
 def _quantised(linear: nn.Linear, compute: torch.dtype) -> nn.Module:
     import bitsandbytes as bnb
 
-    quantised: nn.Module = bnb.nn.Linear4bit(
+    quantised: Any = bnb.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
         bias=linear.bias is not None,
@@ -90,7 +97,5 @@ def _quantised(linear: nn.Linear, compute: torch.dtype) -> nn.Module:
     if linear.bias is not None:
         quantised.bias = nn.Parameter(linear.bias.data, requires_grad=False)
     # Moving to its device is what makes bitsandbytes quantise a weight.
-    return quantised.to(linear.weight.device)
-
-
-METHODS: Final[dict[str, Method]] = {"full": full, "lora": lora, "qlora": qlora}
+    module: nn.Module = quantised.to(linear.weight.device)
+    return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,13 +16,10 @@ from torch import Tensor, nn
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
-from pytest_gputrain.worker.methods import METHODS
+from pytest_gputrain.worker.methods import adapt, trainable_parameters
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
-from pytest_gputrain.worker.zoo import FAMILIES
-
-LEARNING_RATE: Final = 1e-4
-"""Large enough to move weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
 
 
 class Trainable(Protocol):
@@ -33,6 +30,8 @@ class Trainable(Protocol):
     trainable_parameters: int | None
     samples: int
     sequence_length: int
+    idle: tuple[str, ...]
+    """Regular expressions for whole names of trained parameters that get no gradient by construction."""
     updates: int
     losses: list[Tensor | float]
 
@@ -45,33 +44,38 @@ class Training:
 
     def __init__(self, case: Case, scale: Scale, device: torch.device) -> None:
         architecture = architectures()[case.model]
-        family = FAMILIES[architecture.family]
         self._precision = PRECISIONS[case.precision]
         with device, _default_dtype(self._precision.weights):
-            plain = family.build(architecture, case, scale)
-        self.parameters: int | None = check_parameters(plain, case.model, architecture.parameters[scale])
-        adapters = architecture.lora_parameters[scale]
-        adapted = METHODS[case.method](plain, architecture.lora_targets, adapters, self._precision)
-        expected = self.parameters if adapted.trainable_parameters is None else adapted.trainable_parameters
-        self.trainable_parameters: int | None = check_trainable(adapted.model, case.method, expected)
-        self.model: nn.Module | None = adapted.model
-        self._run: nn.Module = adapted.model
-        trained = [value for value in adapted.model.parameters() if value.requires_grad]
-        self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, **_OPTIMIZER_OPTIONS[case.optimizer])
+            self._workload = zoo.build(case, scale)
+        names = list(architecture.parts)
+        built = dict(zip(names, [self._workload.model, *self._workload.encoders.values()], strict=True))
+        for name, part in architecture.parts.items():
+            of = case.model if name == names[0] else f"{case.model}'s {name}"
+            check_parameters(built[name], of, part.parameters[scale])
+        self.parameters: int | None = architecture.trained_part.parameters[scale]
+        adapted = adapt(self._workload.model, architecture, case, self._precision)
+        expected = trainable_parameters(architecture, case, scale)
+        self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
+        self._workload.model = adapted
+        encoders = self._workload.encoders
+        self.model: nn.Module | None = nn.ModuleDict({names[0]: adapted, **encoders}) if encoders else adapted
+        trained = [value for value in adapted.parameters() if value.requires_grad]
+        self._optimizer = OPTIMIZERS[case.optimizer](trained, case.learning_rate)
         self._scaler = self._precision.scaler(device)
         self._device = device
         self._accumulation = case.gradient_accumulation
-        self._loss = family.loss
-        self._batch: Mapping[str, Tensor] = family.batch(plain, case, scale, device)
-        first = next(iter(self._batch.values()))
-        self.samples = first.shape[0]
-        self.sequence_length = first.shape[1]
+        with _default_dtype(self._precision.weights):
+            batch = self._workload.batch(device)
+        self._inputs = batch.inputs
+        self.samples = batch.samples
+        self.sequence_length = batch.sequence_length
+        self.idle = architecture.idle
         self.updates = 0
         self.losses: list[Tensor | float] = []
 
     def step(self, update: bool) -> None:
         with self._precision.casting(self._device):
-            loss = self._loss(self._run, self._batch)
+            loss = self._workload.loss(self._inputs)
         self._scaler.scale(loss / self._accumulation).backward()
         if update:
             scale = self._scaler.get_scale()
@@ -83,7 +87,13 @@ class Training:
         self.losses.append(loss.detach())
 
 
-_OPTIMIZER_OPTIONS: Final[dict[str, dict[str, Any]]] = {"adamw": {}, "adamw-fused": {"fused": True}}
+OPTIMIZERS: Final[dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]]] = {
+    "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
+    "adamw-fused": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, fused=True),
+    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
+    "momentum": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-4),
+    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
+}
 
 
 @dataclass(kw_only=True)
@@ -137,6 +147,7 @@ class Custom:
             self.trainable_parameters = sum(count for count, trained in counts if trained)
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
+        self.idle: tuple[str, ...] = ()
         self.updates = 0
         self.losses: list[Tensor | float] = []
 

@@ -89,7 +89,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     device.reset_peaks()
     with device.counting() as counter:
         training = _build(task, device.torch_device, builder)
-        movement = Movement(training.model) if training.model is not None else None
+        movement = Movement(training.model, training.idle) if training.model is not None else None
         device.reset_peaks()
         if counter is not None:
             progress.enter("count")

@@ -129,7 +129,7 @@ def test_a_sharded_case_skips_with_its_reason_where_there_are_the_gpus(h100: Pro
     h100.write(test_sharded=FSDP)
     result = h100.run("-m", "h100")
     result.assert_outcomes(skipped=1)
-    assert list(skips(result).values()) == ["needs 2 processes under fsdp, and this version starts one process a case"]
+    assert list(skips(result).values()) == ["needs 2 processes under fsdp, which this version does not start"]
     assert h100.launches == []
 
 

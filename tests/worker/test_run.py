@@ -7,15 +7,18 @@ import msgspec
 import numpy
 import pytest
 import torch
+from zoo_examples import EXAMPLES
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.architectures import architectures
-from pytest_gputrain.cases import METHODS, PRECISIONS
+from pytest_gputrain.cases import PRECISIONS
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task
 from pytest_gputrain.worker import checks, methods, recipe
 from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
 from pytest_gputrain.worker.progress import Progress
+
+METHODS = ("full", "lora", "qlora")
 
 LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=2, warmup=1)
 
@@ -38,14 +41,12 @@ def measured(case, builder=None):
     return reply
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("model", architectures())
-def test_every_model_trains_by_every_method(model, method):
-    reply = measured(LLAMA.replace(model=model, method=method))
-    architecture = architectures()[model]
-    assert reply.parameters == architecture.parameters["tiny"]
-    trainable = architecture.parameters if method == "full" else architecture.lora_parameters
-    assert reply.trainable_parameters == trainable["tiny"]
+@pytest.mark.parametrize("case", EXAMPLES, ids=str)
+def test_every_model_trains_by_every_method(case):
+    reply = measured(case.replace(activation_checkpointing=bool(architectures()[case.model].blocks), steps=2, warmup=1))
+    architecture = architectures()[case.model]
+    assert reply.parameters == architecture.trained_part.parameters["tiny"]
+    assert reply.trainable_parameters == architecture.trainable[case.method]["tiny"]
     assert len(reply.step_seconds) == len(reply.losses) == 2
     assert len(reply.warmup_seconds) == 1
 
@@ -61,6 +62,24 @@ def test_optimizers_give_the_same_losses(optimizer):
     reply = measured(LLAMA.replace(precision="fp32", optimizer=optimizer, steps=3))
     reference = measured(LLAMA.replace(precision="fp32", steps=3))
     assert reply.losses == pytest.approx(reference.losses, rel=1e-5)
+
+
+def test_partial_checkpointing_lies_between_all_and_nothing():
+    llama = LLAMA.replace(model="llama-3.1-70b")  # of three tiny blocks
+    shares = (False, 0.4, 0.7, True)
+    replies = [measured(llama.replace(activation_checkpointing=share)) for share in shares]
+    repeated = [reply.recomputed_flops_per_step for reply in replies]
+    assert repeated[0] == 0
+    assert repeated[1] == pytest.approx(repeated[3] / 3)
+    assert repeated[2] == pytest.approx(repeated[3] * 2 / 3)
+    peaks = [reply.peak_allocated_bytes for reply in replies]
+    assert sorted(peaks, reverse=True) == peaks
+    assert len({reply.losses for reply in replies}) == 1
+
+
+def test_adapters_of_another_rank_are_counted_by_it():
+    base, wide = (measured(LLAMA.replace(method="lora", lora_rank=rank)) for rank in (0, 16))
+    assert wide.trainable_parameters == 2 * base.trainable_parameters
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -86,7 +105,7 @@ def test_checkpointing_saves_memory_and_repeats_arithmetic():
 
 def test_checkpointing_repeats_the_forward_pass_of_the_blocks():
     reply = measured(LLAMA.replace(precision="fp32"))
-    config = {**architectures()["llama-3.1-8b"].config, **architectures()["llama-3.1-8b"].tiny}
+    config = architectures()["llama-3.1-8b"].trained_part.facts("tiny")
     tokens = reply.batch_size * reply.sequence_length
     head = 2 * tokens * config["vocab_size"] * config["hidden_size"]
     # Forward is a third of forward and backward; all of it but the head is repeated, up to the last unused output.
@@ -96,7 +115,7 @@ def test_checkpointing_repeats_the_forward_pass_of_the_blocks():
 
 def test_flops_are_six_per_parameter_and_token_and_attention():
     reply = measured(LLAMA.replace(activation_checkpointing=False))
-    config = {**architectures()["llama-3.1-8b"].config, **architectures()["llama-3.1-8b"].tiny}
+    config = architectures()["llama-3.1-8b"].trained_part.facts("tiny")
     tokens = reply.batch_size * reply.sequence_length
     embedding = config["vocab_size"] * config["hidden_size"]
     norms = (2 * config["num_hidden_layers"] + 1) * config["hidden_size"]
@@ -141,17 +160,18 @@ def test_accumulated_gradients_are_the_mean_over_micro_batches():
 
 
 def test_a_model_of_another_size_is_no_measurement(monkeypatch):
-    wrong = {**architectures()["llama-3-8b"].tiny, "num_hidden_layers": 3}
-    facts = msgspec.structs.replace(architectures()["llama-3-8b"], tiny=wrong)
-    monkeypatch.setitem(architectures(), "llama-3-8b", facts)
+    right = architectures()["llama-3-8b"]
+    part = msgspec.structs.replace(right.trained_part, tiny={**right.trained_part.tiny, "num_hidden_layers": 3})
+    monkeypatch.setitem(architectures(), "llama-3-8b", msgspec.structs.replace(right, parts={"model": part}))
     reply = run(LLAMA.replace(model="llama-3-8b"))
     assert isinstance(reply, Crashed)
     assert "llama-3-8b has 139,584" in reply.sentence
 
 
 def test_adapters_on_too_few_layers_are_no_measurement(monkeypatch):
-    facts = msgspec.structs.replace(architectures()["llama-3-8b"], lora_targets=("q_proj",))
-    monkeypatch.setitem(architectures(), "llama-3-8b", facts)
+    right = architectures()["llama-3-8b"]
+    recipe_of_one = msgspec.structs.replace(right.lora, targets=("q_proj",))
+    monkeypatch.setitem(architectures(), "llama-3-8b", msgspec.structs.replace(right, lora=recipe_of_one))
     reply = run(LLAMA.replace(model="llama-3-8b", method="lora"))
     assert isinstance(reply, Crashed)
     assert "should train 16,384" in reply.sentence
@@ -164,9 +184,8 @@ def test_an_optimizer_that_does_nothing_is_no_measurement(monkeypatch):
     assert "did not change" in reply.sentence
 
 
-def test_a_learning_rate_that_bf16_rounds_away_is_no_measurement(monkeypatch):
-    monkeypatch.setattr(recipe, "LEARNING_RATE", 1e-12)
-    reply = run(LLAMA)
+def test_a_learning_rate_that_bf16_rounds_away_is_no_measurement():
+    reply = run(LLAMA.replace(learning_rate=1e-12))
     assert isinstance(reply, Crashed)
     assert "did not change" in reply.sentence
 

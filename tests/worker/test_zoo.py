@@ -2,37 +2,38 @@
 
 import pytest
 import torch
+from zoo_examples import EXAMPLES, LANGUAGE, MODELS, example
 
-from pytest_gputrain import Case
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import METHODS, OPTIMIZERS, PRECISIONS
-from pytest_gputrain.worker import methods, precision, recipe
-from pytest_gputrain.worker.zoo import FAMILIES
+from pytest_gputrain.worker import methods, precision, recipe, zoo
 
-MODELS = list(architectures())
+BF16 = precision.PRECISIONS["bf16"]
 
 
-def built(name, scale, device, **knobs):
-    architecture = architectures()[name]
-    case = Case(model=name, batch_size=2, sequence_length=8192, **knobs)
+def built(name, scale="tiny", device="cpu", **knobs):
     with torch.device(device):
-        return FAMILIES[architecture.family].build(architecture, case, scale), architecture, case
+        return zoo.build(example(name, **knobs), scale)
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_full_size_build_has_the_published_parameter_count(name):
-    model, architecture, _ = built(name, "full", "meta")
-    assert sum(parameter.numel() for parameter in model.parameters()) == architecture.parameters["full"]
+    workload = built(name, "full", "meta")
+    counts = [count(module) for module in (workload.model, *workload.encoders.values())]
+    assert counts == [part.parameters["full"] for part in architectures()[name].parts.values()]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_full_size_lora_trains_the_known_count(name):
-    model, architecture, case = built(name, "full", "meta")
-    adapted = methods.lora(
-        model, architecture.lora_targets, architecture.lora_parameters["full"], precision.PRECISIONS[case.precision]
-    )
-    trainable = sum(value.numel() for value in adapted.model.parameters() if value.requires_grad)
-    assert trainable == architecture.lora_parameters["full"]
+@pytest.mark.parametrize("case", [case for case in EXAMPLES if case.method != "qlora"], ids=str)
+def test_full_size_method_trains_the_known_count(case):
+    architecture = architectures()[case.model]
+    with torch.device("meta"):
+        adapted = methods.adapt(zoo.build(case, "full").model, architecture, case, BF16)
+    trainable = sum(value.numel() for value in adapted.parameters() if value.requires_grad)
+    assert trainable == architecture.trainable[case.method]["full"]
 
 
 def language_model_parameters(config, is_gemma_2):
@@ -46,53 +47,61 @@ def language_model_parameters(config, is_gemma_2):
 
 
 @pytest.mark.parametrize("scale", ["full", "tiny"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LANGUAGE)
 def test_recorded_count_follows_from_the_hyper_parameters(name, scale):
-    architecture = architectures()[name]
-    config = architecture.config if scale == "full" else {**architecture.config, **architecture.tiny}
-    counted = language_model_parameters(config, architecture.model_class.startswith("Gemma2"))
-    assert counted == architecture.parameters[scale]
+    part = architectures()[name].trained_part
+    counted = language_model_parameters(part.facts(scale), part.model_class.startswith("Gemma2"))
+    assert counted == part.parameters[scale]
 
 
 def test_tied_embeddings_stay_tied():
-    model, *_ = built("gemma-7b", "tiny", "cpu")
+    model = built("gemma-7b").model
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LANGUAGE)
 def test_batch_is_full_of_real_tokens_with_labels_shifted_by_one(name):
-    model, architecture, case = built(name, "tiny", "cpu")
-    batch = FAMILIES[architecture.family].batch(model, case, "tiny", torch.device("cpu"))
-    ids, labels = batch["input_ids"], batch["labels"]
+    inputs = built(name).batch(torch.device("cpu")).inputs
+    ids, labels = inputs["input_ids"], inputs["labels"]
     assert ids.shape == labels.shape == (2, 128)
     assert torch.equal(labels[:, :-1], ids[:, 1:])
     assert (labels[:, -1] == -100).all()
 
 
 def test_loss_is_the_library_s_own_up_to_its_cast():
-    model, architecture, case = built("llama-3-8b", "tiny", "cpu")
-    batch = FAMILIES[architecture.family].batch(model, case, "tiny", torch.device("cpu"))
-    ours = FAMILIES[architecture.family].loss(model, batch)
-    theirs = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
-    torch.testing.assert_close(ours, theirs)
+    workload = built("llama-3-8b")
+    inputs = workload.batch(torch.device("cpu")).inputs
+    theirs = workload.model(input_ids=inputs["input_ids"], labels=inputs["input_ids"]).loss
+    torch.testing.assert_close(workload.loss(inputs), theirs)
 
 
 def test_activation_checkpointing_is_on_in_every_block():
-    model, *_ = built("llama-3-8b", "tiny", "cpu", activation_checkpointing=True)
+    model = built("llama-3-8b", activation_checkpointing=True).model
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
     assert model.training
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LANGUAGE)
 def test_lora_targets_match_every_block(name):
-    model, architecture, _ = built(name, "tiny", "cpu")
-    adapted = methods.lora(model, architecture.lora_targets, 0, precision.PRECISIONS["bf16"]).model
+    architecture = architectures()[name]
+    adapted = methods.adapt(built(name).model, architecture, example(name, "lora"), BF16)
     adapted_layers = [key for key, _ in adapted.named_modules() if key.endswith("lora_A.default")]
-    assert len(adapted_layers) == len(architecture.lora_targets) * architecture.tiny["num_hidden_layers"]
+    blocks = architecture.trained_part.facts("tiny")["num_hidden_layers"]
+    assert len(adapted_layers) == len(architecture.lora.targets) * blocks
 
 
 def test_the_parent_s_vocabulary_is_what_the_worker_offers():
-    assert set(METHODS) == set(methods.METHODS)
+    known = architectures().values()
+    assert {method for architecture in known for method in architecture.trainable} <= set(METHODS)
     assert set(PRECISIONS) == set(precision.PRECISIONS)
-    assert set(OPTIMIZERS) == set(recipe._OPTIMIZER_OPTIONS)
-    assert {architecture.family for architecture in architectures().values()} == set(FAMILIES)
+    assert set(OPTIMIZERS) == set(recipe.OPTIMIZERS)
+    assert {architecture.family for architecture in known} == set(zoo.FAMILIES)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_facts_are_complete(name):
+    architecture = architectures()[name]
+    assert ({"lora", "qlora"} & set(architecture.trainable) != set()) == (architecture.lora is not None)
+    assert set(architecture.trains) <= set(architecture.trainable)
+    for part in architecture.parts.values():
+        assert set(part.tiny) <= set(part.config), "a tiny key that replaces nothing"

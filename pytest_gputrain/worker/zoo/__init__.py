@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
-import torch
-from torch import Tensor, nn
-
-from pytest_gputrain.architectures import Architecture
+from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case, Scale
-from pytest_gputrain.worker.zoo import language
+from pytest_gputrain.worker.zoo.language import LanguageModel
+from pytest_gputrain.worker.zoo.workload import Workload
+
+FAMILIES: Final[dict[str, type[Workload]]] = {
+    "language": LanguageModel,
+}
+"""By name of the family's file of facts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """How the models of one family are built, fed and scored."""
-
-    build: Callable[[Architecture, Case, Scale], nn.Module]
-    """On the default device and in the default dtype that the caller has set, in training mode, not yet adapted."""
-    batch: Callable[[nn.Module, Case, Scale, torch.device], dict[str, Tensor]]
-    """One batch on the device; every step trains on it."""
-    loss: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-    """Scalar loss of a batch."""
-
-
-FAMILIES: Final = {"language": Family(build=language.build, batch=language.batch, loss=language.loss)}
+def build(case: Case, scale: Scale) -> Workload:
+    """The case's model on the default device and in the default dtype, not yet adapted."""
+    architecture = architectures()[case.model]
+    return FAMILIES[architecture.family](architecture, case, scale)

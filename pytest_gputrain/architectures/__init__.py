@@ -1,0 +1,88 @@
+"""Architecture facts of every model the zoo can build: data, read once, needed on both sides of the process boundary.
+
+One file a family, named as the module of `pytest_gputrain.worker.zoo` that builds it. A model is one entry: the classes
+and hyper-parameters of its parts, the keys that replace them at tiny scale, what each method trains, and the counts
+of parameters that a build is checked against.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from pytest_gputrain.records import Scale
+
+
+class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One network of a model."""
+
+    library: Literal["transformers", "diffusers", "own"]
+    """Where the class is from; ``own`` for one of the family's module."""
+    model_class: str
+    config_class: str = ""
+    """For transformers."""
+    parameters: dict[Scale, int]
+    """Count by scale, tied ones once: the published one at full size."""
+    source: str
+    """Public place the hyper-parameters were taken from."""
+    config: dict[str, Any]
+    tiny: dict[str, Any] = {}
+    """Keys that replace those of ``config`` for a step on a CPU through the same code path."""
+
+    def facts(self, scale: Scale) -> dict[str, Any]:
+        """Hyper-parameters at this scale."""
+        return self.config if scale == "full" else {**self.config, **self.tiny}
+
+
+class Lora(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The published LoRA recipe (arXiv:2106.09685) of a model."""
+
+    rank: int
+    alpha: int
+    dropout: float
+    targets: tuple[str, ...] | str
+    """Ends of the names of the adapted layers, or one regular expression for whole names, as peft takes them. Never shared
+    between families, where they would match nothing."""
+
+
+class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model of the zoo."""
+
+    title: str
+    """As published tables print it."""
+    family: str = ""
+    """Module of `pytest_gputrain.worker.zoo` that builds it: the name of the file it was read from."""
+    needs: tuple[Literal["sequence_length", "resolution", "frames"], ...] = ()
+    """Fields of a case that must be set."""
+    trainable: dict[str, dict[Scale, int]]
+    """Parameters that train, by method and scale: the methods that the model has."""
+    trains: dict[str, tuple[str, ...]] = {}
+    """Methods that train only what begins with one of these names; the others train everything (or adapters)."""
+    idle: tuple[str, ...] = ()
+    """Regular expressions for whole names of trained parameters that get no gradient by construction."""
+    lora: Lora | None = None
+    """Absent where no method adapts."""
+    blocks: tuple[str, ...] = ()
+    """Paths of the lists of blocks that activation checkpointing recomputes. A share takes from the first list only."""
+    step: dict[str, Any] = {}
+    """Facts of the training step that the family's module reads."""
+    parts: dict[str, Part]
+    """The first is what trains; the others run in the forward pass, frozen."""
+
+    @property
+    def trained_part(self) -> Part:
+        return next(iter(self.parts.values()))
+
+
+@functools.cache
+def architectures() -> dict[str, Architecture]:
+    """Every model by name, family after family."""
+    return {
+        name: msgspec.structs.replace(architecture, family=path.stem)
+        for path in sorted(Path(__file__).parent.glob("*.json"))
+        for name, architecture in msgspec.json.decode(path.read_bytes(), type=dict[str, Architecture]).items()
+    }

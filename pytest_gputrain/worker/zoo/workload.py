@@ -1,0 +1,103 @@
+"""What every family of models has in common."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pytest_gputrain.architectures import Architecture
+from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.worker.flops import checkpoint_contexts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One micro-batch on the device; every step trains on it."""
+
+    inputs: dict[str, Tensor]
+    """By the names that the family's loss knows."""
+    samples: int
+    sequence_length: int = 0
+    """Tokens per sample; 0 where samples are not token sequences."""
+
+
+class Workload(abc.ABC):
+    """A model of one family, built, with its batch and its loss.
+
+    Args of the constructor: the model's facts; the case; the scale. It builds on the default device and in the default dtype
+    that the caller has set, in training mode, with activation checkpointing as the case says.
+    """
+
+    model: nn.Module
+    """What trains. The caller puts its adapted form here."""
+    encoders: dict[str, nn.Module]
+    """Frozen networks that run in the forward pass, by name of their part."""
+
+    def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
+        self.architecture = architecture
+        self.case = case
+        self.scale = scale
+        self.model, *others = self.build_parts()
+        self.encoders = dict(zip(list(architecture.parts)[1:], others, strict=True))
+        for encoder in others:
+            encoder.requires_grad_(False).eval()
+        self.model.train()
+        if case.activation_checkpointing:
+            self.checkpoint_activations(float(case.activation_checkpointing))
+
+    def build_parts(self) -> list[nn.Module]:
+        """The networks of the model in the order of its parts."""
+        return [self.build_part(name) for name in self.architecture.parts]
+
+    def build_part(self, name: str) -> nn.Module:
+        """One network by its library's class, from its hyper-parameters."""
+        part = self.architecture.parts[name]
+        facts = part.facts(self.scale)
+        if part.library == "transformers":
+            import transformers
+
+            config = getattr(transformers, part.config_class)(**facts)
+            module: nn.Module = getattr(transformers, part.model_class)(config)
+            return module
+        if part.library == "diffusers":
+            import diffusers
+
+            module = getattr(diffusers, part.model_class)(**facts)
+            return module
+        raise NotImplementedError(f"{type(self).__name__} builds its own {part.model_class}")
+
+    def checkpoint_activations(self, share: float) -> None:
+        """Recompute all blocks in backward, or the first ``share`` of the first list of them."""
+        lists = [list(self.model.get_submodule(path).children()) for path in self.architecture.blocks]
+        if share < 1:
+            lists = [lists[0][: int(len(lists[0]) * share)]]
+        recompute([block for blocks in lists for block in blocks])
+
+    @abc.abstractmethod
+    def batch(self, device: torch.device) -> Batch:
+        """One batch of random data."""
+
+    @abc.abstractmethod
+    def loss(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Scalar loss of a batch, by ``self.model``."""
+
+
+def recompute(blocks: Sequence[nn.Module]) -> None:
+    """Let backward recompute the activations of ``blocks`` (non-reentrant; the FLOP counter tells it apart)."""
+    for block in blocks:
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs)
+
+    return run
