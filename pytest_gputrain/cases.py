@@ -19,7 +19,7 @@ PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
 OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
 
-_ENGINES: Final = {
+_ENGINES_OF_KNOBS: Final = {
     "cpu_offload": ("fsdp",),
     "offload_optimizer": ("zero1", "zero2", "zero3"),
     "offload_param": ("zero3",),
@@ -29,6 +29,9 @@ _ENGINES: Final = {
     "stage3_max_live_parameters": ("zero3",),
 }
 """Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
+
+ENGINES: Final = ("single", "ddp", "fsdp")
+"""Parallelisms that the worker has an engine for."""
 
 _ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 _FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code"}
@@ -143,7 +146,7 @@ def _bad_model(case: Case) -> str | None:
 
 
 def _bad_parallelism(case: Case) -> str | None:
-    for knob, engines in _ENGINES.items():
+    for knob, engines in _ENGINES_OF_KNOBS.items():
         if getattr(case, knob) not in (None, False, 0) and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"

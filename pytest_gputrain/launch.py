@@ -1,6 +1,9 @@
-"""A task in, a reply out: the case runs in a fresh process, and whatever becomes of that process is a reply.
+"""A task in, a reply out: the case runs in fresh processes, one a rank, and whatever becomes of them is a reply.
 
-Not covered: several processes a case.
+The ranks of a case are started directly: that gives a true exit code for each, and half the start-up time of torchrun. They
+meet through a file in the case's folder, so no port is taken that another case might want.
+
+Not covered: several nodes.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.records import Crashed, Event, OutOfMemory, Reply, Task, TimedOut
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Rank, Reply, Task, TimedOut
 
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
@@ -30,12 +33,12 @@ Watch = Callable[[Event], None]
 
 
 def in_process(task: Task, *, gpus: Sequence[Gpu], timeout_seconds: float, watch: Watch = lambda event: None) -> Reply:
-    """Run ``task`` in a process of its own.
+    """Run ``task`` in processes of its own, one a rank.
 
     Args:
-        gpus: the only GPUs the process will see; none hides them all.
-        timeout_seconds: the process and its children are killed after this time.
-        watch: called with every progress event, on this thread.
+        gpus: the only GPUs the processes will see; none hides them all.
+        timeout_seconds: the processes and their children are killed after this time.
+        watch: called with every progress event of the first rank, on this thread.
     """
     if "GPUTRAIN_PARENT" in os.environ:
         raise RuntimeError("a worker of pytest-gputrain must not start workers: do not measure at a module's top level")
@@ -66,34 +69,122 @@ def inline(task: Task, builder: Any = None) -> Reply:
 
 
 def _run(task: Task, folder: Path, environment: Mapping[str, str], timeout_seconds: float, watch: Watch) -> Reply:
-    progress = _ProgressFile(folder / "progress.jsonl")
-    kills_before = _kernel_oom_kills()
     deadline = time.monotonic() + timeout_seconds
-    with open(folder / "stdout.txt", "wb") as stdout, open(folder / "stderr.txt", "wb") as stderr:
-        # -P: a file of the user's named like one of the standard library must not shadow it inside `import torch`.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pytest_gputrain.worker", str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                for event in progress.read():
-                    watch(event)
-                if time.monotonic() >= deadline:
-                    stacks = _ask_for_stacks(process, folder / "stacks.txt")
-                    progress.read()
-                    last = progress.last
-                    return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=stacks)
-                time.sleep(_POLL_SECONDS)
-        finally:
-            _kill(process)
-    for event in progress.read():
+    ranks: list[_Rank] = []
+    try:
+        ranks += [_Rank(number, folder, environment) for number in range(task.processes)]
+        while True:
+            for event in ranks[0].progress.read():
+                watch(event)
+            ended = [rank for rank in ranks if rank.process.poll() is not None]
+            # One rank's end ends the others: they would wait for it until the time-out.
+            failed = [rank for rank in ended if rank.failed()]
+            if failed or len(ended) == len(ranks):
+                break
+            if time.monotonic() >= deadline:
+                return _timed_out(ranks, timeout_seconds)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for rank in ranks:
+            _kill(rank.process)
+    for event in ranks[0].progress.read():
         watch(event)
-    return _read_reply(folder, process.returncode, progress.last, kills_before)
+    if failed:
+        first = min(failed, key=_Rank.order)
+        return first.reply() if len(ranks) == 1 else msgspec.structs.replace(first.reply(), rank=first.number)
+    return merge([rank.reply() for rank in ranks])
+
+
+def _timed_out(ranks: Sequence[_Rank], timeout_seconds: float) -> TimedOut:
+    """The reply for ranks that are all alive or have measured; their stacks tell who waits for whom."""
+    stacks = {rank.number: _ask_for_stacks(rank.process, rank.folder / "stacks.txt") for rank in ranks}
+    for rank in ranks:
+        rank.progress.read()
+    last = ranks[0].progress.last
+    several = len(ranks) > 1
+    detail = "\n".join(f"rank {number}:\n{text}" if several else text for number, text in stacks.items())
+    return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail)
+
+
+class _Rank:
+    """One process of a case and the folder that it leaves its traces in."""
+
+    def __init__(self, number: int, folder: Path, environment: Mapping[str, str]) -> None:
+        self.number = number
+        self.folder = folder / f"rank{number}"
+        self.folder.mkdir()
+        self.progress = _ProgressFile(self.folder / "progress.jsonl")
+        self._kills_before = _kernel_oom_kills()
+        with open(self.folder / "stdout.txt", "wb") as stdout, open(self.folder / "stderr.txt", "wb") as stderr:
+            # -P: a file of the user's named like one of the standard library must not shadow it inside `import torch`.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "pytest_gputrain.worker", str(folder), str(number)],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def failed(self) -> bool:
+        """Whether the ended process left no measurement."""
+        return not isinstance(self.reply(), Measurement)
+
+    def order(self) -> tuple[bool, bool, int]:
+        """Sorts failed ranks by how likely each is the cause of the others' failures.
+
+        A rank that died without a word comes first, then one out of memory: others, who lose their partner, reply with an
+        exception. Among equals the earlier.
+        """
+        reply = self.folder / "reply.json"
+        written = reply.stat().st_mtime_ns if reply.exists() else 0
+        return bool(written), not isinstance(self.reply(), OutOfMemory), written
+
+    def reply(self) -> Reply:
+        """What the ended process left behind."""
+        self.progress.read()
+        return _read_reply(self.folder, self.process.returncode, self.progress.last, self._kills_before)
+
+
+def merge(replies: Sequence[Reply]) -> Reply:
+    """The measurements of all ranks, in their order, as the case's."""
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    if len(measured) == 1:
+        return measured[0]
+    first = measured[0]
+    slowest = zip(*(reply.step_seconds for reply in measured), strict=True)
+    slowest_warmup = zip(*(reply.warmup_seconds for reply in measured), strict=True)
+    return msgspec.structs.replace(
+        first,
+        step_seconds=tuple(map(max, slowest)),
+        warmup_seconds=tuple(map(max, slowest_warmup)),
+        losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=True)),
+        batch_size=sum(reply.batch_size for reply in measured),
+        peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in measured),
+        peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
+        device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
+        peak_host_bytes=sum(reply.peak_host_bytes for reply in measured),
+        flops_per_step=_total(reply.flops_per_step for reply in measured),
+        recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
+        ranks=tuple(
+            Rank(
+                step_seconds=reply.step_seconds,
+                peak_allocated_bytes=reply.peak_allocated_bytes,
+                peak_reserved_bytes=reply.peak_reserved_bytes,
+                peak_host_bytes=reply.peak_host_bytes,
+            )
+            for reply in measured
+        ),
+    )
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply:
@@ -132,6 +223,9 @@ def _environment(task: Task, gpus: Sequence[Gpu]) -> dict[str, str]:
     """The worker's environment variables: this process's, with what must not vary fixed."""
     environment = dict(os.environ)
     visible = ",".join(gpu.uuid for gpu in gpus)
+    # Left over from a launcher that pytest itself runs under, they would confuse the ranks.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
     environment |= {
         "GPUTRAIN_PARENT": str(os.getpid()),
         "CUDA_VISIBLE_DEVICES": visible,

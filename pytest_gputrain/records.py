@@ -133,8 +133,20 @@ class Environment(Struct, frozen=True, kw_only=True):
     """CPU threads the worker computed with."""
 
 
+class Rank(Struct, frozen=True, kw_only=True):
+    """What one of several processes of a case measured."""
+
+    step_seconds: tuple[float, ...]
+    peak_allocated_bytes: int
+    peak_host_bytes: int
+    peak_reserved_bytes: int | None = None
+
+
 class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="outcome"):
-    """A case that trained to its end and passed the worker's checks."""
+    """A case that trained to its end and passed the worker's checks.
+
+    Of several processes: each step's seconds are the slowest's, memory is the largest of one process, host memory the sum.
+    """
 
     step_seconds: tuple[float, ...]
     """Wall seconds of every timed step, synchronised with the device, in order."""
@@ -165,6 +177,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Floating-point operations of one step without recomputation; 0 never stands for unknown."""
     recomputed_flops_per_step: int | None = None
     """Further operations that activation checkpointing repeats."""
+    ranks: tuple[Rank, ...] = ()
+    """Figures of each process, where there were several."""
     environment: Environment
 
     @property
@@ -188,6 +202,8 @@ class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_fi
     message: str
     """The allocator's own sentence."""
     step: int | None = None
+    rank: int | None = None
+    """Of several processes, the one it happened to."""
     peak_allocated_bytes: int | None = None
     environment: Environment | None = None
 
@@ -201,6 +217,8 @@ class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outco
     detail: str = ""
     """Traceback or the end of the worker's stderr."""
     exit_code: int | None = None
+    rank: int | None = None
+    """Of several processes, the one it happened to first."""
 
 
 class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="outcome"):
@@ -223,6 +241,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     case: Case
     scale: Scale
     device_type: Literal["cpu", "gpu"]
+    processes: int = 1
+    """Ranks of the case, one a GPU."""
     root: str
     """Folder that ``case.code`` is relative to."""
     module: str = ""

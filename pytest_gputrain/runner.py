@@ -14,7 +14,7 @@ import msgspec
 
 from pytest_gputrain import launch
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
-from pytest_gputrain.cases import problem, same_id
+from pytest_gputrain.cases import ENGINES, problem, same_id
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
@@ -37,6 +37,9 @@ from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
 
 Watch = Callable[[Case, Event], None]
+
+CPU_PROCESSES: Final = 2
+"""Most processes of a case on a CPU, where its parallelism is exercised rather than measured."""
 
 
 class CannotRun(Exception):
@@ -94,7 +97,7 @@ class Runner:
             raise CannotRun(reason)
         if self.machine.gpus and case.gpus > len(self.machine.gpus):
             raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.machine.gpus)}")
-        if case.parallel != "single":
+        if case.parallel not in ENGINES:
             raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, which this version does not start")
 
     def run(
@@ -134,6 +137,7 @@ class Runner:
             case=case,
             scale=scale,
             device_type=self.machine.device_type,
+            processes=case.gpus if self.machine.gpus else min(case.gpus, CPU_PROCESSES),
             root=str(self.settings.root),
             module=module,
             import_paths=tuple(path for path in sys.path if path),

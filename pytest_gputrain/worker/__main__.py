@@ -1,7 +1,7 @@
-"""``python -P -m pytest_gputrain.worker FOLDER``: case file in, reply file out.
+"""``python -P -m pytest_gputrain.worker FOLDER RANK``: case file in, reply file out.
 
-The folder holds ``case.json`` and receives ``progress.jsonl``, ``reply.json`` (by atomic rename, last of all) and
-``stacks.txt`` (Python stacks on a fatal signal, or when the parent asks for them with SIGUSR1).
+The folder holds ``case.json``. Its subfolder of the rank receives ``progress.jsonl``, ``reply.json`` (by atomic rename, last
+of all) and ``stacks.txt`` (Python stacks on a fatal signal, or when the parent asks for them with SIGUSR1).
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ import msgspec
 from pytest_gputrain.records import Crashed, Reply, Task
 from pytest_gputrain.worker.progress import Progress
 
-CASE, PROGRESS, REPLY, STACKS = "case.json", "progress.jsonl", "reply.json", "stacks.txt"
+CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "reply.json", "stacks.txt", "rendezvous"
 
 
-def main(folder: Path) -> None:
+def main(case_folder: Path, rank: int) -> None:
     _die_with_parent()
+    folder = case_folder / f"rank{rank}"
     stacks = open(folder / STACKS, "w")  # noqa: SIM115 - faulthandler needs it to the very end
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     progress = Progress(folder / PROGRESS)
     progress.enter("start")
-    task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
+    task = msgspec.json.decode((case_folder / CASE).read_bytes(), type=Task)
     sys.path += [path for path in task.import_paths if path not in sys.path]
     progress.enter("import")
     reply: Reply
     try:
+        from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.run import run
     except ImportError as error:
         missing = error.name or "torch"
@@ -44,11 +46,16 @@ def main(folder: Path) -> None:
         )
     else:
         random.seed(0)
-        reply = run(task, progress)
+        reply = run(task, progress, group=Group(rank, task.processes, case_folder / RENDEZVOUS))
     progress.enter("reply")
     unfinished = folder / f"{REPLY}.part"
     unfinished.write_bytes(msgspec.json.encode(reply))
     os.replace(unfinished, folder / REPLY)
+    if task.processes > 1:
+        # A process group that lost a rank may wait for it for ever while it is torn down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _die_with_parent() -> None:
@@ -62,4 +69,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -76,7 +76,7 @@ class Movement:
 
         def saw(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
-                gradient = parameter.grad
+                gradient = None if parameter.grad is None else local(parameter.grad)
                 if gradient is not None and gradient.is_sparse:
                     gradient = gradient.coalesce().values()
                 if gradient is not None and gradient.numel() and torch.linalg.vector_norm(gradient, ord=math.inf) != 0:
@@ -117,12 +117,18 @@ class Movement:
             )
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that is sharded over several; the tensor itself otherwise."""
+    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
+
+
 def _fingerprint(parameter: Tensor) -> list[float]:
     """Norms of pieces of the tensor in double precision: they differ when any element does, for all that rounding does.
 
     In pieces, because a double copy of a 128k-token embedding would take 4 GiB; as numbers, which no counter takes for
     tensors of the training.
     """
-    pieces = parameter.detach().flatten().split(_CHUNK)
+    pieces = local(parameter.detach()).flatten().split(_CHUNK)
     norms: list[float] = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).tolist()
     return norms

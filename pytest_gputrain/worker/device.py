@@ -48,16 +48,16 @@ class Device(Protocol):
 
 
 class Accelerator:
-    """The first visible GPU: the parent decides which one that is before this process starts."""
+    """The visible GPU of this rank: the parent decides which ones are visible before this process starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"the parent saw a GPU, but this torch ({torch.__version__}) cannot use one; install a build of torch "
                 "for the machine's CUDA or ROCm driver"
             )
         self.type: Literal["cpu", "cuda", "rocm"] = "rocm" if torch.version.hip else "cuda"
-        self.torch_device = torch.device("cuda", 0)
+        self.torch_device = torch.device("cuda", rank)
         self.threads = torch.get_num_threads()
         torch.cuda.set_device(self.torch_device)
         torch.cuda.init()
@@ -71,7 +71,7 @@ class Accelerator:
         torch.cuda.reset_peak_memory_stats()
 
     def peaks(self) -> Peaks:
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
         return Peaks(
             allocated=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved(), used=total - free
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 def timed(
     step: Callable[[bool], object],
     updates: Sequence[bool],
+    ready: Callable[[], None],
     synchronize: Callable[[], None],
     after: Callable[[int, float], None] = lambda index, seconds: None,
 ) -> list[float]:
@@ -17,13 +18,14 @@ def timed(
     Args:
         step: runs one micro-batch; its argument says whether the optimizer updates at its end.
         updates: that argument, step by step.
+        ready: waits until the step may start: an idle device, and the other processes.
         synchronize: waits until the device has done everything asked of it.
         after: called between two steps, outside of what is timed, with the number of steps done and the last one's seconds.
     """
     seconds: list[float] = []
     clock = time.perf_counter
     for index, update in enumerate(updates, start=1):
-        synchronize()
+        ready()
         start = clock()
         step(update)
         synchronize()

@@ -18,7 +18,9 @@ from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
+from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
+from pytest_gputrain.worker.parallel import ENGINES, Setting
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
 
 
@@ -32,8 +34,11 @@ class Trainable(Protocol):
     sequence_length: int
     idle: tuple[str, ...]
     """Regular expressions for whole names of trained parameters that get no gradient by construction."""
-    updates: int
     losses: list[Tensor | float]
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates so far; for own code, calls of its step."""
 
     def step(self, update: bool) -> None:
         """Train on one micro-batch; ``update`` lets the optimizer act at its end."""
@@ -42,10 +47,10 @@ class Trainable(Protocol):
 class Training:
     """A case of the zoo."""
 
-    def __init__(self, case: Case, scale: Scale, device: torch.device) -> None:
+    def __init__(self, case: Case, scale: Scale, device: torch.device, group: Group) -> None:
         architecture = architectures()[case.model]
-        self._precision = PRECISIONS[case.precision]
-        with device, _default_dtype(self._precision.weights):
+        precision = PRECISIONS[case.precision]
+        with device, _default_dtype(precision.weights):
             self._workload = zoo.build(case, scale)
         names = list(architecture.parts)
         built = dict(zip(names, [self._workload.model, *self._workload.encoders.values()], strict=True))
@@ -53,38 +58,41 @@ class Training:
             of = case.model if name == names[0] else f"{case.model}'s {name}"
             check_parameters(built[name], of, part.parameters[scale])
         self.parameters: int | None = architecture.trained_part.parameters[scale]
-        adapted = adapt(self._workload.model, architecture, case, self._precision)
+        adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
+        blocks = [block for path in architecture.blocks for block in self._workload.model.get_submodule(path).children()]
         self._workload.model = adapted
+        optimizer = OPTIMIZERS[case.optimizer]
+        setting = Setting(
+            case=case,
+            precision=precision,
+            device=device,
+            group=group,
+            blocks=blocks,
+            make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
+        )
+        self._engine = ENGINES[case.parallel](adapted, setting)
+        self._workload.model = self._engine.model
         encoders = self._workload.encoders
         self.model: nn.Module | None = nn.ModuleDict({names[0]: adapted, **encoders}) if encoders else adapted
-        trained = [value for value in adapted.parameters() if value.requires_grad]
-        self._optimizer = OPTIMIZERS[case.optimizer](trained, case.learning_rate)
-        self._scaler = self._precision.scaler(device)
-        self._device = device
-        self._accumulation = case.gradient_accumulation
-        with _default_dtype(self._precision.weights):
+        # The same weights everywhere, other samples in each process.
+        if group.rank:
+            torch.manual_seed(torch.initial_seed() + group.rank)
+        with _default_dtype(precision.weights):
             batch = self._workload.batch(device)
         self._inputs = batch.inputs
         self.samples = batch.samples
         self.sequence_length = batch.sequence_length
         self.idle = architecture.idle
-        self.updates = 0
         self.losses: list[Tensor | float] = []
 
+    @property
+    def updates(self) -> int:
+        return self._engine.updates
+
     def step(self, update: bool) -> None:
-        with self._precision.casting(self._device):
-            loss = self._workload.loss(self._inputs)
-        self._scaler.scale(loss / self._accumulation).backward()
-        if update:
-            scale = self._scaler.get_scale()
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-            # The scaler shrinks its scale when it had to drop an update.
-            self.updates += self._scaler.get_scale() >= scale
-            self._optimizer.zero_grad(set_to_none=True)
-        self.losses.append(loss.detach())
+        self.losses.append(self._engine.step(lambda: self._workload.loss(self._inputs), update))
 
 
 OPTIMIZERS: Final[dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]]] = {
@@ -148,7 +156,7 @@ class Custom:
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
         self.idle: tuple[str, ...] = ()
-        self.updates = 0
+        self.updates: int = 0
         self.losses: list[Tensor | float] = []
 
     def step(self, update: bool) -> None:

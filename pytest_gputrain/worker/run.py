@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Task
-from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses
+from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, local
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.flops import count_flops
+from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import schedule, timed
+from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import Custom, StepBuilder, Trainable, Training, load_builder
 
@@ -39,19 +41,21 @@ _REPORTED_PACKAGES: Final = (
 )
 
 
-def run(task: Task, progress: Progress, builder: StepBuilder | None = None) -> Reply:
+def run(task: Task, progress: Progress, builder: StepBuilder | None = None, group: Group = ALONE) -> Reply:
     """Train, measure and check. Whatever goes wrong becomes a reply; only signals and a broken interpreter do not return.
 
     Leaves torch's seed, its number of threads on a CPU, and a frozen heap behind: a worker ends here, others mend that.
 
     Args:
         builder: the user's function itself, for a run inside the pytest process.
+        group: this process among those of the case.
     """
     device: Device | None = None
     try:
-        device = Cpu() if task.device_type == "cpu" else Accelerator()
+        device = Cpu() if task.device_type == "cpu" else Accelerator(group.rank)
         torch.manual_seed(SEED)
-        return _measure(task, progress, device, builder)
+        with group.joined(device.torch_device, even_alone=task.case.parallel in NEEDS_GROUP):
+            return _measure(task, progress, device, builder, group)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
     except Exception as error:
@@ -65,7 +69,7 @@ def run(task: Task, progress: Progress, builder: StepBuilder | None = None) -> R
             message=_first_line(error),
             step=progress.step,
             peak_allocated_bytes=peaks.allocated,
-            environment=_environment(device),
+            environment=_environment(device, group),
         )
 
 
@@ -79,7 +83,7 @@ def crash(error: BaseException, progress: Progress) -> Crashed:
     )
 
 
-def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilder | None) -> Measurement:
+def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilder | None, group: Group) -> Measurement:
     case = task.case
 
     def told(step: int, seconds: float) -> None:
@@ -88,7 +92,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     progress.enter("build")
     device.reset_peaks()
     with device.counting() as counter:
-        training = _build(task, device.torch_device, builder)
+        training = _build(task, device.torch_device, builder, group)
         movement = Movement(training.model, training.idle) if training.model is not None else None
         device.reset_peaks()
         if counter is not None:
@@ -101,10 +105,16 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     gc.collect()
     gc.freeze()
     progress.enter("warmup")
-    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told)
+
+    def ready() -> None:
+        """All processes start a step together: who waits for whom inside of it is then in the slowest one's time."""
+        device.synchronize()
+        group.barrier()
+
+    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), ready, device.synchronize, told)
     progress.enter("measure")
     training.losses.clear()
-    seconds = timed(training.step, schedule(case.steps, case.gradient_accumulation), device.synchronize, told)
+    seconds = timed(training.step, schedule(case.steps, case.gradient_accumulation), ready, device.synchronize, told)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -131,7 +141,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         peak_host_bytes=host,
         flops_per_step=(flops.total - flops.recomputed) or None,
         recomputed_flops_per_step=flops.recomputed if flops.total else None,
-        environment=_environment(device),
+        environment=_environment(device, group),
     )
 
 
@@ -146,10 +156,10 @@ def _counted_steps(case: Case) -> list[bool]:
     return [True, True] if case.gradient_accumulation == 1 else [True, False, True]
 
 
-def _build(task: Task, device: torch.device, builder: StepBuilder | None) -> Trainable:
+def _build(task: Task, device: torch.device, builder: StepBuilder | None, group: Group) -> Trainable:
     case = task.case
     if not case.code and builder is None:
-        return Training(case, task.scale, device)
+        return Training(case, task.scale, device, group)
     return Custom(case, task.scale, device, builder or load_builder(case.code, Path(task.root), task.module))
 
 
@@ -170,7 +180,7 @@ def _model_bytes(model: nn.Module) -> int:
                 yield from (value for value in vars(state).values() if isinstance(value, Tensor))
                 state = getattr(state, "state2", None)
 
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors()}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in map(local, tensors())}
     return sum(storages.values())
 
 
@@ -190,13 +200,13 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
-def _environment(device: Device) -> Environment:
+def _environment(device: Device, group: Group) -> Environment:
     on_gpu = device.type != "cpu"
-    properties = torch.cuda.get_device_properties(0) if on_gpu else None
+    properties = torch.cuda.get_device_properties(device.torch_device) if on_gpu else None
     return Environment(
-        device_name=torch.cuda.get_device_name(0) if on_gpu else "cpu",
+        device_name=torch.cuda.get_device_name(device.torch_device) if on_gpu else "cpu",
         device_type=device.type,
-        device_count=1,
+        device_count=group.size,
         device_memory_bytes=properties.total_memory if properties else None,
         host=socket.gethostname(),
         cpu_model=_cpu_model(),

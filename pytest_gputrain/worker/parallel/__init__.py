@@ -1,0 +1,18 @@
+"""How a case's training is spread over processes: one module an engine."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pytest_gputrain.worker.parallel.data_parallel import DataParallel
+from pytest_gputrain.worker.parallel.engine import Engine, Setting
+from pytest_gputrain.worker.parallel.fully_sharded import FullySharded
+from pytest_gputrain.worker.parallel.single import Single
+
+__all__ = ["ENGINES", "NEEDS_GROUP", "Engine", "Setting"]
+
+ENGINES: Final[dict[str, type[Engine]]] = {"single": Single, "ddp": DataParallel, "fsdp": FullySharded}
+"""By ``Case.parallel``."""
+
+NEEDS_GROUP: Final = frozenset(ENGINES) - {"single"}
+"""Engines that want torch.distributed ready even for one process."""

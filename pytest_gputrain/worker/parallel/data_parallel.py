@@ -1,0 +1,23 @@
+"""torch's DistributedDataParallel: a whole model in each process, gradients averaged."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_gputrain.worker.parallel.engine import Setting
+from pytest_gputrain.worker.parallel.single import Single
+
+
+class DataParallel(Single):
+    """Buckets of torch's default size; micro-batches before an update exchange nothing."""
+
+    def spread(self, model: nn.Module, setting: Setting) -> nn.Module:
+        # Without buffers: each process would wait for the first one's in every forward pass, for nothing that trains.
+        return DistributedDataParallel(model, broadcast_buffers=False)
+
+    def communicating(self, update: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if update else self.model.no_sync()  # type: ignore[operator]

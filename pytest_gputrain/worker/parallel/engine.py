@@ -1,0 +1,55 @@
+"""What every way of spreading a training offers to the loop."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.precision import Precision
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Everything but the model that an engine is made from."""
+
+    case: Case
+    precision: Precision
+    device: torch.device
+    group: Group
+    blocks: list[nn.Module]
+    """The model's repeated blocks, first to last: what sharding treats as units."""
+    make_optimizer: MakeOptimizer
+    """From the parameters that train."""
+
+
+class Engine(abc.ABC):
+    """A model ready to be stepped.
+
+    Attributes:
+        model: what the loss calls.
+        updates: optimizer updates so far.
+    """
+
+    model: nn.Module
+    updates: int
+
+    @abc.abstractmethod
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        """Takes the model as its method left it, on the device."""
+
+    @abc.abstractmethod
+    def step(self, loss: Callable[[], Tensor], update: bool) -> Tensor:
+        """Train on one micro-batch and return its detached loss.
+
+        Args:
+            loss: runs the forward pass of ``model``.
+            update: let the optimizer act at the end.
+        """

@@ -1,0 +1,36 @@
+"""torch's FSDP2 (`fully_shard`): parameters, gradients and optimizer state in shards, gathered block by block."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from pytest_gputrain.worker.parallel.engine import Setting
+from pytest_gputrain.worker.parallel.single import Single
+
+
+class FullySharded(Single):
+    """A unit per block and one for the rest. Autocast precisions become FSDP's own: fp32 shards, gathered in 16 bits."""
+
+    def spread(self, model: nn.Module, setting: Setting) -> nn.Module:
+        offload = CPUOffloadPolicy(pin_memory=setting.device.type != "cpu") if setting.case.cpu_offload else OffloadPolicy()
+        arithmetic = setting.precision.autocast
+        policy = (
+            MixedPrecisionPolicy(param_dtype=arithmetic, reduce_dtype=torch.float32)
+            if arithmetic
+            else MixedPrecisionPolicy()
+        )
+        for unit in (*setting.blocks, model):
+            fully_shard(unit, mp_policy=policy, offload_policy=offload)
+        return model
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def communicating(self, update: bool) -> contextlib.AbstractContextManager[Any]:
+        # Gradients are reduced to shards in every micro-batch: whole ones, kept from step to step, are what does not fit.
+        return contextlib.nullcontext()
