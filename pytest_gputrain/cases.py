@@ -30,7 +30,7 @@ _ENGINES_OF_KNOBS: Final = {
 }
 """Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
 
-ENGINES: Final = ("single", "ddp", "fsdp")
+ENGINES: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
 """Parallelisms that the worker has an engine for."""
 
 _ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")

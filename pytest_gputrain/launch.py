@@ -240,7 +240,7 @@ def _environment(task: Task, gpus: Sequence[Gpu]) -> dict[str, str]:
         # The zoo's models are built, never fetched; an attempt to reach a hub would only cost its time-out.
         environment["HF_HUB_OFFLINE"] = "1"
     if task.device_type == "cpu":
-        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return environment
 
 

@@ -119,7 +119,8 @@ class Movement:
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor that is sharded over several; the tensor itself otherwise."""
-    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
+    # torch's DTensor; DeepSpeed's stage 3.
+    shard: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return shard
 
 

@@ -28,13 +28,16 @@ class Trainable(Protocol):
     """What the loop steps and the checks look at."""
 
     model: nn.Module | None
-    parameters: int | None
     trainable_parameters: int | None
     samples: int
     sequence_length: int
     idle: tuple[str, ...]
     """Regular expressions for whole names of trained parameters that get no gradient by construction."""
     losses: list[Tensor | float]
+
+    @property
+    def parameters(self) -> int | None:
+        """Of the unadapted model; None where own code does not let the worker watch it."""
 
     @property
     def updates(self) -> int:
@@ -57,7 +60,7 @@ class Training:
         for name, part in architecture.parts.items():
             of = case.model if name == names[0] else f"{case.model}'s {name}"
             check_parameters(built[name], of, part.parameters[scale])
-        self.parameters: int | None = architecture.trained_part.parameters[scale]
+        self.parameters: int = architecture.trained_part.parameters[scale]
         adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
@@ -69,6 +72,7 @@ class Training:
             precision=precision,
             device=device,
             group=group,
+            shrinkage=self.parameters / architecture.trained_part.parameters["full"],
             blocks=blocks,
             make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
         )

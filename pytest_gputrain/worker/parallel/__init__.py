@@ -8,10 +8,19 @@ from pytest_gputrain.worker.parallel.data_parallel import DataParallel
 from pytest_gputrain.worker.parallel.engine import Engine, Setting
 from pytest_gputrain.worker.parallel.fully_sharded import FullySharded
 from pytest_gputrain.worker.parallel.single import Single
+from pytest_gputrain.worker.parallel.zero import Zero
 
 __all__ = ["ENGINES", "NEEDS_GROUP", "Engine", "Setting"]
 
-ENGINES: Final[dict[str, type[Engine]]] = {"single": Single, "ddp": DataParallel, "fsdp": FullySharded}
+ENGINES: Final[dict[str, type[Engine]]] = {
+    "single": Single,
+    "ddp": DataParallel,
+    "fsdp": FullySharded,
+    "zero0": Zero,
+    "zero1": Zero,
+    "zero2": Zero,
+    "zero3": Zero,
+}
 """By ``Case.parallel``."""
 
 NEEDS_GROUP: Final = frozenset(ENGINES) - {"single"}

@@ -24,6 +24,8 @@ class Setting:
     precision: Precision
     device: torch.device
     group: Group
+    shrinkage: float
+    """Parameters of the model over those at full size: communication buffers shrink with it."""
     blocks: list[nn.Module]
     """The model's repeated blocks, first to last: what sharding treats as units."""
     make_optimizer: MakeOptimizer

@@ -1,0 +1,107 @@
+"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) in shards, or on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.parallel.engine import Engine, Setting
+
+_DEFAULT_BUCKET_ELEMENTS: Final = 500_000_000
+"""DeepSpeed's own, for gathering and for reducing."""
+
+_ALIGNMENT: Final = 64
+
+_INITIAL_SCALE_POWER: Final = 10
+"""As `Precision.scaler` starts: DeepSpeed's own 2**16 drops the first updates of a fresh model."""
+
+
+class Zero(Engine):
+    """DeepSpeed's engine with the case's options, and DeepSpeed's defaults for the others.
+
+    Its fp16 and bf16 keep the model in 16 bits and fp32 masters with the optimizer's states; an autocast precision keeps
+    fp32 weights. AdamW is DeepSpeed's own on a GPU machine (`DeepSpeedCPUAdam` for an offloaded update) and torch's on a
+    CPU, where DeepSpeed would have to compile one first.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        import deepspeed
+
+        if setting.case.precision == "fp16" and setting.device.type == "cpu":
+            raise CheckFailed("DeepSpeed's fp16 needs a GPU; choose bf16 on a CPU")
+        trained = [value for value in model.parameters() if value.requires_grad]
+        self._precision = setting.precision
+        self._device = setting.device
+        configuration = configure(setting.case, setting.shrinkage, on_gpu=setting.device.type != "cpu")
+        client = None if "optimizer" in configuration else setting.make_optimizer(trained)
+        if setting.device.type == "cpu":
+            # A shortcut around gloo that DeepSpeed would compile now, for minutes, and hang on the lock of a killed build.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="gloo" if setting.device.type == "cpu" else "nccl")
+        self._engine: Any = deepspeed.initialize(
+            model=model, model_parameters=trained, optimizer=client, config=configuration
+        )[0]
+        self.model = self._engine
+        self.updates = 0
+
+    def step(self, loss: Callable[[], Tensor], update: bool) -> Tensor:
+        engine = self._engine
+        engine.set_gradient_accumulation_boundary(update)
+        with self._casting():
+            value = loss()
+        engine.backward(value)
+        before = engine.skipped_steps
+        engine.step()
+        self.updates += update and engine.skipped_steps == before
+        return value.detach()
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        # DeepSpeed casts the inputs and runs its 16-bit model itself.
+        return contextlib.nullcontext() if self._engine.fp16_enabled() else self._precision.casting(self._device)
+
+
+def configure(case: Case, shrinkage: float, *, on_gpu: bool) -> dict[str, Any]:
+    """The case as DeepSpeed's configuration.
+
+    Args:
+        shrinkage: what sizes of buffers are multiplied by: a tiny model's would otherwise be nothing but gigabytes of them.
+    """
+    zero: dict[str, Any] = {
+        "stage": int(case.parallel.removeprefix("zero")),
+        "reduce_bucket_size": _sized(_DEFAULT_BUCKET_ELEMENTS, shrinkage),
+        "allgather_bucket_size": _sized(case.allgather_bucket_size or _DEFAULT_BUCKET_ELEMENTS, shrinkage),
+    }
+    if case.stage3_max_live_parameters:
+        zero["stage3_max_live_parameters"] = _sized(case.stage3_max_live_parameters, shrinkage)
+    host = {"device": "cpu", "pin_memory": case.pin_memory}
+    if case.offload_optimizer:
+        zero["offload_optimizer"] = host
+    if case.offload_param:
+        zero["offload_param"] = host
+    if case.overlap_comm is not None:
+        zero["overlap_comm"] = case.overlap_comm
+    configuration: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.batch_size,
+        "gradient_accumulation_steps": case.gradient_accumulation,
+        "zero_optimization": zero,
+        "bf16": {"enabled": case.precision == "bf16"},
+        "fp16": {"enabled": case.precision == "fp16", "initial_scale_power": _INITIAL_SCALE_POWER},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if case.optimizer in ("adamw", "adamw-fused"):
+        parameters = {"lr": case.learning_rate, "weight_decay": 0.01, "torch_adam": not on_gpu, "adam_w_mode": True}
+        configuration["optimizer"] = {"type": "AdamW", "params": parameters}
+    return configuration
+
+
+def _sized(elements: int, shrinkage: float) -> int:
+    if shrinkage == 1:
+        return elements
+    # DeepSpeed wants multiples of its alignment.
+    return max(1, round(elements * shrinkage / _ALIGNMENT)) * _ALIGNMENT
