@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.figures import Figures
+
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
 
@@ -24,7 +26,7 @@ Scale = Literal["full", "tiny"]
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
 """Where a worker stands; ``count`` is the pass that counts allocations."""
 Status = Literal["pass", "regressed", "improved", "new", "not-comparable", "failed", "recorded"]
-MetricName = Literal["step_seconds", "peak_allocated_bytes"]
+MetricName = Literal["step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"]
 
 _NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
 
@@ -273,6 +275,24 @@ class Baseline(Struct, frozen=True, kw_only=True):
     runs: tuple[BaselineRun, ...]
 
 
+class Published(Struct, frozen=True, kw_only=True):
+    """What others published for one case on one platform: a row of a table in ``baselines/published``."""
+
+    table: str
+    suite: str
+    platform: str
+    """Catalog marker."""
+    case: Case
+    outcome: Literal["measured", "out_of_memory", "error"]
+    """``error`` where the row tells of one instead of figures."""
+    cells: dict[str, str]
+    """Every column as printed, by its header."""
+    figures: dict[str, Figures]
+    """By framework, ``pytorch`` or ``paddle``; empty where the figures are a picture."""
+    made_with: str
+    """Versions and hardware: ``torch 2.5.1 on NVIDIA H100``."""
+
+
 class MetricVerdict(Struct, frozen=True, kw_only=True):
     """One metric of a case against its baseline."""
 
@@ -328,6 +348,8 @@ class Result(Struct, frozen=True, kw_only=True):
     summary: Summary | None = None
     verdict: Verdict | None = None
     """None where the test only measured."""
+    published: Published | None = None
+    """The row that it was compared with under ``--gpu-baseline=published``."""
 
 
 class Report(Struct, frozen=True, kw_only=True):

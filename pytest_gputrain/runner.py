@@ -20,12 +20,14 @@ from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.judge import Tolerance, describe_failure, judge
+from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import (
     Baseline,
     Case,
     Event,
     Measurement,
     OutOfMemory,
+    Published,
     Reply,
     Result,
     Scale,
@@ -33,6 +35,7 @@ from pytest_gputrain.records import (
     Task,
     Verdict,
 )
+from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
 
@@ -52,12 +55,14 @@ class Runner:
 
     def __init__(self, settings: Settings, *, watch: Watch = lambda case, event: None) -> None:
         """Raises:
-        BaselineError: the report to compare with cannot be read.
+        BaselineError: the report or the published tables to compare with cannot be read.
         """
         self.settings = settings
         self.watch = watch
         self.store = Store(settings.baseline_dir)
-        self._report = None if settings.baseline == "measured" else ReportStore(Path(settings.baseline))
+        published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
+        self._published = PublishedStore.beside(settings.baseline_dir) if published else None
+        self._report = ReportStore(Path(settings.baseline)) if report else None
         self._machine: Machine | None = None
         self._replies: dict[bytes, tuple[Reply, ...]] = {}
         self._keys: dict[tuple[str, str], Case] = {}
@@ -126,7 +131,7 @@ class Runner:
         scale = self._scale()
         key = key_of(case, scale)
         # Read first: a broken file is better told before the case has run for minutes.
-        baseline, hint = self._baseline(suite, key) if judged else (None, "")
+        baseline, hint = self._baseline(suite, key) if judged and self._published is None else (None, "")
         inline = inline or self.settings.isolation == "inline"
         if inline and self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
@@ -139,9 +144,11 @@ class Runner:
             import_paths=tuple(path for path in sys.path if path),
         )
         replies = self._measure(task, inline, builder)
-        verdict = None
-        if judged:
-            tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
+        verdict = row = None
+        tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
+        if judged and self._published is not None:
+            row, verdict = self._against_published(self._published, suite, case, replies, tolerance)
+        elif judged:
             verdict = self._recorded(judge(case, replies, baseline, tolerance, hint), case, replies, baseline)
         return Result(
             nodeid=nodeid,
@@ -154,6 +161,7 @@ class Runner:
             replies=replies,
             summary=_summary(case, self.machine, replies),
             verdict=verdict,
+            published=row,
         )
 
     def _measure(self, task: Task, inline: bool, builder: Any) -> tuple[Reply, ...]:
@@ -188,10 +196,21 @@ class Runner:
         others = [] if baseline else self.store.other_devices(device, suite)
         return baseline, f"this machine is {device}; there are some for {', '.join(others)}" if others else ""
 
+    def _against_published(
+        self, store: PublishedStore, suite: str, case: Case, replies: tuple[Reply, ...], tolerance: Tolerance
+    ) -> tuple[Published | None, Verdict]:
+        """The row that the case can be compared with, and what the comparison says."""
+        scale, elsewhere = self._scale(), store.platforms_of(suite, str(case))
+        row = store.get(self.machine.platform, suite, str(case))
+        verdict = reproduce(case, replies, row, tolerance, scale=scale, elsewhere=elsewhere)
+        return None if why_not_comparable(case, row, scale) else row, verdict
+
     def is_strict(self) -> bool:
         """Whether a case without a comparable baseline fails."""
         if self.settings.strict is not None:
             return self.settings.strict
+        if self._published is not None:
+            return False  # Strictness by itself is for figures that somebody forgot to record; nobody records these.
         in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
         return in_ci and (self._report is not None or self.store.has_device(self.machine.slug))
 

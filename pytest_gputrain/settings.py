@@ -31,7 +31,7 @@ class Settings:
     baseline_dir_named: bool
     """Whether the command line or the ini file names it."""
     baseline: str
-    """``measured``, or the path of a report to compare with."""
+    """``measured``, ``published``, or the path of a report to compare with."""
     time_tolerance: float
     memory_tolerance: MemoryTolerance
     runs: int
@@ -105,12 +105,14 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
         "all" if values["baseline-update"] else "new-only" if values["baseline-update-new-only"] else "no"
     )
     baseline = values["baseline"]
-    if baseline != "measured":
+    if baseline == "published" and update != "no":
+        raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a published table")
+    if baseline not in ("measured", "published"):
         typed = bool(options.get("baseline"))
         path = Path(baseline) if typed else root / baseline
         if not path.is_file():
             name = "--gpu-baseline" if typed else "gpu_baseline"
-            raise ValueError(f"{name}: {baseline!r} is neither 'measured' nor a report that exists")
+            raise ValueError(f"{name}: {baseline!r} is neither 'measured', 'published' nor a report that exists")
         if update != "no":
             raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
         baseline = str(path.absolute())
@@ -203,9 +205,10 @@ OPTIONS: Final = (
     Option(
         name="baseline",
         default="measured",
-        metavar="measured|REPORT",
+        metavar="measured|published|REPORT",
         help=(
-            "what to compare with: the baselines of this device, or the report of an earlier --gpu-json (default: measured)"
+            "what to compare with: the baselines of this device, the tables that others published, or the report of an "
+            "earlier --gpu-json (default: measured)"
         ),
     ),
     Option(

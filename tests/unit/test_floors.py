@@ -19,6 +19,7 @@ ROOT = Path(pytest_gputrain.__file__).parent
 
 FLOORS = {
     "records": 0,
+    "figures": 0,
     "units": 0,
     "architectures": 0,
     "files": 0,
@@ -29,12 +30,15 @@ FLOORS = {
     "hardware": 2,
     "judge": 2,
     "baselines": 2,
+    "published": 2,
+    "reproduction": 2,
     "selection": 2,
     "launch": 3,
     "runner": 4,
     "report": 4,
     "fixtures": 5,
     "plugin": 6,
+    "cli": 6,
 }
 """Floor by top-level module or folder."""
 
