@@ -159,10 +159,10 @@ def test_the_table_fits_eighty_columns(suite: Project, monkeypatch: pytest.Monke
     assert all(len(line.rstrip()) <= 80 and "…" not in line for line in shown)
 
 
-def test_both_frameworks_are_shown_and_pytorch_judged(project: Project) -> None:
+def test_both_frameworks_are_shown_and_pytorch_judged(h100: Project) -> None:
+    project = h100
     project.machine("NVIDIA H800", gpus=8)
     reply = recorded(device_name="NVIDIA H800") | {"step_seconds": [2.0] * 5, "batch_size": 128}
-    (project.path / "published").mkdir()
     source = Path(__file__).parents[2] / "baselines" / "published" / "paddlemix.json"
     folder = project.path / "baselines" / "published"
     folder.mkdir(parents=True)
