@@ -79,14 +79,14 @@ def lines(row: Published, result: Result | None) -> Iterator[Line]:
             if figure is not None:
                 value = metric.measured(result) if result else None
                 ratio = f"{value / figure.middle:.2f}" if value is not None and figure.middle else ""
-                yield Line(metric.title, framework, printed(metric, figure), _shown(metric, result), ratio)
+                yield Line(metric.title, framework, printed(metric, figure), _shown(metric, result, figure), ratio)
 
 
 def printed(metric: Metric, figure: Figure) -> str:
     """A figure with the digits it was published with: ``9-11 s``, ``8.0 GiB``."""
     size, unit = 1.0, " s"
     if metric.field.endswith("_bytes"):
-        size, unit = (GiB, " GiB") if figure.rounding > MiB else (MiB, " MiB")
+        size, unit = (MiB, " MiB") if _in_mib(figure) else (GiB, " GiB")
     elif metric.field.startswith("samples"):
         unit = ""
     decimals = max(0, round(-math.log10(figure.rounding / size))) if figure.rounding > 0 else 0
@@ -94,14 +94,18 @@ def printed(metric: Metric, figure: Figure) -> str:
     return f"{'-'.join(ends)}{unit}"
 
 
-def _shown(metric: Metric, result: Result | None) -> str:
+def _in_mib(figure: Figure) -> bool:
+    return figure.rounding <= MiB
+
+
+def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) -> str:
     if result is None:
         return ""
     value = metric.measured(result)
     if value is None:
         return "" if result.summary else outcome(result)
     if metric.field.endswith("_bytes"):
-        return format_bytes(value)
+        return f"{value / MiB:,.0f} MiB" if beside and _in_mib(beside) else format_bytes(value)
     return format_seconds(value) if metric.field == "step_seconds" else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
