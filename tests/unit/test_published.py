@@ -39,7 +39,10 @@ def _as_printed(figure: Figure | None, unit: float) -> str:
     if figure is None:
         return ""
     decimals = next(count for count in range(4) if abs(figure.rounding / unit - 10**-count) < 1e-6)
-    return "-".join(dict.fromkeys(f"{end / unit:.{decimals}f}" for end in (figure.low, figure.high)))
+    ends = [f"{end / unit:.{decimals}f}" for end in dict.fromkeys((figure.low, figure.high))]
+    exact = 0.5 if unit >= MiB else 1e-9  # bytes are whole
+    assert all(abs(float(text) * unit - end) <= exact for text, end in zip(ends, (figure.low, figure.high), strict=False))
+    return "-".join(ends)
 
 
 def test_all_rows_are_there() -> None:
