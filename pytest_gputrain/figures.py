@@ -32,6 +32,8 @@ class Figures(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
 
     step_seconds: Figure | None = None
     """Of one micro-batch."""
+    update_seconds: Figure | None = None
+    """Of one optimizer update: all the micro-batches that the case accumulates for it."""
     samples_per_second: Figure | None = None
     """Of all GPUs together."""
     samples_per_second_per_gpu: Figure | None = None

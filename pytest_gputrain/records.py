@@ -177,6 +177,11 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     def samples_per_second(self) -> float:
         return self.batch_size / self.median_step_seconds
 
+    def update_seconds(self, accumulation: int) -> float | None:
+        """Median seconds of an optimizer update with all its micro-batches; None where no whole one was timed."""
+        starts = range(0, len(self.step_seconds) - accumulation + 1, accumulation)
+        return statistics.median(sum(self.step_seconds[at : at + accumulation]) for at in starts) if starts else None
+
     @property
     def tokens_per_second(self) -> float | None:
         return self.samples_per_second * self.sequence_length if self.sequence_length else None

@@ -52,8 +52,16 @@ def _peak(field: str) -> Callable[[Result], float | None]:
     return of
 
 
+def _update_seconds(result: Result) -> float | None:
+    measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
+    seconds = [run.update_seconds(result.case.gradient_accumulation) for run in measured]
+    known = [value for value in seconds if value is not None]
+    return statistics.median(known) if known else None
+
+
 METRICS: Final = (
     Metric("step_seconds", "sec/step", lambda result: result.summary.median_step_seconds if result.summary else None),
+    Metric("update_seconds", "sec/update", _update_seconds),
     Metric("samples_per_second", "samples/s", lambda result: result.summary.samples_per_second if result.summary else None),
     Metric(
         "samples_per_second_per_gpu",
@@ -106,7 +114,7 @@ def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) 
         return "" if result.summary else outcome(result)
     if metric.field.endswith("_bytes"):
         return f"{value / MiB:,.0f} MiB" if beside and _in_mib(beside) else format_bytes(value)
-    return format_seconds(value) if metric.field == "step_seconds" else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    return format_seconds(value) if metric.field.endswith("seconds") else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def outcome(result: Result) -> str:

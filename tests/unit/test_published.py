@@ -95,7 +95,7 @@ def test_pangu_figures_and_knobs_are_those_of_their_cells(row: Published) -> Non
     model, epoch, speed, host, memory, gpus, fp16, bf16, stage, optimizer, pin, param, overlap, bucket, live = (
         row.cells.values()
     )
-    speed_here = _as_printed(figures.step_seconds, 1)
+    speed_here = _as_printed(figures.update_seconds, 1)
     assert speed == (f"{speed_here}s/it" if speed_here else "-")
     device = _as_printed(figures.device_used_bytes, MiB)
     outcome = {"measured": f"{case.gpus}*{device}MB", "out_of_memory": "OOM", "error": "CUDA Error"}
