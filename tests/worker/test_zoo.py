@@ -2,22 +2,13 @@
 
 import pytest
 import torch
-from zoo_examples import EXAMPLES, LANGUAGE, MODELS, example
+from zoo_examples import EXAMPLES, LANGUAGE, MODELS, built, count, example
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import METHODS, OPTIMIZERS, PRECISIONS
 from pytest_gputrain.worker import methods, precision, recipe, zoo
 
 BF16 = precision.PRECISIONS["bf16"]
-
-
-def built(name, scale="tiny", device="cpu", **knobs):
-    with torch.device(device):
-        return zoo.build(example(name, **knobs), scale)
-
-
-def count(module):
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)

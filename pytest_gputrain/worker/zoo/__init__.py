@@ -6,11 +6,21 @@ from typing import Final
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.worker.zoo.click_through import ClickThroughModel
 from pytest_gputrain.worker.zoo.language import LanguageModel
+from pytest_gputrain.worker.zoo.masked_language import MaskedLanguageModel
+from pytest_gputrain.worker.zoo.translation import TranslationModel
+from pytest_gputrain.worker.zoo.vision import VisionModel
+from pytest_gputrain.worker.zoo.word_vectors import WordVectorModel
 from pytest_gputrain.worker.zoo.workload import Workload
 
 FAMILIES: Final[dict[str, type[Workload]]] = {
+    "click_through": ClickThroughModel,
     "language": LanguageModel,
+    "masked_language": MaskedLanguageModel,
+    "translation": TranslationModel,
+    "vision": VisionModel,
+    "word_vectors": WordVectorModel,
 }
 """By name of the family's file of facts."""
 
