@@ -114,7 +114,9 @@ def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) 
         return "" if result.summary else outcome(result)
     if metric.field.endswith("_bytes"):
         return f"{value / MiB:,.0f} MiB" if beside and _in_mib(beside) else format_bytes(value)
-    return format_seconds(value) if metric.field.endswith("seconds") else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    return (
+        format_seconds(value) if metric.field.endswith("seconds") else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    )
 
 
 def outcome(result: Result) -> str:

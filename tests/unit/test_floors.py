@@ -42,7 +42,7 @@ FLOORS = {
 }
 """Floor by top-level module or folder."""
 
-TRAINING_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "numpy"}
+TRAINING_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "diffusers", "numpy"}
 
 
 class Import(NamedTuple):

@@ -12,6 +12,7 @@ from pytest_gputrain.worker.zoo.masked_language import MaskedLanguageModel
 from pytest_gputrain.worker.zoo.translation import TranslationModel
 from pytest_gputrain.worker.zoo.vision import VisionModel
 from pytest_gputrain.worker.zoo.word_vectors import WordVectorModel
+from pytest_gputrain.worker.zoo.video_diffusion import VideoDiffusion
 from pytest_gputrain.worker.zoo.workload import Workload
 
 FAMILIES: Final[dict[str, type[Workload]]] = {
@@ -21,6 +22,7 @@ FAMILIES: Final[dict[str, type[Workload]]] = {
     "translation": TranslationModel,
     "vision": VisionModel,
     "word_vectors": WordVectorModel,
+    "video_diffusion": VideoDiffusion,
 }
 """By name of the family's file of facts."""
 
