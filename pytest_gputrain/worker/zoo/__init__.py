@@ -7,10 +7,12 @@ from typing import Final
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.zoo.language import LanguageModel
+from pytest_gputrain.worker.zoo.vision_language import VisionLanguageModel
 from pytest_gputrain.worker.zoo.workload import Workload
 
 FAMILIES: Final[dict[str, type[Workload]]] = {
     "language": LanguageModel,
+    "vision_language": VisionLanguageModel,
 }
 """By name of the family's file of facts."""
 
