@@ -28,8 +28,8 @@ class VisionLanguageModel(Workload):
     """Random weights, sdpa attention; every sample is one image and the text that follows it.
 
     All methods freeze the vision tower, where the forward pass begins, so autograd never records it. It stays so because
-    only the language model's blocks are wrapped for recomputation: once transformers' own switch is on, peft lets the
-    embeddings of the whole model require gradients, and the tower joins the backward pass.
+    only the language model's blocks are wrapped for recomputation: transformers' own switch, and peft where that is on, let
+    all embeddings require gradients, the tower's too, and it joins the backward pass.
     """
 
     def batch(self, device: torch.device) -> Batch:
