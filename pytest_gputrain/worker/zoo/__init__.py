@@ -10,9 +10,10 @@ from pytest_gputrain.worker.zoo.click_through import ClickThroughModel
 from pytest_gputrain.worker.zoo.language import LanguageModel
 from pytest_gputrain.worker.zoo.masked_language import MaskedLanguageModel
 from pytest_gputrain.worker.zoo.translation import TranslationModel
-from pytest_gputrain.worker.zoo.vision import VisionModel
-from pytest_gputrain.worker.zoo.word_vectors import WordVectorModel
 from pytest_gputrain.worker.zoo.video_diffusion import VideoDiffusion
+from pytest_gputrain.worker.zoo.vision import VisionModel
+from pytest_gputrain.worker.zoo.vision_language import VisionLanguageModel
+from pytest_gputrain.worker.zoo.word_vectors import WordVectorModel
 from pytest_gputrain.worker.zoo.workload import Workload
 
 FAMILIES: Final[dict[str, type[Workload]]] = {
@@ -23,6 +24,7 @@ FAMILIES: Final[dict[str, type[Workload]]] = {
     "vision": VisionModel,
     "word_vectors": WordVectorModel,
     "video_diffusion": VideoDiffusion,
+    "vision_language": VisionLanguageModel,
 }
 """By name of the family's file of facts."""
 
