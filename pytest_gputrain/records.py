@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.findings import LossCurve, Search
+
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
 
@@ -229,6 +231,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Name under which the parent imported the file of ``case.code``."""
     import_paths: tuple[str, ...] = ()
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
+    curve: bool = False
+    """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
 
 
 class Event(Struct, frozen=True, kw_only=True):
@@ -328,6 +332,10 @@ class Result(Struct, frozen=True, kw_only=True):
     summary: Summary | None = None
     verdict: Verdict | None = None
     """None where the test only measured."""
+    search: Search | None = None
+    """Of ``--gpu-find-batch``."""
+    loss_curves: tuple[LossCurve, ...] = ()
+    """Of ``--gpu-loss``; fp32 first."""
 
 
 class Report(Struct, frozen=True, kw_only=True):

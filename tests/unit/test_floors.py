@@ -18,11 +18,15 @@ PACKAGE = "pytest_gputrain"
 ROOT = Path(pytest_gputrain.__file__).parent
 
 FLOORS = {
+    "findings": 0,
     "records": 0,
     "units": 0,
     "architectures": 0,
     "files": 0,
     "cases": 0,
+    "sweep": 0,
+    "search": 0,
+    "loss": 0,
     "settings": 1,
     "session": 1,
     "worker": 1,
@@ -31,6 +35,7 @@ FLOORS = {
     "baselines": 2,
     "selection": 2,
     "launch": 3,
+    "studies": 4,
     "runner": 4,
     "report": 4,
     "fixtures": 5,
