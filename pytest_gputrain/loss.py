@@ -18,11 +18,22 @@ losses themselves would take the trend for noise.
 Comparing levels asks less than Mann-Kendall and Theil-Sen do, which want all pairs to rise or fall together: a curve that
 fell early and stayed is no trend to them, nor is one that fell and rose again.
 
-Share of constant curves with noise that were not called flat:
-FIGURES
+Share of constant curves with noise that were not called flat, in 4,000 draws each (1,000 of 1,500 steps):
 
-Not covered: noise that remembers more than that (a running mean of losses), a fall or a rise within a few steps, and
-curves of fewer than `LEAST_STEPS`.
+    steps                                 20       50       200      1500
+    Gaussian                              0.08 %   0        0        0
+    Student's t with 2 degrees            0.05 %   0        0.03 %   0
+    log-normal, sigma 1                   0.1 %    0.03 %   0.05 %   0.6 %
+    Gaussian, three times as wide at end  0.1 %    0.1 %    0.1 %    0.3 %
+    AR(1), coefficient 0.3                0.7 %    0.2 %    0.5 %    0.8 %
+    AR(1), coefficient 0.5                2.7 %    4.1 %    9.0 %    17 %
+
+A straight fall over the whole curve was called converging in this share of 300 draws, by its depth in standard deviations
+of Gaussian noise: 20 steps 24 % at 5 and 93 % at 10; 50 steps 25 % at 3 and 91 % at 5; 200 steps 68 % at 2 and all at 3;
+1500 steps 11 % at 0.5 and 98 % at 1. So a short run shows only what is clear to the eye.
+
+Not covered: noise that remembers (a running mean of losses; the last line of the table), a fall or a rise within a few
+steps, and curves of fewer than `LEAST_STEPS`.
 """
 
 from __future__ import annotations

