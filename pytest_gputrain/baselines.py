@@ -141,6 +141,8 @@ class ReportStore:
         self.path = path
         self._baselines: dict[tuple[str, str], Baseline] = {}
         for result in report.results:
+            if result.search is not None or result.loss_curves:
+                continue  # of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
                 self._baselines[result.suite, result.key] = baseline

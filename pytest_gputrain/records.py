@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.figures import Figures
+from pytest_gputrain.findings import LossCurve, Search
 
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
@@ -236,6 +237,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Name under which the parent imported the file of ``case.code``."""
     import_paths: tuple[str, ...] = ()
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
+    curve: bool = False
+    """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
 
 
 class Event(Struct, frozen=True, kw_only=True):
@@ -355,6 +358,10 @@ class Result(Struct, frozen=True, kw_only=True):
     """None where the test only measured."""
     published: Published | None = None
     """The row that it was compared with under ``--gpu-baseline=published``."""
+    search: Search | None = None
+    """Of ``--gpu-find-batch``."""
+    loss_curves: tuple[LossCurve, ...] = ()
+    """Of ``--gpu-loss``; fp32 first."""
 
 
 class Report(Struct, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ from pytest_gputrain.records import (
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
+from pytest_gputrain.studies import Study, failed_curves, record_losses, search_batch
 
 Watch = Callable[[Case, Event], None]
 
@@ -113,7 +114,7 @@ class Runner:
         builder: Any = None,
         module: str = "",
     ) -> Result:
-        """Measure ``case``, unless this session did already, and judge it if asked.
+        """Measure ``case``, unless this session did already, and judge it if asked and if its own figures were wanted.
 
         Args:
             inline: run in this process.
@@ -121,8 +122,11 @@ class Runner:
             module: name under which this process imported the file of ``case.code``.
 
         Raises:
-            BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU.
+            BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU or the
+                processes that a study takes.
         """
+        studied = self.settings.find_batch or self.settings.loss_steps is not None
+        judged = judged and not studied
         first = self.declare(suite, case)
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))
@@ -135,6 +139,8 @@ class Runner:
         inline = inline or self.settings.isolation == "inline"
         if inline and self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
+        if inline and studied:
+            raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
         task = Task(
             case=case,
             scale=scale,
@@ -143,7 +149,8 @@ class Runner:
             module=module,
             import_paths=tuple(path for path in sys.path if path),
         )
-        replies = self._measure(task, inline, builder)
+        study = self._study(task, inline, builder)
+        case, replies = study.case, study.replies
         verdict = row = None
         tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
         if judged and self._published is not None:
@@ -162,11 +169,25 @@ class Runner:
             summary=_summary(case, self.machine, replies),
             verdict=verdict,
             published=row,
+            search=study.search,
+            loss_curves=study.loss_curves,
         )
+
+    def _study(self, task: Task, inline: bool, builder: Any) -> Study:
+        """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
+
+        def launch(task: Task) -> Reply:
+            return self._measure(task, inline, builder)[0]
+
+        if self.settings.find_batch:
+            return search_batch(task, self.settings.find_batch_max, launch)
+        if self.settings.loss_steps is not None:
+            return record_losses(task, self.settings.loss_steps, self.machine.platform, launch)
+        return Study(case=task.case, replies=self._measure(task, inline, builder))
 
     def _measure(self, task: Task, inline: bool, builder: Any) -> tuple[Reply, ...]:
         case = task.case
-        identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, inline))
+        identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))
         known = self._replies.get(identity)
         # An inline function has no address to be known by again.
         if known is not None and builder is None:
@@ -263,7 +284,7 @@ def failure_of(result: Result) -> str | None:
     for reply in result.replies:
         if not isinstance(reply, Measurement):
             return f"{result.case} {describe_failure(reply)}"
-    return None
+    return failed_curves(result.case, result.loss_curves)
 
 
 _DETAIL_LINES: Final = 40

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, Result
-from pytest_gputrain.report import comparison
+from pytest_gputrain.report import comparison, studies
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -44,8 +44,17 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(Text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
-        published = any(result.published for result in members)
-        console.print(comparison.table(members, _verdict) if published else _table(members, width))
+        searched = [result for result in members if result.search is not None]
+        curved = [result for result in members if result.loss_curves]
+        judged = [result for result in members if result.search is None and not result.loss_curves]
+        if any(result.published for result in judged):
+            console.print(comparison.table(judged, _verdict))
+        elif judged:
+            console.print(_table(judged, width))
+        if searched:
+            console.print(studies.search_table(searched, _names))
+        if curved:
+            console.print(studies.loss_table(curved, _names))
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue().rstrip("\n")

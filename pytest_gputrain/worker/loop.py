@@ -10,7 +10,7 @@ def timed(
     step: Callable[[bool], object],
     updates: Sequence[bool],
     synchronize: Callable[[], None],
-    after: Callable[[int, float], None] = lambda index, seconds: None,
+    after: Callable[[int, float], bool | None] = lambda index, seconds: None,
 ) -> list[float]:
     """Wall seconds of ``len(updates)`` steps, each from an idle device to an idle device.
 
@@ -18,7 +18,8 @@ def timed(
         step: runs one micro-batch; its argument says whether the optimizer updates at its end.
         updates: that argument, step by step.
         synchronize: waits until the device has done everything asked of it.
-        after: called between two steps, outside of what is timed, with the number of steps done and the last one's seconds.
+        after: called between two steps, outside of what is timed, with the number of steps done and the last one's seconds;
+            true ends the loop.
     """
     seconds: list[float] = []
     clock = time.perf_counter
@@ -28,7 +29,8 @@ def timed(
         step(update)
         synchronize()
         seconds.append(clock() - start)
-        after(index, seconds[-1])
+        if after(index, seconds[-1]):
+            break
     return seconds
 
 

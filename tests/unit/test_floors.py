@@ -18,12 +18,16 @@ PACKAGE = "pytest_gputrain"
 ROOT = Path(pytest_gputrain.__file__).parent
 
 FLOORS = {
+    "findings": 0,
     "records": 0,
     "figures": 0,
     "units": 0,
     "architectures": 0,
     "files": 0,
     "cases": 0,
+    "sweep": 0,
+    "search": 0,
+    "loss": 0,
     "settings": 1,
     "session": 1,
     "worker": 1,
@@ -34,6 +38,7 @@ FLOORS = {
     "reproduction": 2,
     "selection": 2,
     "launch": 3,
+    "studies": 4,
     "runner": 4,
     "report": 4,
     "fixtures": 5,
