@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.worker.zoo.diffusion import image_diffusion
 from pytest_gputrain.worker.zoo.language import LanguageModel
 from pytest_gputrain.worker.zoo.workload import Workload
 
-FAMILIES: Final[dict[str, type[Workload]]] = {
+FAMILIES: Final[dict[str, Callable[[Architecture, Case, Scale], Workload]]] = {
+    "diffusion": image_diffusion,
     "language": LanguageModel,
 }
 """By name of the family's file of facts."""
