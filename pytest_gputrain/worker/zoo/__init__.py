@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.zoo.click_through import ClickThroughModel
+from pytest_gputrain.worker.zoo.diffusion import image_diffusion
 from pytest_gputrain.worker.zoo.language import LanguageModel
 from pytest_gputrain.worker.zoo.masked_language import MaskedLanguageModel
 from pytest_gputrain.worker.zoo.translation import TranslationModel
@@ -18,6 +20,8 @@ from pytest_gputrain.worker.zoo.workload import Workload
 
 FAMILIES: Final[dict[str, type[Workload]]] = {
     "click_through": ClickThroughModel,
+FAMILIES: Final[dict[str, Callable[[Architecture, Case, Scale], Workload]]] = {
+    "diffusion": image_diffusion,
     "language": LanguageModel,
     "masked_language": MaskedLanguageModel,
     "translation": TranslationModel,
