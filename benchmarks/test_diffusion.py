@@ -1,9 +1,9 @@
 """Training of diffusion models: the Stable Diffusion rows of paddlemix and the five models of amd-diffusion.
 
 paddlemix, on eight H800: data parallel, 512x512; Stable Diffusion 1.5 under bf16 autocast with batch 80 (pretrain) and 96
-(LoRA) a GPU and recomputation, Stable Diffusion 3 under fp16 autocast with batch 1 and accumulation 4. amd-diffusion, on eight
-MI300X: fully sharded, bf16 arithmetic over fp32 weights, fused AdamW; images, videos and texts are encoded beforehand. Beside
-them the same models on one GPU, by every method they have.
+(LoRA) a GPU and recomputation, Stable Diffusion 3 under fp16 autocast with batch 1 and accumulation 4. amd-diffusion, on
+eight MI300X: fully sharded, bf16 arithmetic over fp32 weights, fused AdamW; images, videos and texts are encoded beforehand.
+Beside them the same models on one GPU, by every method they have.
 """
 
 import pytest

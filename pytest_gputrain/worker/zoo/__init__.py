@@ -18,9 +18,8 @@ from pytest_gputrain.worker.zoo.vision_language import VisionLanguageModel
 from pytest_gputrain.worker.zoo.word_vectors import WordVectorModel
 from pytest_gputrain.worker.zoo.workload import Workload
 
-FAMILIES: Final[dict[str, type[Workload]]] = {
-    "click_through": ClickThroughModel,
 FAMILIES: Final[dict[str, Callable[[Architecture, Case, Scale], Workload]]] = {
+    "click_through": ClickThroughModel,
     "diffusion": image_diffusion,
     "language": LanguageModel,
     "masked_language": MaskedLanguageModel,
