@@ -24,10 +24,10 @@ FAMILIES: Final[dict[str, Callable[[Architecture, Case, Scale], Workload]]] = {
     "language": LanguageModel,
     "masked_language": MaskedLanguageModel,
     "translation": TranslationModel,
-    "vision": VisionModel,
-    "word_vectors": WordVectorModel,
     "video_diffusion": VideoDiffusion,
+    "vision": VisionModel,
     "vision_language": VisionLanguageModel,
+    "word_vectors": WordVectorModel,
 }
 """By name of the family's file of facts."""
 
