@@ -2,6 +2,7 @@
 
 import functools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_encoders_run_once_a_step_without_gradients(model):
     seen = []
     for encoder in encoders.values():
         first = next(module for module in encoder.modules() if not list(module.children()))
-        first.register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
+        first.register_forward_hook(lambda module, args, output: seen.append(torch.is_grad_enabled()))
     trained.step(True)
     assert seen == [False] * len(encoders)
     assert all(parameter.grad is None for encoder in encoders.values() for parameter in encoder.parameters())
@@ -92,6 +93,19 @@ def test_images_are_encoded_in_the_table_s_arithmetic(model, precision, kind):
     trained.model["vae"].encoder.conv_out.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     trained.step(True)
     assert seen == [getattr(torch, kind)]
+
+
+@pytest.mark.parametrize(("model", "scaling", "shift"), [("sd-1.5", 0.18215, 0), ("sd3", 1.5305, 0.0609)])
+def test_latents_are_drawn_from_the_posterior_shifted_and_scaled(model, scaling, shift, monkeypatch):
+    workload = zoo.build(example(model), "tiny")
+    inputs = workload.batch(torch.device("cpu")).inputs
+    posterior = SimpleNamespace(mean=torch.tensor(0.3), std=torch.tensor(2.0))
+    monkeypatch.setattr(workload.encoders["vae"], "encode", lambda pixels: SimpleNamespace(latent_dist=posterior))
+    seen = []
+    monkeypatch.setattr(workload, "denoise", lambda noisy, inputs: seen.append(noisy) or noisy)
+    workload.loss(inputs)
+    latents = (0.3 + 2 * inputs["posterior_noise"] - shift) * scaling
+    torch.testing.assert_close(seen, [inputs["signal"] * latents + inputs["spread"] * inputs["noise"]])
 
 
 @pytest.mark.parametrize("model", UNETS)
@@ -210,7 +224,13 @@ def test_weights_belong_to_their_samples():
 
 
 @pytest.mark.parametrize(
-    ("model", "loss"), [("sd-1.5", "epsilon_loss"), ("sdxl", "epsilon_loss"), ("flux.1-dev", "flow_loss")]
+    ("model", "loss"),
+    [
+        ("sd-1.5", "epsilon_loss"),
+        ("sdxl", "epsilon_loss"),
+        ("sd3", "preconditioned_flow_loss"),
+        ("flux.1-dev", "flow_loss"),
+    ],
 )
 def test_models_are_trained_by_their_loss(model, loss, monkeypatch):
     seen = []

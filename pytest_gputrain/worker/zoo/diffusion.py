@@ -24,7 +24,7 @@ and keys no gradient."""
 TINY_TEXT_TOKENS: Final = 16
 
 TINY_BATCH_SIZE: Final = 4
-"""More samples are left out at tiny scale: 96 of them take seconds."""
+"""Samples above it are left out at tiny scale, where 96 of them would take seconds a step."""
 
 PIXELS_PER_LATENT: Final = 8
 """Of all the autoencoders: they halve an image's sides three times."""
