@@ -69,7 +69,7 @@ class Training:
         self._inputs = batch.inputs
         self.samples = batch.samples
         self.sequence_length = batch.sequence_length
-        self.idle = architecture.idle
+        self.idle = architecture.idle.get(scale, ())
         self.updates = 0
         self.losses: list[Tensor | float] = []
 
