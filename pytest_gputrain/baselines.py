@@ -137,10 +137,12 @@ class ReportStore:
         """Raises:
         BaselineError: the file is no report of this package.
         """
-        report = _decode(path, Report, "a report of --gpu-json", "write it again")
+        report = decode(path, Report, "a report of --gpu-json", "write it again")
         self.path = path
         self._baselines: dict[tuple[str, str], Baseline] = {}
         for result in report.results:
+            if result.search is not None or result.loss_curves:
+                continue  # of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
                 self._baselines[result.suite, result.key] = baseline
@@ -197,7 +199,7 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
 def _load(path: Path, device: str) -> dict[str, Baseline]:
     if not path.exists():
         return {}
-    file = _decode(path, _File, "a baseline file")
+    file = decode(path, _File, "a baseline file")
     if (file.device, file.suite) != (device, path.stem):
         raise BaselineError(
             f"the baseline file {path} says that it holds {file.suite} of {file.device}; move it to where it belongs, or "
@@ -236,9 +238,11 @@ def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
         raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
 
 
-def _decode(path: Path, type_: Any, what: str, remedy: str = _RESTORE) -> Any:
-    """Raises:
-    BaselineError: not ``what``, told with the place where that shows.
+def decode(path: Path, type_: Any, what: str, remedy: str = _RESTORE) -> Any:
+    """The record of ``type_`` in a file.
+
+    Raises:
+        BaselineError: not ``what``, told with the place where that shows.
     """
     try:
         data = path.read_bytes()

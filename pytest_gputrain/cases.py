@@ -33,7 +33,7 @@ _ENGINES_OF_KNOBS: Final = {
 ENGINES: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
 """Parallelisms that the worker has an engine for."""
 
-_ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
+ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 _FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code"}
 
 
@@ -50,12 +50,12 @@ def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable
     """
     for axis, values in axes.items():
         if axis not in _FIELDS:
-            raise TypeError(f"grid() has no axis {axis!r}{_did_you_mean(axis, sorted(_FIELDS))}")
+            raise TypeError(f"grid() has no axis {axis!r}{did_you_mean(axis, sorted(_FIELDS))}")
         if isinstance(values, str):
             raise TypeError(f"grid() takes a list for the axis {axis!r}: {axis}=[{values!r}]")
     if isinstance(platforms, str):
         raise TypeError(f"grid() takes a list of platforms: platforms=[{platforms!r}]")
-    named = tuple(dict.fromkeys([*base.named, *(axis for axis in axes if axis not in _ALWAYS_IN_ID)]))
+    named = tuple(dict.fromkeys([*base.named, *(axis for axis in axes if axis not in ALWAYS_IN_ID)]))
     common: dict[str, Any] = {"named": named}
     if platforms is not None:
         common["platforms"] = tuple(platforms)
@@ -94,12 +94,13 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     for field, value, names in vocabulary:
         known = tuple(names)
         if value not in known:
-            hint = _did_you_mean(value, known)
+            hint = did_you_mean(value, known)
             return f"names the unknown {field} {value!r}{hint}; known: {', '.join(known)}"
-    return _bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case)
+    return bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case)
 
 
-def _bad_number(case: Case) -> str | None:
+def bad_number(case: Case) -> str | None:
+    """The first number of ``case`` that cannot be, as the rest of a sentence."""
     least = {
         "gpus": 1,
         "batch_size": 1,
@@ -170,6 +171,7 @@ def same_id(suite: str, first: Case, second: Case) -> str:
     )
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'lora'?)``, or nothing where no known word is close."""
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.records import Case, Measurement, Result
 from pytest_gputrain.runner import BadCase, CannotRun, Runner, detail_of, failure_of, suite_of
+from pytest_gputrain.studies import diverged
+from pytest_gputrain.sweep import override
 
 RUNNER: Final = pytest.StashKey[Runner]()
 RESULTS: Final = pytest.StashKey[list[Result]]()
@@ -26,9 +28,14 @@ _STRICT_STATUSES: Final = ("new", "not-comparable")
 class GpuTrain:
     """What a test asks for figures. A case is measured once per process, however many tests ask."""
 
-    def __init__(self, item: pytest.Item, runner: Runner) -> None:
+    def __init__(self, item: pytest.Item, runner: Runner, overridden: Mapping[str, Any]) -> None:
+        """
+        Args:
+            overridden: knobs of the command line, which count before those of any case.
+        """
         self._item = item
         self._runner = runner
+        self._overridden = overridden
 
     def measure(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement:
         """The figures of a case, or of a function that builds a step, without judging them.
@@ -40,7 +47,8 @@ class GpuTrain:
             inline: run in this process: any callable will do, but torch and its state stay.
             knobs: fields of `Case` to set.
 
-        A case without figures (out of memory, crashed, timed out) fails the test with the reason.
+        A case without figures (out of memory, crashed, timed out) fails the test with the reason. Under ``--gpu-find-batch``
+        the figures are those of the fastest batch.
         """
         result = self._run(what, inline, knobs, judged=False)
         failure = failure_of(result)
@@ -51,12 +59,19 @@ class GpuTrain:
     def check(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement | None:
         """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
 
+        Under ``--gpu-find-batch`` and ``--gpu-loss`` nothing is judged: the test fails where there are no figures, or where
+        a precision diverges that should not.
+
         Returns:
             The figures of the first process that gave some; None for a case whose baseline is that it runs out of memory.
         """
         result = self._run(what, inline, knobs, judged=True)
         verdict = result.verdict
-        assert verdict is not None
+        if verdict is None:  # of a search or of loss curves, which no baseline knows
+            failure = failure_of(result) or diverged(result.case, result.loss_curves)
+            if failure:
+                pytest.fail(failure, pytrace=False)
+            return _first_measurement(result)
         strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict()
         if verdict.status in ("failed", "regressed") or strict:
             pytest.fail(f"{verdict.sentence}{' (strict)' if strict else ''}", pytrace=False)
@@ -67,7 +82,7 @@ class GpuTrain:
         expression = str(self._item.config.getoption("markexpr", "") or "")
         suite = suite_of(self._item.path)
         try:
-            case = self._case(what, inline, knobs)
+            case = self._override(self._case(what, inline, knobs))
             self._runner.check_selection(case, markers, expression)
             own = None if isinstance(what, Case) else what
             result = self._runner.run(
@@ -104,6 +119,14 @@ class GpuTrain:
             code = _address(what, self._runner.settings.root)
         shown = tuple(knob for knob in knobs if knob not in ("model", "precision", "steps", "warmup", "platforms"))
         return Case(**{"model": name, "method": "custom", "code": code, "named": shown, **knobs})
+
+    def _override(self, case: Case) -> Case:
+        foreign = {"model", "method"} & set(self._overridden)
+        if case.method == "custom" and foreign:
+            raise BadCase(
+                f"{case} is own code, which has no {' or '.join(sorted(foreign))} for --gpu-set; deselect its test"
+            )
+        return override(case, self._overridden)
 
     def _note(self, result: Result) -> None:
         """Leave the result where the report of this test finds it."""
@@ -146,11 +169,21 @@ def _first_measurement(result: Result) -> Measurement:
 
 
 @pytest.fixture
-def gputrain(request: pytest.FixtureRequest) -> GpuTrain:
+def gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Knobs that replace those of the test's cases: one combination of ``--gpu-set``, by which the plugin parametrizes."""
+    if request.config.stash[RUNNER].settings.sweep:
+        pytest.fail(
+            "--gpu-set cannot reach a test that asks for gputrain while it runs; name it as an argument", pytrace=False
+        )
+    return {}
+
+
+@pytest.fixture
+def gputrain(request: pytest.FixtureRequest, gputrain_knobs: dict[str, Any]) -> GpuTrain:
     """Measures training cases in processes of their own and judges them against stored baselines."""
     item = request.node
     assert isinstance(item, pytest.Item)
-    return GpuTrain(item, item.config.stash[RUNNER])
+    return GpuTrain(item, item.config.stash[RUNNER], gputrain_knobs)
 
 
 @pytest.fixture

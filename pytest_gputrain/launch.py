@@ -158,7 +158,7 @@ def merge(replies: Sequence[Reply]) -> Reply:
         first,
         step_seconds=tuple(map(max, slowest)),
         warmup_seconds=tuple(map(max, slowest_warmup)),
-        losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=True)),
+        losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
         batch_size=sum(reply.batch_size for reply in measured),
         peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in measured),
         peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from pytest_gputrain import settings as options
+from pytest_gputrain import sweep
 from pytest_gputrain.baselines import BaselineError, Store
-from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain
+from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report.book import Book
@@ -20,7 +21,7 @@ from pytest_gputrain.report.live import Live
 from pytest_gputrain.runner import Runner, suite_of
 from pytest_gputrain.selection import platforms_of
 
-__all__ = ["gpu", "gputrain"]
+__all__ = ["gpu", "gputrain", "gputrain_knobs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         if option.switch:
             group.addoption(option.flag, action="store_true", default=None, help=option.help)
         else:
-            group.addoption(option.flag, default=None, metavar=option.metavar, help=option.help)
+            action = "append" if option.repeated else "store"
+            group.addoption(option.flag, action=action, default=None, metavar=option.metavar, help=option.help)
         parser.addini(option.ini, f"as {option.flag}", default="")
 
 
@@ -72,15 +74,21 @@ class GpuTrainPlugin:
         self._failed: set[str] = set()
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
+    @pytest.hookimpl(trylast=True)  # ids end in what the command line adds
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if self.runner.settings.sweep and "gputrain" in metafunc.fixturenames:
+            metafunc.parametrize("gputrain_knobs", sweep.combinations(self.runner.settings.sweep), ids=sweep.shown)
+
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         callspec = getattr(item, "callspec", None)
         if callspec is None:
             return
+        knobs = callspec.params.get("gputrain_knobs", {})
         for value in callspec.params.values():
             if isinstance(value, Case):
                 for marker in platforms_of(value.platforms):
                     item.add_marker(self._marks[marker])
-                self.runner.declare(suite_of(item.path), value)
+                self.runner.declare(suite_of(item.path), sweep.override(value, knobs))
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
@@ -129,12 +137,12 @@ class GpuTrainPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.book is None or not (self.book.results or self.book.notes):
             return
-        from pytest_gputrain.report import terminal
+        from pytest_gputrain.report import studies, terminal
 
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
         if self.book.results:
             table = terminal.render(self.book.results, width=writer.fullwidth, colour=writer.hasmarkup)
             terminalreporter.write_line(table)
-        for line in [*terminal.explain(self.book.results), *self.book.notes]:
+        for line in [*terminal.explain(self.book.results), *studies.explain(self.book.results), *self.book.notes]:
             terminalreporter.write_line(line)

@@ -14,6 +14,9 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.figures import Figures
+from pytest_gputrain.findings import LossCurve, Search
+
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
 
@@ -24,7 +27,7 @@ Scale = Literal["full", "tiny"]
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
 """Where a worker stands; ``count`` is the pass that counts allocations."""
 Status = Literal["pass", "regressed", "improved", "new", "not-comparable", "failed", "recorded"]
-MetricName = Literal["step_seconds", "peak_allocated_bytes"]
+MetricName = Literal["step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"]
 
 _NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
 
@@ -189,6 +192,11 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     def samples_per_second(self) -> float:
         return self.batch_size / self.median_step_seconds
 
+    def update_seconds(self, accumulation: int) -> float | None:
+        """Median seconds of an optimizer update with all its micro-batches; None where no whole one was timed."""
+        starts = range(0, len(self.step_seconds) - accumulation + 1, accumulation)
+        return statistics.median(sum(self.step_seconds[at : at + accumulation]) for at in starts) if starts else None
+
     @property
     def tokens_per_second(self) -> float | None:
         return self.samples_per_second * self.sequence_length if self.sequence_length else None
@@ -249,6 +257,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Name under which the parent imported the file of ``case.code``."""
     import_paths: tuple[str, ...] = ()
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
+    curve: bool = False
+    """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
 
 
 class Event(Struct, frozen=True, kw_only=True):
@@ -291,6 +301,24 @@ class Baseline(Struct, frozen=True, kw_only=True):
     case: Case
     scale: Scale
     runs: tuple[BaselineRun, ...]
+
+
+class Published(Struct, frozen=True, kw_only=True):
+    """What others published for one case on one platform: a row of a table in ``baselines/published``."""
+
+    table: str
+    suite: str
+    platform: str
+    """Catalog marker."""
+    case: Case
+    outcome: Literal["measured", "out_of_memory", "error"]
+    """``error`` where the row tells of one instead of figures."""
+    cells: dict[str, str]
+    """Every column as printed, by its header."""
+    figures: dict[str, Figures]
+    """By framework, ``pytorch`` or ``paddle``; empty where the figures are a picture."""
+    made_with: str
+    """Versions and hardware: ``torch 2.5.1 on NVIDIA H100``."""
 
 
 class MetricVerdict(Struct, frozen=True, kw_only=True):
@@ -348,6 +376,12 @@ class Result(Struct, frozen=True, kw_only=True):
     summary: Summary | None = None
     verdict: Verdict | None = None
     """None where the test only measured."""
+    published: Published | None = None
+    """The row that it was compared with under ``--gpu-baseline=published``."""
+    search: Search | None = None
+    """Of ``--gpu-find-batch``."""
+    loss_curves: tuple[LossCurve, ...] = ()
+    """Of ``--gpu-loss``; fp32 first."""
 
 
 class Report(Struct, frozen=True, kw_only=True):

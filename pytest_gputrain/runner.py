@@ -20,12 +20,14 @@ from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.judge import Tolerance, describe_failure, judge
+from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import (
     Baseline,
     Case,
     Event,
     Measurement,
     OutOfMemory,
+    Published,
     Reply,
     Result,
     Scale,
@@ -33,8 +35,10 @@ from pytest_gputrain.records import (
     Task,
     Verdict,
 )
+from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
+from pytest_gputrain.studies import Study, failed_curves, record_losses, search_batch
 
 Watch = Callable[[Case, Event], None]
 
@@ -55,12 +59,14 @@ class Runner:
 
     def __init__(self, settings: Settings, *, watch: Watch = lambda case, event: None) -> None:
         """Raises:
-        BaselineError: the report to compare with cannot be read.
+        BaselineError: the report or the published tables to compare with cannot be read.
         """
         self.settings = settings
         self.watch = watch
         self.store = Store(settings.baseline_dir)
-        self._report = None if settings.baseline == "measured" else ReportStore(Path(settings.baseline))
+        published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
+        self._published = PublishedStore.beside(settings.baseline_dir) if published else None
+        self._report = ReportStore(Path(settings.baseline)) if report else None
         self._machine: Machine | None = None
         self._replies: dict[bytes, tuple[Reply, ...]] = {}
         self._keys: dict[tuple[str, str], Case] = {}
@@ -111,7 +117,7 @@ class Runner:
         builder: Any = None,
         module: str = "",
     ) -> Result:
-        """Measure ``case``, unless this session did already, and judge it if asked.
+        """Measure ``case``, unless this session did already, and judge it if asked and if its own figures were wanted.
 
         Args:
             inline: run in this process.
@@ -119,8 +125,11 @@ class Runner:
             module: name under which this process imported the file of ``case.code``.
 
         Raises:
-            BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU.
+            BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU or the
+                processes that a study takes.
         """
+        studied = self.settings.find_batch or self.settings.loss_steps is not None
+        judged = judged and not studied
         first = self.declare(suite, case)
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))
@@ -129,10 +138,12 @@ class Runner:
         scale = self._scale()
         key = key_of(case, scale)
         # Read first: a broken file is better told before the case has run for minutes.
-        baseline, hint = self._baseline(suite, key) if judged else (None, "")
+        baseline, hint = self._baseline(suite, key) if judged and self._published is None else (None, "")
         inline = inline or self.settings.isolation == "inline"
         if inline and self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
+        if inline and studied:
+            raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
         task = Task(
             case=case,
             scale=scale,
@@ -142,10 +153,13 @@ class Runner:
             module=module,
             import_paths=tuple(path for path in sys.path if path),
         )
-        replies = self._measure(task, inline, builder)
-        verdict = None
-        if judged:
-            tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
+        study = self._study(task, inline, builder)
+        case, replies = study.case, study.replies
+        verdict = row = None
+        tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
+        if judged and self._published is not None:
+            row, verdict = self._against_published(self._published, suite, case, replies, tolerance)
+        elif judged:
             verdict = self._recorded(judge(case, replies, baseline, tolerance, hint), case, replies, baseline)
         return Result(
             nodeid=nodeid,
@@ -158,11 +172,26 @@ class Runner:
             replies=replies,
             summary=_summary(case, self.machine, replies),
             verdict=verdict,
+            published=row,
+            search=study.search,
+            loss_curves=study.loss_curves,
         )
+
+    def _study(self, task: Task, inline: bool, builder: Any) -> Study:
+        """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
+
+        def launch(task: Task) -> Reply:
+            return self._measure(task, inline, builder)[0]
+
+        if self.settings.find_batch:
+            return search_batch(task, self.settings.find_batch_max, launch)
+        if self.settings.loss_steps is not None:
+            return record_losses(task, self.settings.loss_steps, self.machine.platform, launch)
+        return Study(case=task.case, replies=self._measure(task, inline, builder))
 
     def _measure(self, task: Task, inline: bool, builder: Any) -> tuple[Reply, ...]:
         case = task.case
-        identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, inline))
+        identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))
         known = self._replies.get(identity)
         # An inline function has no address to be known by again.
         if known is not None and builder is None:
@@ -192,10 +221,21 @@ class Runner:
         others = [] if baseline else self.store.other_devices(device, suite)
         return baseline, f"this machine is {device}; there are some for {', '.join(others)}" if others else ""
 
+    def _against_published(
+        self, store: PublishedStore, suite: str, case: Case, replies: tuple[Reply, ...], tolerance: Tolerance
+    ) -> tuple[Published | None, Verdict]:
+        """The row that the case can be compared with, and what the comparison says."""
+        scale, elsewhere = self._scale(), store.platforms_of(suite, str(case))
+        row = store.get(self.machine.platform, suite, str(case))
+        verdict = reproduce(case, replies, row, tolerance, scale=scale, elsewhere=elsewhere)
+        return None if why_not_comparable(case, row, scale) else row, verdict
+
     def is_strict(self) -> bool:
         """Whether a case without a comparable baseline fails."""
         if self.settings.strict is not None:
             return self.settings.strict
+        if self._published is not None:
+            return False  # Strictness by itself is for figures that somebody forgot to record; nobody records these.
         in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
         return in_ci and (self._report is not None or self.store.has_device(self.machine.slug))
 
@@ -248,7 +288,7 @@ def failure_of(result: Result) -> str | None:
     for reply in result.replies:
         if not isinstance(reply, Measurement):
             return f"{result.case} {describe_failure(reply)}"
-    return None
+    return failed_curves(result.case, result.loss_curves)
 
 
 _DETAIL_LINES: Final = 40

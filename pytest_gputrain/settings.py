@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from pytest_gputrain.loss import LEAST_STEPS
 from pytest_gputrain.records import MAX_RUNS
+from pytest_gputrain.sweep import Axes, parse_axes
 from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio, parse_seconds
 
 
@@ -31,7 +33,7 @@ class Settings:
     baseline_dir_named: bool
     """Whether the command line or the ini file names it."""
     baseline: str
-    """``measured``, or the path of a report to compare with."""
+    """``measured``, ``published``, or the path of a report to compare with."""
     time_tolerance: float
     memory_tolerance: MemoryTolerance
     runs: int
@@ -49,6 +51,13 @@ class Settings:
     """Indices or UUIDs of the GPUs to use, None for all visible ones."""
     isolation: Literal["process", "inline"]
     json: Path | None
+    sweep: Axes
+    """Knobs that replace those of every case, each with its values."""
+    find_batch: bool
+    find_batch_max: int
+    """The largest micro-batch that is tried."""
+    loss_steps: int | None
+    """Steps of the loss curves, None where there are to be none."""
     root: Path
 
 
@@ -64,6 +73,8 @@ class Option:
     metavar: str | None = None
     switch: bool = False
     """Takes no value on the command line."""
+    repeated: bool = False
+    """May be given several times; one a line in the ini file."""
 
     @property
     def flag(self) -> str:
@@ -74,11 +85,11 @@ class Option:
         return "gpu_" + self.name.replace("-", "_")
 
 
-def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root: Path) -> Settings:
+def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
     """Settings from what was typed and what the ini file says: command line before ini before default.
 
     Args:
-        options: value of each option's flag by option name; None where it was not given.
+        options: value of each option's flag by option name; None where it was not given, a list for one that is repeated.
         ini: value of each option's ini twin by option name; empty where it is not set.
         root: folder that relative paths of the ini file are in; those of the command line are in the current folder.
 
@@ -88,6 +99,7 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
     values: dict[str, Any] = {}
     for option in OPTIONS:
         typed, written = options.get(option.name), ini.get(option.name, "")
+        typed = "\n".join(typed) if isinstance(typed, list) else typed
         given = typed not in (None, False)
         text = ("true" if typed is True else str(typed)) if given else (written or option.default)
         try:
@@ -105,15 +117,18 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
         "all" if values["baseline-update"] else "new-only" if values["baseline-update-new-only"] else "no"
     )
     baseline = values["baseline"]
-    if baseline != "measured":
+    if baseline == "published" and update != "no":
+        raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a published table")
+    if baseline not in ("measured", "published"):
         typed = bool(options.get("baseline"))
         path = Path(baseline) if typed else root / baseline
         if not path.is_file():
             name = "--gpu-baseline" if typed else "gpu_baseline"
-            raise ValueError(f"{name}: {baseline!r} is neither 'measured' nor a report that exists")
+            raise ValueError(f"{name}: {baseline!r} is neither 'measured', 'published' nor a report that exists")
         if update != "no":
             raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
         baseline = str(path.absolute())
+    _refuse_contradictions(values)
     if values["json"] is not None and values["json"].exists() and not values["json"].is_file():
         raise ValueError(f"--gpu-json: {values['json']} is not a file")
     return Settings(
@@ -133,8 +148,41 @@ def read(options: Mapping[str, str | bool | None], ini: Mapping[str, str], root:
         gpu_ids=values["ids"],
         isolation=values["isolation"],
         json=None if values["json"] is None else values["json"].absolute(),
+        sweep=values["set"] or (),
+        find_batch=bool(values["find-batch"]),
+        find_batch_max=values["find-batch-max"],
+        loss_steps=values["loss"],
         root=root,
     )
+
+
+def _refuse_contradictions(values: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: two of the values cannot both be meant.
+    """
+    swept = dict(values["set"] or ())
+    studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
+    if len(studies) > 1:
+        raise ValueError(f"{' and '.join(studies)} contradict each other; give one")
+    for study in studies:
+        against = {
+            "--gpu-baseline-update": values["baseline-update"],
+            "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
+            f"--gpu-runs={values['runs']}": values["runs"] > 1,
+            "--gpu-isolation=inline": values["isolation"] == "inline",
+        }
+        for other in (flag for flag, asked in against.items() if asked):
+            raise ValueError(
+                f"{study} and {other} contradict each other: it starts the processes that it needs and records no baseline"
+            )
+    both = {
+        "batch_size": "--gpu-find-batch" if values["find-batch"] else "",
+        "steps": "--gpu-loss" if values["loss"] else "--gpu-steps" if values["steps"] is not None else "",
+        "warmup": "--gpu-loss" if values["loss"] else "--gpu-warmup" if values["warmup"] is not None else "",
+    }
+    for knob, flag in both.items():
+        if flag and knob in swept:
+            raise ValueError(f"--gpu-set {knob} and {flag} contradict each other: both say what {knob} is; give one")
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -203,9 +251,10 @@ OPTIONS: Final = (
     Option(
         name="baseline",
         default="measured",
-        metavar="measured|REPORT",
+        metavar="measured|published|REPORT",
         help=(
-            "what to compare with: the baselines of this device, or the report of an earlier --gpu-json (default: measured)"
+            "what to compare with: the baselines of this device, the tables that others published, or the report of an "
+            "earlier --gpu-json (default: measured)"
         ),
     ),
     Option(
@@ -270,5 +319,31 @@ OPTIONS: Final = (
     ),
     Option(
         name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"
+    ),
+    Option(
+        name="set",
+        parse=parse_axes,
+        repeated=True,
+        metavar="KNOB=A,B",
+        help="run every case with each of these values for a knob of its own; given for several knobs, with their product",
+    ),
+    Option(
+        name="find-batch",
+        switch=True,
+        parse=_switch,
+        help="find the largest micro-batch of every case that fits and the fastest one, instead of judging it",
+    ),
+    Option(
+        name="find-batch-max",
+        parse=_whole(1),
+        default="1024",
+        metavar="N",
+        help="largest micro-batch that --gpu-find-batch tries (default: 1024)",
+    ),
+    Option(
+        name="loss",
+        parse=_whole(LEAST_STEPS),
+        metavar="STEPS",
+        help="train every case that many steps in each precision and compare the loss curves, instead of judging it",
     ),
 )

@@ -29,6 +29,11 @@ def format_seconds(seconds: float) -> str:
     return f"{_digits(seconds / 1e-6)} µs"
 
 
+def format_rate(per_second: float) -> str:
+    """``4.34/s`` with three significant digits."""
+    return f"{_digits(per_second)}/s"
+
+
 def _digits(value: float) -> str:
     """Three significant digits, never an exponent."""
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0

@@ -62,8 +62,8 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Parameters that train, by method and scale: the methods that the model has."""
     trains: dict[str, tuple[str, ...]] = {}
     """Methods that train only what begins with one of these names; the others train everything (or adapters)."""
-    idle: tuple[str, ...] = ()
-    """Regular expressions for whole names of trained parameters that get no gradient by construction."""
+    idle: dict[Scale, tuple[str, ...]] = {}
+    """Regular expressions, by scale, for whole names of trained parameters that get no gradient by construction."""
     lora: Lora | None = None
     """Absent where no method adapts."""
     blocks: tuple[str, ...] = ()

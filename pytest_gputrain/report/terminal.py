@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result, TimedOut
+from pytest_gputrain.records import Measurement, MetricName, Result
+from pytest_gputrain.report import comparison, studies
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 _STYLES: Final = {
     "pass": "green",
@@ -42,7 +44,17 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(Text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
-        console.print(_table(members, width))
+        searched = [result for result in members if result.search is not None]
+        curved = [result for result in members if result.loss_curves]
+        judged = [result for result in members if result.search is None and not result.loss_curves]
+        if any(result.published for result in judged):
+            console.print(comparison.table(judged, _verdict))
+        elif judged:
+            console.print(_table(judged, width))
+        if searched:
+            console.print(studies.search_table(searched, _names))
+        if curved:
+            console.print(studies.loss_table(curved, _names))
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue().rstrip("\n")
@@ -75,10 +87,16 @@ def explain(results: Sequence[Result]) -> list[str]:
 
 
 _CHANGES: Final[dict[MetricName, str]] = {"peak_allocated_bytes": "Δ mem.", "step_seconds": "Δ time"}
+"""Metrics that a stored baseline judges."""
 _WIDTH_OF_ALL_COLUMNS: Final = 92
 _SHOWN_NOTES: Final = 6
 
-_METRICS: Final[dict[MetricName, str]] = {"step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
+_METRICS: Final[dict[MetricName, str]] = {
+    "step_seconds": "step time",
+    "peak_allocated_bytes": "peak memory",
+    "peak_reserved_bytes": "reserved memory",
+    "device_used_bytes": "device memory",
+}
 
 
 def _table(results: Sequence[Result], width: int) -> Table:
@@ -108,11 +126,16 @@ def _table(results: Sequence[Result], width: int) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("Verdict", no_wrap=True)
     for result in results:
-        status = result.verdict.status if result.verdict else "measured" if result.summary else "failed"
-        style = _STYLES.get(status, "red")
         cells = [*_names(result), *(show(result) for show in figures.values())]
-        table.add_row(*map(Text, cells), Text(status, style=style))
+        table.add_row(*map(Text, cells), _verdict(result))
     return table
+
+
+def _verdict(result: Result) -> Text:
+    from rich.text import Text
+
+    status = result.verdict.status if result.verdict else "measured" if result.summary else "failed"
+    return Text(status, style=_STYLES.get(status, "red"))
 
 
 def _names(result: Result) -> tuple[str, str, str]:
@@ -123,7 +146,7 @@ def _names(result: Result) -> tuple[str, str, str]:
 
 
 def _peak(result: Result) -> str:
-    return format_bytes(result.summary.peak_allocated_bytes) if result.summary else _outcome(result)
+    return format_bytes(result.summary.peak_allocated_bytes) if result.summary else comparison.outcome(result)
 
 
 def _model(result: Result) -> str:
@@ -132,12 +155,7 @@ def _model(result: Result) -> str:
 
 
 def _seconds(result: Result) -> str:
-    return format_seconds(result.summary.median_step_seconds) if result.summary else _outcome(result)
-
-
-def _outcome(result: Result) -> str:
-    reply = result.replies[-1]
-    return "OOM" if isinstance(reply, OutOfMemory) else "timed out" if isinstance(reply, TimedOut) else "crashed"
+    return format_seconds(result.summary.median_step_seconds) if result.summary else comparison.outcome(result)
 
 
 def _change(name: MetricName, result: Result) -> str:

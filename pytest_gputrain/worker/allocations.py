@@ -38,7 +38,8 @@ class AllocationCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                self._see(value.untyped_storage())
+                for part in _strided(value):
+                    self._see(part.untyped_storage())
         return result
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -59,3 +60,14 @@ class AllocationCounter(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._references.pop(key, None)
         self.live_bytes -= self._sizes.pop(key, 0)
+
+
+def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold the storages of one that may be sparse."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)

@@ -6,6 +6,7 @@ Not covered: whether the model would learn anything from real data.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,17 @@ def check_losses(losses: Sequence[float]) -> None:
     for step, value in enumerate(losses, start=1):
         if not math.isfinite(value):
             raise CheckFailed(f"the loss of timed step {step} is {value}")
+
+
+def finite_losses(losses: Sequence[float], name: str) -> tuple[float, ...]:
+    """The losses before the first that is not finite: divergence is what a curve is recorded to show.
+
+    Raises:
+        CheckFailed: there are no losses at all.
+    """
+    if not losses:
+        raise CheckFailed(f"{name} returns no loss from its step, so it has no curve; return the loss")
+    return tuple(itertools.takewhile(math.isfinite, losses))
 
 
 class Movement:

@@ -11,7 +11,7 @@ def timed(
     updates: Sequence[bool],
     ready: Callable[[], None],
     synchronize: Callable[[], None],
-    after: Callable[[int, float], None] = lambda index, seconds: None,
+    after: Callable[[int, float], bool | None] = lambda index, seconds: None,
 ) -> list[float]:
     """Wall seconds of ``len(updates)`` steps, each from an idle device to an idle device.
 
@@ -20,7 +20,8 @@ def timed(
         updates: that argument, step by step.
         ready: waits until the step may start: an idle device, and the other processes.
         synchronize: waits until the device has done everything asked of it.
-        after: called between two steps, outside of what is timed, with the number of steps done and the last one's seconds.
+        after: called between two steps, outside of what is timed, with the number of steps done and the last one's seconds;
+            true ends the loop.
     """
     seconds: list[float] = []
     clock = time.perf_counter
@@ -30,7 +31,8 @@ def timed(
         step(update)
         synchronize()
         seconds.append(clock() - start)
-        after(index, seconds[-1])
+        if after(index, seconds[-1]):
+            break
     return seconds
 
 

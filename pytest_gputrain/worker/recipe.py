@@ -88,7 +88,7 @@ class Training:
         self._inputs = batch.inputs
         self.samples = batch.samples
         self.sequence_length = batch.sequence_length
-        self.idle = architecture.idle
+        self.idle = architecture.idle.get(scale, ())
         self.losses: list[Tensor | float] = []
 
     @property

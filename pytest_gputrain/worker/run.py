@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
+import math
 import os
 import platform
 import socket
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Task
-from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, local
+from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, finite_losses, local
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.group import ALONE, Group
@@ -86,14 +87,18 @@ def crash(error: BaseException, progress: Progress) -> Crashed:
 def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilder | None, group: Group) -> Measurement:
     case = task.case
 
-    def told(step: int, seconds: float) -> None:
+    def told(step: int, seconds: float) -> bool:
         progress.stepped(step, seconds, device.allocated_bytes())
+        # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of several
+        # processes none may end before the others.
+        return task.curve and group.size == 1 and bool(training.losses) and not math.isfinite(float(training.losses[-1]))
 
     progress.enter("build")
     device.reset_peaks()
     with device.counting() as counter:
         training = _build(task, device.torch_device, builder, group)
-        movement = Movement(training.model, training.idle) if training.model is not None else None
+        # A curve may end in weights that are NaN, of which nothing can be checked.
+        movement = None if training.model is None or task.curve else Movement(training.model, training.idle)
         device.reset_peaks()
         if counter is not None:
             progress.enter("count")
@@ -113,14 +118,23 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
 
     warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), ready, device.synchronize, told)
     progress.enter("measure")
-    training.losses.clear()
-    seconds = timed(training.step, schedule(case.steps, case.gradient_accumulation), ready, device.synchronize, told)
+    steps = case.steps
+    if task.curve:
+        # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
+        finite = all(math.isfinite(float(loss)) for loss in training.losses)
+        steps = max(1, steps - len(training.losses)) if finite or group.size > 1 else 1
+    else:
+        training.losses.clear()
+    seconds = timed(training.step, schedule(steps, case.gradient_accumulation), ready, device.synchronize, told)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
     updates = training.updates
     progress.enter("check")
-    check_losses(losses)
+    if task.curve:
+        losses = finite_losses(losses[: case.steps], case.model)
+    else:
+        check_losses(losses)
     with count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
         training.step(True)
     if movement is not None:

@@ -256,7 +256,10 @@ def test_tests_without_cases_need_no_baseline_folder(suite: Project) -> None:
         ("--gpu-isolation=thread", "--gpu-isolation: 'thread' is none of process, inline"),
         ("--gpu-ids=0,0", "--gpu-ids: '0,0' is not a list of GPU indices or UUIDs, each once, separated by commas"),
         ("--gpu-platform=h10", "--gpu-platform: 'h10' is unknown; known: *"),
-        ("--gpu-baseline=gone.json", "--gpu-baseline: 'gone.json' is neither 'measured' nor a report that exists"),
+        (
+            "--gpu-baseline=gone.json",
+            "--gpu-baseline: 'gone.json' is neither 'measured', 'published' nor a report that exists",
+        ),
         ("--gpu-baseline-dir=", "--gpu-baseline-dir: *"),
     ],
     ids=lambda text: text.lstrip("-").partition(":")[0] if "=" in text and ": " not in text else "",

@@ -139,7 +139,7 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
 @pytest.mark.parametrize(
     ("case", "found"),
     [
-        (CASE.replace(model=""), "names no model; known: llama-3.1-8b"),
+        (CASE.replace(model=""), f"names no model; known: {', '.join(architectures())}"),
         (CASE.replace(model="lama-3.1-8b"), "unknown model 'lama-3.1-8b' (did you mean 'llama-3.1-8b'?); known: "),
         (CASE.replace(model="zzzzzz"), "unknown model 'zzzzzz'; known: "),
         (CASE.replace(method="lorra"), "unknown method 'lorra' (did you mean 'lora'?); known: full, lora, qlora"),
@@ -232,7 +232,9 @@ ANYTHING = st.recursive(
 FIELDS = dict.fromkeys(Case.__struct_fields__, ANYTHING)
 SOUND = st.builds(
     Case,
-    model=st.sampled_from(sorted(name for name, known in architectures().items() if known.family == "language")),
+    model=st.sampled_from(
+        sorted(name for name, known in architectures().items() if known.family == "language" and known.lora)
+    ),
     method=st.sampled_from(["full", "lora"]),
     precision=st.sampled_from(PRECISIONS),
     optimizer=st.sampled_from(OPTIMIZERS),

@@ -18,27 +18,36 @@ PACKAGE = "pytest_gputrain"
 ROOT = Path(pytest_gputrain.__file__).parent
 
 FLOORS = {
+    "findings": 0,
     "records": 0,
+    "figures": 0,
     "units": 0,
     "architectures": 0,
     "files": 0,
     "cases": 0,
+    "sweep": 0,
+    "search": 0,
+    "loss": 0,
     "settings": 1,
     "session": 1,
     "worker": 1,
     "hardware": 2,
     "judge": 2,
     "baselines": 2,
+    "published": 2,
+    "reproduction": 2,
     "selection": 2,
     "launch": 3,
+    "studies": 4,
     "runner": 4,
     "report": 4,
     "fixtures": 5,
     "plugin": 6,
+    "cli": 6,
 }
 """Floor by top-level module or folder."""
 
-TRAINING_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "numpy"}
+TRAINING_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "diffusers", "numpy"}
 
 
 class Import(NamedTuple):

@@ -64,6 +64,16 @@ LAYERS = [
     Layers("platform", "platform", ("h100", "h100"), ("a100", "a100"), None),
     Layers("ids", "gpu_ids", ("0, 1", ("0", "1")), ("GPU-1", ("GPU-1",)), None),
     Layers("isolation", "isolation", ("inline", "inline"), ("process", "process"), "process"),
+    Layers(
+        "set",
+        "sweep",
+        (["batch_size=1,2", "precision=fp32"], (("batch_size", (1, 2)), ("precision", ("fp32",)))),
+        ("\nlearning_rate = 1e-6, 5e-5\ncpu_offload=true", (("learning_rate", (1e-6, 5e-5)), ("cpu_offload", (True,)))),
+        (),
+    ),
+    Layers("find-batch", "find_batch", (True, True), ("yes", True), False),
+    Layers("find-batch-max", "find_batch_max", ("8", 8), ("16", 16), 1024),
+    Layers("loss", "loss_steps", ("1500", 1500), ("20", 20), None),
     Layers("json", "json", ("/typed.json", Path("/typed.json")), ("/ini.json", Path("/ini.json")), None),
 ]
 
@@ -146,6 +156,30 @@ def test_the_folder_of_baselines_is_absolute(tmp_path: Path, monkeypatch: pytest
     assert _read({"baseline-dir": "figures"}).baseline_dir.is_absolute()
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"find-batch": True, "loss": "20"}, "--gpu-find-batch and --gpu-loss contradict each other; give one"),
+        ({"find-batch": True, "runs": "2"}, "--gpu-find-batch and --gpu-runs=2 contradict each other: "),
+        ({"loss": "20", "runs": "2"}, "--gpu-loss and --gpu-runs=2 contradict each other: "),
+        ({"find-batch": True, "baseline-update": True}, "--gpu-find-batch and --gpu-baseline-update contradict"),
+        ({"loss": "20", "baseline-update-new-only": True}, "--gpu-loss and --gpu-baseline-update-new-only contradict"),
+        ({"find-batch": True, "isolation": "inline"}, "--gpu-find-batch and --gpu-isolation=inline contradict"),
+        ({"set": ["batch_size=1"], "find-batch": True}, "--gpu-set batch_size and --gpu-find-batch contradict"),
+        ({"set": ["steps=5"], "steps": "5"}, "--gpu-set steps and --gpu-steps contradict"),
+        ({"set": ["warmup=5"], "warmup": "0"}, "--gpu-set warmup and --gpu-warmup contradict"),
+        ({"set": ["steps=5"], "loss": "20"}, "--gpu-set steps and --gpu-loss contradict"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_cannot_both_be_meant_are_refused(options: dict[str, Any], sentence: str) -> None:
+    assert (_refusal(options) or "").startswith(sentence)
+
+
+def test_a_maximum_of_the_search_alone_searches_nothing() -> None:
+    assert not _read({"find-batch-max": "8", "runs": "2"}).find_batch
+
+
 BAD = [
     ("baseline-update", "perhaps"),
     ("baseline-update-new-only", "2"),
@@ -168,6 +202,10 @@ BAD = [
     ("ids", ","),
     ("ids", "0,0"),
     ("isolation", "none"),
+    ("find-batch", "perhaps"),
+    ("find-batch-max", "0"),
+    ("loss", "19"),
+    ("loss", "all"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,3 +108,33 @@ def test_nothing_is_followed_after_leaving():
     del x
     torch.zeros(1000)
     assert counter.live_bytes == 40
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc], ids=str
+)
+def test_a_sparse_tensor_counts_its_indices_and_values(layout):
+    blocksize = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    sparse = torch.eye(10).to_sparse(layout=layout, blocksize=blocksize)
+    with AllocationCounter() as counter:
+        copy = sparse.clone()
+        indices = 2 * 10 if layout == torch.sparse_coo else 11 + 10
+        assert counter.live_bytes == 8 * indices + 4 * 10
+        del copy
+        assert counter.live_bytes == 0
+
+
+def test_sparse_gradients_are_counted_until_they_are_freed():
+    def steps():
+        table = torch.nn.Embedding(1000, 32, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        for _ in range(2):
+            table(torch.arange(100)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps()
+    counted, profiled = counted_peak(steps), profiled_peak(steps)
+    assert 4 * 32 * 1000 < counted < 4 * 32 * 1300
+    assert counted == pytest.approx(profiled, rel=0.05)

@@ -7,38 +7,18 @@ import msgspec
 import numpy
 import pytest
 import torch
-from zoo_examples import EXAMPLES
+from zoo_examples import EXAMPLES, measured, run
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import PRECISIONS
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task
 from pytest_gputrain.worker import checks, methods, recipe
-from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
-from pytest_gputrain.worker.progress import Progress
 
 METHODS = ("full", "lora", "qlora")
 
 LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=2, warmup=1)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def run(case, builder=None, root="."):
-    task = Task(case=case, scale="tiny", device_type="cpu", root=str(root))
-    return worker_run.run(task, Progress(None), builder)
-
-
-def measured(case, builder=None):
-    reply = run(case, builder)
-    assert isinstance(reply, Measurement), reply
-    return reply
 
 
 @pytest.mark.parametrize("case", EXAMPLES, ids=str)

@@ -1,23 +1,16 @@
 """The models are what they are named, at full size (on the meta device) and at tiny scale."""
 
+import re
+
 import pytest
 import torch
-from zoo_examples import EXAMPLES, LANGUAGE, MODELS, example
+from zoo_examples import EXAMPLES, LANGUAGE, MODELS, built, count, example
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import METHODS, OPTIMIZERS, PRECISIONS
 from pytest_gputrain.worker import methods, precision, recipe, zoo
 
 BF16 = precision.PRECISIONS["bf16"]
-
-
-def built(name, scale="tiny", device="cpu", **knobs):
-    with torch.device(device):
-        return zoo.build(example(name, **knobs), scale)
-
-
-def count(module):
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,6 +89,14 @@ def test_the_parent_s_vocabulary_is_what_the_worker_offers():
     assert set(PRECISIONS) == set(precision.PRECISIONS)
     assert set(OPTIMIZERS) == set(recipe.OPTIMIZERS)
     assert {architecture.family for architecture in known} == set(zoo.FAMILIES)
+
+
+@pytest.mark.parametrize("scale", ["full", "tiny"])
+@pytest.mark.parametrize("name", [name for name in MODELS if architectures()[name].idle])
+def test_idle_parameters_are_there(name, scale):
+    names = [key for key, _ in built(name, scale, "meta").model.named_parameters()]
+    for pattern in architectures()[name].idle[scale]:
+        assert any(re.fullmatch(pattern, key) for key in names), pattern
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,17 +1,53 @@
-"""Cases of every model by every method that it has."""
+"""Cases of every model by every method that it has, built and trained."""
+
+import torch
 
 from pytest_gputrain import Case
 from pytest_gputrain.architectures import architectures
+from pytest_gputrain.records import Measurement, Task
+from pytest_gputrain.worker import run as worker_run
+from pytest_gputrain.worker import zoo
+from pytest_gputrain.worker.progress import Progress
 
 _NEEDED = {"sequence_length": 8192, "resolution": "512x512", "frames": 9}
+_PECULIAR = {"word2vec": {"optimizer": "sgd", "learning_rate": 1.0}}
 
 
 def example(model, method=None, **knobs):
     """A case of the model by the method (its first, if none is named), with the fields that it needs."""
     architecture = architectures()[model]
     needed = {field: _NEEDED[field] for field in architecture.needs}
+    if "sequence_length" in needed:
+        positions = architecture.trained_part.config.get("max_position_embeddings", 8192)
+        needed["sequence_length"] = min(needed["sequence_length"], positions)
     fields = {"model": model, "method": method or next(iter(architecture.trainable)), "batch_size": 2, **needed}
-    return Case(**{**fields, **knobs})
+    return Case(**{**fields, **_PECULIAR.get(model, {}), **knobs})
+
+
+def built(model, scale="tiny", device="cpu", **knobs):
+    """The example's workload, not adapted."""
+    with torch.device(device):
+        return zoo.build(example(model, **knobs), scale)
+
+
+def inputs_of(workload):
+    return workload.batch(torch.device("cpu")).inputs
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def run(case, builder=None, root="."):
+    """The reply to the case at tiny scale, from this process."""
+    task = Task(case=case, scale="tiny", device_type="cpu", root=str(root))
+    return worker_run.run(task, Progress(None), builder)
+
+
+def measured(case, builder=None):
+    reply = run(case, builder)
+    assert isinstance(reply, Measurement), reply
+    return reply
 
 
 MODELS = list(architectures())
@@ -19,4 +55,8 @@ METHODS_OF_MODELS = [(model, method) for model, known in architectures().items()
 """Pairs of names."""
 EXAMPLES = [example(*pair) for pair in METHODS_OF_MODELS]
 """One case per pair."""
-LANGUAGE = [model for model, known in architectures().items() if known.family == "language"]
+LANGUAGE = [
+    model
+    for model, known in architectures().items()
+    if known.family == "language" and known.trained_part.library == "transformers"
+]

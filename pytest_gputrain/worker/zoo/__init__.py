@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.worker.zoo.click_through import ClickThroughModel
+from pytest_gputrain.worker.zoo.diffusion import image_diffusion
 from pytest_gputrain.worker.zoo.language import LanguageModel
+from pytest_gputrain.worker.zoo.masked_language import MaskedLanguageModel
+from pytest_gputrain.worker.zoo.translation import TranslationModel
+from pytest_gputrain.worker.zoo.video_diffusion import VideoDiffusion
+from pytest_gputrain.worker.zoo.vision import VisionModel
+from pytest_gputrain.worker.zoo.vision_language import VisionLanguageModel
+from pytest_gputrain.worker.zoo.word_vectors import WordVectorModel
 from pytest_gputrain.worker.zoo.workload import Workload
 
-FAMILIES: Final[dict[str, type[Workload]]] = {
+FAMILIES: Final[dict[str, Callable[[Architecture, Case, Scale], Workload]]] = {
+    "click_through": ClickThroughModel,
+    "diffusion": image_diffusion,
     "language": LanguageModel,
+    "masked_language": MaskedLanguageModel,
+    "translation": TranslationModel,
+    "video_diffusion": VideoDiffusion,
+    "vision": VisionModel,
+    "vision_language": VisionLanguageModel,
+    "word_vectors": WordVectorModel,
 }
 """By name of the family's file of facts."""
 

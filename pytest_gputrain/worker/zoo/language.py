@@ -1,4 +1,4 @@
-"""Decoder-only language models by transformers: Llama, Gemma, Phi."""
+"""Decoder-only language models: Llama, Gemma and Phi by transformers, PanGu by a module of our own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pytest_gputrain.worker.flops import checkpoint_contexts
+from pytest_gputrain.worker.zoo.pangu import PanGu
 from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
 TINY_SEQUENCE_LENGTH: Final = 128
@@ -18,10 +19,12 @@ IGNORED_LABEL: Final = -100
 
 
 class LanguageModel(Workload):
-    """Random weights, and the attention that transformers picks (eager for Gemma 2, sdpa else)."""
+    """Random weights, and the attention that transformers picks (eager for Gemma 2, sdpa else; sdpa for PanGu)."""
+
+    own = (PanGu,)
 
     def checkpoint_activations(self, share: float) -> None:
-        if share < 1:
+        if share < 1 or self._is_own:
             super().checkpoint_activations(share)
             return
         model: Any = self.model
@@ -30,9 +33,12 @@ class LanguageModel(Workload):
 
     def batch(self, device: torch.device) -> Batch:
         """Random token ids and, shifted by one, their labels: both (batch, sequence) int64, no padding."""
-        length = self.case.sequence_length
-        if self.scale == "tiny":
-            length = min(length, TINY_SEQUENCE_LENGTH)
+        if self._is_own:
+            length = self.tokens_of_a_table()
+        else:
+            length = self.case.sequence_length
+            if self.scale == "tiny":
+                length = min(length, TINY_SEQUENCE_LENGTH)
         vocabulary: int = self.architecture.trained_part.facts(self.scale)["vocab_size"]
         ids = torch.randint(0, vocabulary, (self.case.batch_size, length), device=device)
         return Batch(
@@ -40,13 +46,14 @@ class LanguageModel(Workload):
         )
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Next-token cross entropy in the logits' own dtype.
+        """Cross entropy of the next tokens."""
+        ids = inputs["input_ids"]
+        logits = self.model(ids) if self._is_own else self.model(input_ids=ids, use_cache=False).logits
+        return next_token_loss(logits, inputs["labels"])
 
-        transformers' own loss copies the logits to fp32, which alone is 8 GiB at 2 x 8192 tokens of a 128k vocabulary; the
-        published memory figures exclude it. Shifting the labels instead of the logits saves another copy of them.
-        """
-        logits = self.model(input_ids=inputs["input_ids"], use_cache=False).logits
-        return functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), ignore_index=IGNORED_LABEL)
+    @property
+    def _is_own(self) -> bool:
+        return self.architecture.trained_part.library == "own"
 
 
 def next_token_labels(ids: Tensor) -> Tensor:
@@ -54,3 +61,12 @@ def next_token_labels(ids: Tensor) -> Tensor:
     labels = torch.roll(ids, -1, dims=1)
     labels[:, -1] = IGNORED_LABEL
     return labels
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of (batch, sequence, vocabulary) logits in their own dtype, ignored labels left out.
+
+    transformers' own loss copies the logits to fp32, which alone is 8 GiB at 2 x 8192 tokens of a 128k vocabulary; the
+    published memory figures exclude it. Shifting the labels instead of the logits saves another copy of them.
+    """
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gputrain.architectures import Architecture
 from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.flops import checkpoint_contexts
 
 
@@ -34,6 +35,8 @@ class Workload(abc.ABC):
     that the caller has set, in training mode, with activation checkpointing as the case says.
     """
 
+    own: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """Modules that are the family's own; its facts name them by class."""
     model: nn.Module
     """What trains. The caller puts its adapted form here."""
     encoders: dict[str, nn.Module]
@@ -70,7 +73,7 @@ class Workload(abc.ABC):
 
             module = getattr(diffusers, part.model_class)(**facts)
             return module
-        raise NotImplementedError(f"{type(self).__name__} builds its own {part.model_class}")
+        return next(known for known in self.own if known.__name__ == part.model_class)(**facts)
 
     def checkpoint_activations(self, share: float) -> None:
         """Recompute all blocks in backward, or the first ``share`` of the first list of them."""
@@ -78,6 +81,21 @@ class Workload(abc.ABC):
         if share < 1:
             lists = [lists[0][: int(len(lists[0]) * share)]]
         recompute([block for blocks in lists for block in blocks])
+
+    def tokens_of_a_table(self) -> int:
+        """The case's sequence length for a model with a table of positions; at tiny scale no more than the tiny table has.
+
+        Raises:
+            CheckFailed: the full-size model has fewer positions.
+        """
+        part, length = self.architecture.trained_part, self.case.sequence_length
+        positions: int = part.config["max_position_embeddings"]
+        if length > positions:
+            raise CheckFailed(
+                f"{self.case.model} has a table of {positions:,} positions, too few for sequence_length={length}; "
+                f"set it to at most {positions}"
+            )
+        return min(length, int(part.facts(self.scale)["max_position_embeddings"]))
 
     @abc.abstractmethod
     def batch(self, device: torch.device) -> Batch:

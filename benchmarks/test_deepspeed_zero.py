@@ -1,0 +1,64 @@
+"""Supervised fine-tuning of PanGu with and without DeepSpeed ZeRO: the 41 rows of pangu-deepspeed.
+
+Batch 1 a GPU, 512 tokens, no activation checkpointing. Without ZeRO fp16 and bf16 are autocast over fp32 weights; under ZeRO
+they are DeepSpeed's own. Axes are the table's columns; where it has no value, DeepSpeed's default holds.
+"""
+
+import pytest
+
+from pytest_gputrain import Case, grid
+
+PANGU = Case(batch_size=1, sequence_length=512, gradient_accumulation=8, steps=16, warmup=8)
+SMALL, LARGE = PANGU.replace(model="pangu-350m"), PANGU.replace(model="pangu-2.6b")
+SMALL_V100, LARGE_V100 = (case.replace(precision="fp16", gpus=3, platforms=("v100",)) for case in (SMALL, LARGE))
+LARGE_A100 = LARGE.replace(precision="bf16", gpus=1, platforms=("a100",))
+M, G = 10**6, 10**9
+
+
+def zero(base, stage, **columns):
+    """Memory is pinned in every row that offloads the optimizer."""
+    return grid(base.replace(parallel=f"zero{stage}", pin_memory=columns.get("offload_optimizer") == [True]), **columns)
+
+
+# The columns that come as one: what is offloaded, and whether communication overlaps with the backward pass.
+KEPT_2 = {"offload_optimizer": [False], "overlap_comm": [False]}
+OFFLOADED_2 = {"offload_optimizer": [True], "overlap_comm": [False]}
+KEPT_3 = {"offload_optimizer": [False], "offload_param": [False], "overlap_comm": [False]}
+OFFLOADED_3 = {"offload_optimizer": [True], "offload_param": [False, True], "overlap_comm": [False]}
+OVERLAPPED_3 = {"offload_optimizer": [True], "offload_param": [True], "overlap_comm": [True]}
+
+CASES = [
+    # PanGu 350M.
+    *grid(SMALL, precision=["fp32", "fp16"], platforms=["v100"]),
+    *zero(SMALL_V100, 0),
+    *zero(SMALL_V100, 1),
+    *zero(SMALL_V100, 2, **KEPT_2, allgather_bucket_size=[500 * M]),
+    *zero(SMALL_V100, 2, **OFFLOADED_2, allgather_bucket_size=[200 * M, 500 * M, 1 * G, 5 * G]),
+    *zero(SMALL_V100, 3, **KEPT_3, allgather_bucket_size=[1 * G]),
+    *zero(SMALL_V100, 3, **OFFLOADED_3, allgather_bucket_size=[1 * G]),
+    *zero(SMALL_V100, 3, **OVERLAPPED_3, allgather_bucket_size=[1 * G, 500 * M, 200 * M]),
+    # PanGu 2.6B, without ZeRO on one GPU of either kind.
+    *grid(LARGE, precision=["fp32", "fp16"], platforms=["v100", "a100"]),
+    *grid(LARGE, precision=["bf16-amp"], platforms=["a100"]),
+    # On three V100.
+    *zero(LARGE_V100, 0),
+    *zero(LARGE_V100, 1),
+    *zero(LARGE_V100, 2, **KEPT_2, allgather_bucket_size=[500 * M]),
+    *zero(LARGE_V100, 2, **OFFLOADED_2, allgather_bucket_size=[200 * M, 500 * M]),
+    *zero(LARGE_V100, 3, **KEPT_3, stage3_max_live_parameters=[1 * G]),
+    *zero(LARGE_V100, 3, **OFFLOADED_3, stage3_max_live_parameters=[1 * G]),
+    # On one A100.
+    *zero(LARGE_A100, 0),
+    *zero(LARGE_A100, 1),
+    *zero(LARGE_A100, 2, **KEPT_2, allgather_bucket_size=[500 * M]),
+    *zero(LARGE_A100, 2, **OFFLOADED_2, allgather_bucket_size=[200 * M, 500 * M, 1 * G]),
+    *zero(LARGE_A100, 2, offload_optimizer=[True], overlap_comm=[True], allgather_bucket_size=[500 * M]),
+    *zero(LARGE_A100, 3, **KEPT_3, allgather_bucket_size=[500 * M], stage3_max_live_parameters=[1 * G]),
+    *zero(LARGE_A100, 3, **OFFLOADED_3, stage3_max_live_parameters=[1 * G]),
+    *zero(LARGE_A100, 3, **OVERLAPPED_3, stage3_max_live_parameters=[1 * G, 500 * M, 200 * M]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_deepspeed_zero(gputrain, case):
+    gputrain.check(case)

@@ -1,0 +1,27 @@
+"""Word vectors and click-through rates: the parameter-server systems of paddle-distributed, and wide & deep beside them.
+
+Published as pictures, without figures, for a cluster of CPU machines. word2vec: batch 100, five negatives, plain SGD on
+sparse gradients. CTR-DNN: batch 1,000, Adam. Beside each system the same work in one process.
+"""
+
+import pytest
+
+from pytest_gputrain import Case, grid
+
+FP32 = Case(precision="fp32")
+WORDS = FP32.replace(model="word2vec", batch_size=100, optimizer="sgd", learning_rate=1.0)
+CLICKS = FP32.replace(batch_size=1000, optimizer="adam", learning_rate=1e-4)
+SERVED = {"parallel": "ps", "platforms": ("cpu",)}
+
+CASES = [
+    *grid(WORDS.replace(**SERVED), gpus=[4, 8, 16, 32]),
+    *grid(CLICKS.replace(**SERVED), model=["ctr-dnn"], gpus=[4, 8, 16, 32]),
+    # In one process.
+    WORDS,
+    *grid(CLICKS, model=["ctr-dnn", "wide-deep"]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parameter_server(gputrain, case):
+    gputrain.check(case)

@@ -1,0 +1,139 @@
+"""Tables and sentences of ``--gpu-find-batch`` and ``--gpu-loss``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from pytest_gputrain.findings import LossCurve, Search, Try
+from pytest_gputrain.records import Case, Result
+from pytest_gputrain.units import format_percent, format_rate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Names = Callable[[Result], Sequence[str]]
+"""Model, method and setting of a result, as every table begins."""
+
+_STYLES: Final = {"converging": "green", "flat": "yellow", "searched": "green"}
+_OUTCOMES: Final = {
+    "left_out": "left out",
+    "out_of_memory": "OOM",
+    "timed_out": "timed out",
+    "capped": "capped",
+    "crashed": "crashed",
+}
+
+
+def search_table(results: Sequence[Result], names: Names) -> Table:
+    """Throughput at batch 1 and at the best one, as published tables give it, and the largest batch that fits."""
+    table = _table("Batch 1", "Fastest (batch)", "Largest", "Tries", last="Outcome")
+    for result in results:
+        search = result.search
+        assert search is not None
+        tries = {one.batch_size: one for one in search.tries}
+        fastest = tries.get(search.fastest or 0)
+        _add_row(
+            table,
+            *names(
+                _as(result, result.case.replace(named=tuple(name for name in result.case.named if name != "batch_size")))
+            ),
+            _speed(tries.get(1)),
+            f"{_speed(fastest)} ({fastest.batch_size})" if fastest else "",
+            "" if search.largest is None else f"{'>= ' if search.largest == search.most else ''}{search.largest}",
+            str(len(search.tries)),
+            "searched" if fastest else "failed",
+        )
+    return table
+
+
+def loss_table(results: Sequence[Result], names: Names) -> Table:
+    """A row per precision."""
+    table = _table("First loss", "Last loss", "From fp32", last="Trend")
+    for result in results:
+        for curve in result.loss_curves:
+            _add_row(
+                table,
+                *names(_as(result, result.case.replace(precision=curve.precision))),
+                *(f"{value:.4g}" for value in (curve.losses[0], curve.losses[-1])) if curve.losses else ("", ""),
+                "" if curve.gap is None else format_percent(curve.gap),
+                _trend(curve),
+            )
+    return table
+
+
+def _table(*figures: str, last: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in ("Model", "Method", "Setting"):
+        table.add_column(header, overflow="fold")
+    for header in figures:
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column(last, no_wrap=True)
+    return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    from rich.text import Text
+
+    # Text throughout: names come from users, and rich would take their brackets for markup.
+    *others, last = cells
+    table.add_row(*map(Text, others), Text(last, style=_STYLES.get(last, "red")))
+
+
+def _as(result: Result, case: Case) -> Result:
+    return msgspec.structs.replace(result, case=case)
+
+
+def _speed(one: Try | None) -> str:
+    if one is None:
+        return ""
+    return _OUTCOMES.get(one.outcome, "") if one.samples_per_second is None else format_rate(one.samples_per_second)
+
+
+def _trend(curve: LossCurve) -> str:
+    at = f" from step {curve.non_finite_step}" if curve.non_finite_step is not None else ""
+    return f"{curve.trend}{at}" if curve.trend else _OUTCOMES.get(curve.outcome, "")
+
+
+def explain(results: Sequence[Result]) -> list[str]:
+    """Sentences for what the tables cannot show."""
+    lines = _counted({result.key: _end_of(result.search) for result in results if result.search is not None})
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for result in results:
+        for curve in result.loss_curves:
+            if curve.outcome == "left_out":
+                reasons[curve.reason].append(curve.precision)
+        if any(curve.precision == "fp32" and curve.trend == "diverging" for curve in result.loss_curves):
+            lines.append(f"{result.case} diverges in fp32 already: its recipe does, whatever the precision")
+    for reason, precisions in reasons.items():
+        lines.append(f"{' and '.join(dict.fromkeys(precisions))} left out: {reason}")
+    return lines
+
+
+def _end_of(search: Search) -> str:
+    """What bounds the largest batch, where it is not memory."""
+    if search.largest == search.most:
+        return f"the largest batch tried, {search.most}, fits; --gpu-find-batch-max allows more"
+    beyond = [
+        one for one in search.tries if one.outcome in ("timed_out", "capped") and one.batch_size > (search.largest or 0)
+    ]
+    smallest = min(beyond, key=lambda one: one.batch_size, default=None)
+    return f"batch {smallest.batch_size} {smallest.reason}" if smallest and search.largest else ""
+
+
+def _counted(sentences: dict[str, str]) -> list[str]:
+    """Each sentence once, with the first case it is about."""
+    about: defaultdict[str, list[str]] = defaultdict(list)
+    for key, sentence in sentences.items():
+        about[sentence].append(key)
+    return [
+        f"{keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}: {sentence}"
+        for sentence, keys in about.items()
+        if sentence
+    ]

@@ -1,0 +1,78 @@
+"""Click-through rates from hashed and dense features: CTR-DNN, and wide & deep (arXiv:1606.07792) on the same inputs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pytest_gputrain.worker.zoo.workload import Batch, Workload
+
+
+class Deep(nn.Module):
+    """Ids (batch, slots) int64 and dense features (batch, features) to logits (batch, outputs).
+
+    All slots share one table, as in PaddlePaddle/PaddleFleetX deprecated/examples/distribute_ctr. Its gradient is dense:
+    torch's Adam takes no other.
+    """
+
+    def __init__(
+        self, *, hashed_ids: int, dimension: int, slots: int, dense_features: int, hidden_sizes: Sequence[int], outputs: int
+    ) -> None:
+        super().__init__()
+        self.table = nn.Embedding(hashed_ids, dimension)
+        nn.init.uniform_(self.table.weight, -1, 1)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise([slots * dimension + dense_features, *hidden_sizes, outputs]):
+            linear = nn.Linear(before, after)
+            nn.init.normal_(linear.weight, std=1 / math.sqrt(before))
+            nn.init.zeros_(linear.bias)
+            layers += [linear, nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
+        logits: Tensor = self.layers(torch.cat([self.table(ids).flatten(1), dense], dim=1))
+        return logits
+
+
+class WideAndDeep(nn.Module):
+    """`Deep` plus a linear model of the same ids and dense features; one output."""
+
+    def __init__(self, *, hashed_ids: int, dense_features: int, outputs: int, **deep: Any) -> None:
+        super().__init__()
+        self.deep = Deep(hashed_ids=hashed_ids, dense_features=dense_features, outputs=outputs, **deep)
+        self.wide_ids = nn.Embedding(hashed_ids, outputs)
+        self.wide_dense = nn.Linear(dense_features, outputs, bias=False)
+        nn.init.zeros_(self.wide_ids.weight)
+        nn.init.zeros_(self.wide_dense.weight)
+
+    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
+        logits: Tensor = self.deep(ids, dense) + self.wide_ids(ids).sum(dim=1) + self.wide_dense(dense)
+        return logits
+
+
+class ClickThroughModel(Workload):
+    own = (Deep, WideAndDeep)
+
+    def batch(self, device: torch.device) -> Batch:
+        """``ids`` (batch, slots), one a slot, ``dense`` (batch, features) in the default dtype, and ``clicks`` (batch,)."""
+        facts = self.architecture.trained_part.facts(self.scale)
+        size = self.case.batch_size
+        inputs = {
+            "ids": torch.randint(0, facts["hashed_ids"], (size, facts["slots"]), device=device),
+            "dense": torch.rand(size, facts["dense_features"], device=device),
+            "clicks": torch.randint(0, 2, (size,), device=device),
+        }
+        return Batch(inputs=inputs, samples=size)
+
+    def loss(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Cross entropy over click and no click; of a model with one output, the binary one."""
+        logits, clicks = self.model(inputs["ids"], inputs["dense"]), inputs["clicks"]
+        if logits.shape[1] == 1:
+            return functional.binary_cross_entropy_with_logits(logits.squeeze(1), clicks.to(logits.dtype))
+        return functional.cross_entropy(logits, clicks)

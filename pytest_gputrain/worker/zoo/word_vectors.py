@@ -1,0 +1,65 @@
+"""word2vec: skip-gram with negative sampling (arXiv:1310.4546), on sparse gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.zoo.workload import Batch, Workload
+
+
+class SkipGram(nn.Module):
+    """Words (batch,) and candidates for their context (batch, candidates), both int64, to logits (batch, candidates).
+
+    A table for words, a table and biases for contexts, after PaddlePaddle/PaddleFleetX
+    deprecated/examples/word2vec/network.py.
+    """
+
+    def __init__(self, *, vocab_size: int, dimension: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, dimension, sparse=True)
+        self.contexts = nn.Embedding(vocab_size, dimension, sparse=True)
+        self.biases = nn.Embedding(vocab_size, 1, sparse=True)
+        nn.init.uniform_(self.words.weight, -0.5 / dimension, 0.5 / dimension)
+        nn.init.zeros_(self.contexts.weight)
+        nn.init.zeros_(self.biases.weight)
+
+    def forward(self, words: Tensor, candidates: Tensor) -> Tensor:
+        products = torch.bmm(self.contexts(candidates), self.words(words).unsqueeze(2))
+        logits: Tensor = (products + self.biases(candidates)).squeeze(2)
+        return logits
+
+
+class WordVectorModel(Workload):
+    own = (SkipGram,)
+
+    def batch(self, device: torch.device) -> Batch:
+        """``words`` (batch,), ``candidates`` (batch, 1 + negatives) with the true context first, and what is true of them.
+
+        Raises:
+            CheckFailed: the case's optimizer takes no sparse gradients.
+        """
+        if self.case.optimizer != "sgd":
+            raise CheckFailed(
+                f"{self.case.model} trains on sparse gradients, which the optimizer {self.case.optimizer!r} does not take; "
+                "choose optimizer='sgd'"
+            )
+        vocabulary: int = self.architecture.trained_part.facts(self.scale)["vocab_size"]
+        size, candidates = self.case.batch_size, 1 + int(self.architecture.step["negatives"])
+        truth = torch.zeros(size, candidates, device=device)
+        truth[:, 0] = 1
+        inputs = {
+            "words": torch.randint(0, vocabulary, (size,), device=device),
+            "candidates": torch.randint(0, vocabulary, (size, candidates), device=device),
+            "truth": truth,
+        }
+        return Batch(inputs=inputs, samples=size)
+
+    def loss(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Binary cross entropy, summed over a word's candidates, averaged over the words."""
+        logits = self.model(inputs["words"], inputs["candidates"])
+        total = functional.binary_cross_entropy_with_logits(logits, inputs["truth"], reduction="sum")
+        mean: Tensor = total / logits.shape[0]
+        return mean

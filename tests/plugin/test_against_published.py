@@ -1,0 +1,216 @@
+"""``--gpu-baseline=published``: verdicts, sentences and the table that a run shows, alone and under several workers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plugin_project import GEMMA, LLAMA, LLAMA_2, Project, failures, only_sentence, recorded
+
+from pytest_gputrain import GiB
+
+PUBLISHED = "--gpu-baseline=published"
+TUNING = """
+import pytest
+from pytest_gputrain import Case, grid
+
+LLM = Case(batch_size=2, sequence_length=8192, activation_checkpointing=True, gradient_accumulation=32)
+CASES = grid(LLM, model=["llama-3.1-8b", "gemma-7b", "llama-2-13b"], method=["lora"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tuning(gputrain, case):
+    gputrain.check(case)
+"""
+QLORA = "gemma-2-9b-qlora-bf16"
+
+
+def answer(seconds: float, reserved_gib: float) -> dict[str, Any]:
+    return recorded() | {"step_seconds": [seconds] * 5, "peak_reserved_bytes": int(reserved_gib * GiB)}
+
+
+@pytest.fixture
+def suite(h100: Project) -> Project:
+    """Three published LoRA cases, as fast and as big as published for an H100."""
+    h100.write(test_llm_finetuning=TUNING)
+    h100.answer(answer(6.4, 36), to=LLAMA)
+    h100.answer(answer(9.5, 51), to=GEMMA)
+    h100.answer(answer(9.8, 43), to=LLAMA_2)
+    return h100
+
+
+def test_what_was_published_passes(suite: Project) -> None:
+    suite.run(PUBLISHED, "--gpu-json=report.json").assert_outcomes(passed=3)
+    assert set(suite.verdicts().values()) == {"pass"}
+
+
+def test_slower_than_published_fails_with_what_the_table_was_made_with(suite: Project) -> None:
+    suite.answer(answer(7.4, 36), to=LLAMA)
+    result = suite.run(PUBLISHED)
+    assert only_sentence(result, f"test_tuning[{LLAMA}]") == (
+        f"{LLAMA} is 15.6 % slower: 7.40 s against 6.40 s a step, limit 6.64 s (published in llm-trainer with torch 2.5.1, "
+        "transformers 4.49.0 on NVIDIA H100; here with torch 2.9.1+cu128 on NVIDIA H100 80GB HBM3)"
+    )
+
+
+def test_reserved_memory_is_what_is_compared(suite: Project) -> None:
+    suite.answer(answer(6.4, 36) | {"peak_allocated_bytes": 70 * GiB}, to=LLAMA)
+    suite.run(PUBLISHED).assert_outcomes(passed=3)
+    suite.answer(answer(6.4, 40), to=LLAMA)
+    assert "against 36.0 GiB peak reserved" in only_sentence(suite.run(PUBLISHED), f"test_tuning[{LLAMA}]")
+
+
+def test_the_option_may_stand_in_the_ini_file(suite: Project) -> None:
+    suite.ini("gpu_baseline = published")
+    suite.answer(answer(60.0, 36), to=LLAMA)
+    assert list(failures(suite.run())) == [f"test_tuning[{LLAMA}]"]
+
+
+def test_the_tolerance_widens_the_range(suite: Project) -> None:
+    suite.answer(answer(7.4, 36), to=LLAMA)
+    suite.run(PUBLISHED, "--gpu-time-tolerance=15%").assert_outcomes(passed=3)
+
+
+def test_running_out_of_memory_as_published_passes(suite: Project) -> None:
+    suite.write(test_llm_finetuning=TUNING.replace('"lora"', '"qlora"').replace("gemma-7b", "gemma-2-9b"))
+    suite.answer(recorded("h100_out_of_memory"), to=QLORA)
+    suite.run(PUBLISHED, "-k", "gemma", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
+    assert suite.verdicts() == {QLORA: "pass"}
+    suite.answer(answer(20.0, 70), to=QLORA)
+    suite.run(PUBLISHED, "-k", "gemma", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
+    assert suite.verdicts() == {QLORA: "improved"}
+
+
+def test_running_out_of_memory_where_it_fitted_fails(suite: Project) -> None:
+    suite.answer(recorded("h100_out_of_memory"), to=LLAMA)
+    sentence = only_sentence(suite.run(PUBLISHED), f"test_tuning[{LLAMA}]")
+    assert "ran out of device memory" in sentence
+    assert sentence.endswith("on NVIDIA H100 it fits")
+
+
+def test_another_platform_passes_as_not_comparable_and_says_which_are_published(suite: Project) -> None:
+    suite.machine("NVIDIA H200")
+    result = suite.run(PUBLISHED, "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert set(suite.verdicts().values()) == {"not-comparable"}
+    result.stdout.fnmatch_lines(["3 cases not comparable*cannot be compared: published for a100, h100, rtx_pro_6000 only*"])
+
+
+def test_ci_alone_does_not_make_missing_rows_fail(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    suite.machine("NVIDIA H200")
+    suite.run(PUBLISHED).assert_outcomes(passed=3)
+    suite.run(PUBLISHED, "--gpu-strict").assert_outcomes(failed=3)
+
+
+def test_tiny_figures_are_never_compared(suite: Project) -> None:
+    result = suite.run(PUBLISHED, "--gpu-scale=tiny", "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert set(suite.verdicts().values()) == {"not-comparable"}
+    assert "Published" not in result.stdout.str()
+
+
+def test_a_case_that_only_bears_the_name_is_not_comparable(suite: Project) -> None:
+    suite.write(test_llm_finetuning=TUNING.replace("batch_size=2", "batch_size=4"))
+    result = suite.run(PUBLISHED)
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["*it is not the case of its row in llm-trainer (batch_size 2 -> 4)*"])
+
+
+@pytest.mark.parametrize("update", ["--gpu-baseline-update", "--gpu-baseline-update-new-only"])
+def test_updates_cannot_write_published_tables(suite: Project, update: str) -> None:
+    result = suite.spawn(PUBLISHED, update)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*it cannot update a published table"])
+
+
+def test_a_damaged_table_stops_the_run_with_its_place(suite: Project) -> None:
+    folder = suite.path / "baselines" / "published"
+    folder.mkdir(parents=True)
+    (folder / "broken.json").write_text('{"format": 1, "name": "broken"}')
+    result = suite.spawn(PUBLISHED)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*broken.json is not a published table: *restore it from git"])
+
+
+def _section(text: str) -> list[str]:
+    return [re.sub(r"\s{2,}", " | ", line.strip()) for line in text.partition("= gputrain =")[2].splitlines()]
+
+
+def test_published_stands_beside_measured_with_the_ratio(suite: Project) -> None:
+    suite.answer(answer(4.8, 40), to=LLAMA)
+    lines = _section(suite.run(PUBLISHED).stdout.str())
+    at = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
+    assert lines[at : at + 4] == [
+        f"{LLAMA} | regressed",
+        "sec/step | 6.4 s | 4.80 s | 0.75",
+        "peak reserved | 36 GiB | 40.0 GiB | 1.11",
+        "model memory | 16 GiB | 15.0 GiB | 0.94",
+    ]
+
+
+def test_the_table_fits_eighty_columns(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = suite.run(PUBLISHED).stdout.str().partition("= gputrain =")[2]
+    shown = [line for line in text.splitlines() if re.search(r"sec/step|reserved|pass", line)]
+    assert len(shown) >= 9
+    assert all(len(line.rstrip()) <= 80 and "…" not in line for line in shown)
+
+
+def test_both_frameworks_are_shown_and_pytorch_judged(h100: Project) -> None:
+    project = h100
+    project.machine("NVIDIA H800", gpus=8)
+    reply = recorded(device_name="NVIDIA H800") | {"step_seconds": [2.0] * 5, "batch_size": 128}
+    source = Path(__file__).parents[2] / "baselines" / "published" / "paddlemix.json"
+    folder = project.path / "baselines" / "published"
+    folder.mkdir(parents=True)
+    # A case that this version can launch and build: one process, a model it has.
+    case = '"case": {"model": "llama-3.1-8b", "method": "lora", "batch_size": 128, "sequence_length": 512}'
+    text = re.sub(
+        r'"case": \{.*?"activation_checkpointing": true\n? *\}', case, source.read_text(), count=1, flags=re.DOTALL
+    )
+    (folder / "paddlemix.json").write_text(text)
+    declared = 'Case(model="llama-3.1-8b", method="lora", batch_size=128, sequence_length=512)'
+    project.write(
+        test_vision_language=f"from pytest_gputrain import Case\ndef test_it(gputrain):\n    gputrain.check({declared})\n"
+    )
+    project.answer(reply)
+    result = project.run(PUBLISHED)
+    result.assert_outcomes(passed=1)
+    lines = _section(result.stdout.str())
+    at = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
+    assert lines[at : at + 5] == [
+        f"{LLAMA} | pass",
+        "samples/s, PyTorch | 65 | 64 | 0.98",
+        "samples/s, Paddle | 82 | 64 | 0.78",
+        "peak allocated, Paddle | 19 GiB | 35.0 GiB | 1.84",
+        "peak reserved, Paddle | 22 GiB | 40.0 GiB | 1.82",
+    ]
+    assert any("peak memory not compared: published for paddle, not pytorch" in line for line in lines)
+
+
+def test_the_report_carries_the_row(suite: Project) -> None:
+    suite.run(PUBLISHED, "--gpu-json=report.json")
+    row = next(result["published"] for result in suite.report()["results"] if result["key"] == LLAMA)
+    assert (row["table"], row["platform"]) == ("llm-trainer", "h100")
+    assert row["cells"]["Peak Mem. (Model Mem.)"] == "36 GiB (16 GiB)"
+    assert row["figures"]["pytorch"]["step_seconds"] == {"low": 6.4, "high": 6.4, "rounding": 0.1}
+
+
+def test_two_workers_show_and_report_what_one_does(suite: Project) -> None:
+    pytest.importorskip("xdist")
+    suite.answer(answer(7.4, 36), to=LLAMA)
+    alone = suite.run(PUBLISHED, "--gpu-json=alone.json")
+    both = suite.spawn("-n2", PUBLISHED, "--gpu-json=both.json")
+    both.assert_outcomes(passed=2, failed=1)
+    one, two = (
+        sorted(suite.report(name)["results"], key=lambda result: result["nodeid"]) for name in ("alone.json", "both.json")
+    )
+    assert one == two
+    tables = (
+        sorted(line for line in _section(run.stdout.str()) if line.count(" | ") >= 3 and not line.startswith("Case"))
+        for run in (alone, both)
+    )
+    assert next(tables) == next(tables) != []

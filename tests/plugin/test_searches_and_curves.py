@@ -1,0 +1,258 @@
+"""``--gpu-find-batch`` and ``--gpu-loss`` from the command line to the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plugin_project import GEMMA, SUITE, Project, failures, only_sentence, recorded, table_rows
+
+HUNGRY = """
+def hungry(setup):
+    if setup.case.batch_size > 3:
+        raise MemoryError(f"no room for {setup.case.batch_size}")
+    import os
+    import torch
+
+    with open("pids.txt", "a") as file:
+        print(os.getpid(), file=file)
+    weight = torch.ones(64, 64, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step():
+        loss = (weight**2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+"""
+CHECKED = "\n\ndef test_it(gputrain):\n    figures = gputrain.{call}(hungry, precision='fp32', steps=2, warmup=0)\n"
+
+
+@pytest.fixture
+def suite(h100: Project) -> Project:
+    """Three cases of which batches up to 6 fit; the recorded replies have the batch that was asked for."""
+    h100.write(test_tuning=SUITE)
+    for batch in range(1, 9):
+        fitting = {**recorded("h100_measured"), "batch_size": batch}
+        h100.answer(fitting if batch <= 6 else recorded("h100_out_of_memory"), to=f"{GEMMA}-batch_size={batch}")
+    return h100
+
+
+def _search(project: Project) -> dict[str, Any]:
+    (result,) = project.report()["results"]
+    assert result["verdict"] is None
+    search: dict[str, Any] = result["search"]
+    return search
+
+
+def _answer_losses(project: Project, **losses: list[float]) -> None:
+    for precision, curve in losses.items():
+        name = f"gemma-7b-lora-{precision.replace('_', '-')}"
+        project.answer({**recorded("h100_measured"), "losses": curve}, to=name)
+
+
+FALLING = [10 - step / 4 for step in range(30)]
+
+
+def test_the_largest_and_the_fastest_batch_are_found_on_recorded_replies(suite: Project) -> None:
+    result = suite.run("--gpu-find-batch", "--gpu-json=report.json", "-k", "gemma")
+    result.assert_outcomes(passed=1, deselected=2)
+    tried = [launched["id"].rpartition("=")[2] for launched in suite.launches]
+    assert tried == ["1", "2", "4", "8", "6", "7", "5"]
+    assert (_search(suite)["largest"], _search(suite)["fastest"]) == (6, 6)
+    assert suite.report()["results"][0]["key"] == GEMMA
+    (row,) = table_rows(result.stdout.str())
+    assert row.startswith("Gemma 7B | LoRA | bf16 | ")
+    assert row.endswith("(6) | 6 | 7 | searched")
+
+
+def test_a_search_is_judged_by_no_baseline(suite: Project) -> None:
+    suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    suite.run("--gpu-find-batch", "--gpu-strict", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(
+        passed=1, deselected=2
+    )
+    # Nor is it one: a report of searches has no figures of the cases themselves.
+    result = suite.run("--gpu-baseline=report.json", "-k", "gemma")
+    result.assert_outcomes(passed=1, deselected=2)
+    result.stdout.fnmatch_lines(["*has no baseline (not in report.json)*"])
+
+
+def test_the_maximum_bounds_the_search(suite: Project) -> None:
+    result = suite.run("--gpu-find-batch", "--gpu-find-batch-max=3", "-k", "gemma")
+    assert [launched["id"].rpartition("=")[2] for launched in suite.launches] == ["1", "2", "3"]
+    result.stdout.fnmatch_lines(["*the largest batch tried, 3, fits; --gpu-find-batch-max allows more"])
+
+
+def test_where_not_one_sample_fits_the_test_fails(suite: Project) -> None:
+    suite.answer(recorded("h100_out_of_memory"), to=f"{GEMMA}-batch_size=1")
+    result = suite.run("--gpu-find-batch", "-k", "gemma")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(
+        f"{GEMMA}-batch_size=1 ran out of device memory (warmup in step 1): "
+    )
+    assert len(suite.launches) == 1
+
+
+def test_a_crash_fails_the_test_and_names_the_batch(suite: Project) -> None:
+    suite.answer(recorded("crashed"), to=f"{GEMMA}-batch_size=4")
+    result = suite.run("--gpu-find-batch", "--gpu-json=report.json", "-k", "gemma")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA}-batch_size=4 gave no measurement (")
+    assert [one["outcome"] for one in _search(suite)["tries"]] == ["fits", "fits", "crashed"]
+
+
+def test_a_try_that_takes_too_long_does_not_fit(suite: Project) -> None:
+    suite.answer(recorded("timed_out"), to=f"{GEMMA}-batch_size=4")
+    suite.run("--gpu-find-batch", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert _search(suite)["largest"] == 3
+    assert "--gpu-timeout allows more" in _search(suite)["tries"][2]["reason"]
+
+
+def test_two_tests_that_ask_for_one_search_make_it_once(suite: Project) -> None:
+    suite.write(test_tuning=SUITE.replace("gputrain.check(case)", "gputrain.check(case); gputrain.measure(case)"))
+    suite.run("--gpu-find-batch", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert len(suite.launches) == 7
+
+
+@pytest.mark.parametrize("call", ["check", "measure"])
+def test_own_code_that_runs_out_of_memory_is_searched_for_real(project: Project, call: str) -> None:
+    project.write(test_mine=f"{HUNGRY}{CHECKED.format(call=call)}    assert figures.batch_size in (1, 2, 3)\n")
+    result = project.run("--gpu-find-batch", "--gpu-json=report.json")
+    assert failures(result) == {}
+    search = _search(project)
+    assert search["largest"] == 3
+    assert [(one["batch_size"], one["outcome"]) for one in search["tries"]] == [
+        (1, "fits"),
+        (2, "fits"),
+        (4, "out_of_memory"),
+        (3, "fits"),
+    ]
+    assert "no room for 4" in search["tries"][2]["reason"]
+    pids = (project.path / "pids.txt").read_text().split()
+    assert len(pids) == len(set(pids)) == 3
+
+
+def test_a_model_of_the_zoo_is_searched_for_real(project: Project) -> None:
+    project.write(
+        test_zoo="""
+        from pytest_gputrain import Case
+
+        CASE = Case(model="llama-3.1-8b", method="lora", sequence_length=16, steps=2, warmup=1)
+
+
+        def test_it(gputrain):
+            assert gputrain.check(CASE).sequence_length == 16
+        """
+    )
+    project.run("--gpu-find-batch", "--gpu-find-batch-max=2", "--gpu-json=report.json").assert_outcomes(passed=1)
+    peaks = [one["peak_allocated_bytes"] for one in _search(project)["tries"]]
+    assert peaks[0] < peaks[1]
+
+
+def test_a_search_under_two_workers_finds_the_same(suite: Project) -> None:
+    pytest.importorskip("xdist")
+    suite.run("--gpu-find-batch", "--gpu-json=alone.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    suite.spawn("-n2", "--gpu-find-batch", "--gpu-json=both.json", "-k", "gemma").assert_outcomes(passed=1)
+    assert suite.report("both.json")["results"] == suite.report("alone.json")["results"]
+
+
+@pytest.mark.parametrize("option", ["--gpu-find-batch", "--gpu-loss=20"])
+def test_an_inline_case_cannot_be_studied(h100: Project, option: str) -> None:
+    h100.write(test_mine="def test_it(gputrain):\n    gputrain.check(lambda setup: None, inline=True, model='mine')\n")
+    assert only_sentence(h100.run(option), "test_it") == (
+        "mine-bf16 runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--gpu-find-batch", "--gpu-loss=20"), "--gpu-find-batch and --gpu-loss contradict each other; give one"),
+        (("--gpu-find-batch", "--gpu-runs=2"), "--gpu-find-batch and --gpu-runs=2 contradict each other: *"),
+        (("--gpu-loss=20", "--gpu-baseline-update"), "--gpu-loss and --gpu-baseline-update contradict each other: *"),
+    ],
+)
+def test_contradictions_are_usage_errors(suite: Project, arguments: tuple[str, ...], sentence: str) -> None:
+    result = suite.run(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    pytest.LineMatcher([line for line in result.stderr.lines if line]).fnmatch_lines([f"ERROR: {sentence}"])
+    assert suite.launches == []
+
+
+def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None:
+    h100.write(test_tuning=SUITE)
+    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16=FALLING, bf16=[10.0] * 30)
+    result = h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma")
+    result.assert_outcomes(passed=1, deselected=2)
+    assert [launched["id"].removeprefix("gemma-7b-lora-") for launched in h100.launches] == [
+        "fp32",
+        "bf16-amp",
+        "fp16",
+        "bf16",
+    ]
+    assert {(launched["steps"], launched["warmup"]) for launched in h100.launches} == {(30, 0)}
+    (found,) = h100.report()["results"]
+    assert found["loss_curves"][0]["losses"] == FALLING
+    assert [row.rpartition(" | ")[2] for row in table_rows(result.stdout.str())] == [*["converging"] * 3, "flat"]
+
+
+@pytest.mark.parametrize(("call", "outcome"), [("check", "failed"), ("measure", "passed")])
+def test_a_precision_that_diverges_alone_fails_a_check(h100: Project, call: str, outcome: str) -> None:
+    h100.write(test_tuning=SUITE.replace("check", call))
+    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16=FALLING[:9], bf16=FALLING)
+    result = h100.run("--gpu-loss=30", "-k", "gemma")
+    result.assert_outcomes(**{outcome: 1}, deselected=2)
+    if outcome == "failed":
+        assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
+            f"{GEMMA} diverges in fp16 (its loss is not finite in step 10), but not in fp32"
+        )
+
+
+@pytest.mark.parametrize("call", ["check", "measure"])
+def test_a_precision_without_a_curve_fails(h100: Project, call: str) -> None:
+    h100.write(test_tuning=SUITE.replace("check", call))
+    _answer_losses(h100, bf16_amp=FALLING, fp16=FALLING, bf16=FALLING)
+    h100.answer(recorded("h100_out_of_memory"), to="gemma-7b-lora-fp32")
+    result = h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} in fp32 ran out of device memory (")
+    (found,) = h100.report()["results"]
+    assert [curve["outcome"] for curve in found["loss_curves"]] == ["out_of_memory", *["recorded"] * 3]
+
+
+def test_precisions_that_cases_share_are_trained_once(h100: Project) -> None:
+    grid = SUITE.replace('method=["lora"]', 'method=["lora"], precision=["fp32", "fp16"]')
+    h100.write(test_tuning=grid)
+    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16=FALLING)
+    h100.run("--gpu-loss=30", "-k", "gemma").assert_outcomes(passed=2, deselected=4)
+    assert len(h100.launches) == 3
+
+
+def test_own_code_that_overflows_in_one_precision_is_found_for_real(project: Project) -> None:
+    project.write(
+        test_mine="""
+        def overflowing(setup):
+            step_of = iter(range(10**6))
+            limit = 12 if setup.case.precision == "fp16" else 10**6
+
+            def step():
+                number = next(step_of)
+                return float("inf") if number >= limit else 10.0 - number / 10
+
+            return step
+
+
+        def test_it(gputrain):
+            gputrain.check(overflowing, precision="fp32")
+        """
+    )
+    result = project.run("--gpu-loss=20", "--gpu-json=report.json")
+    assert only_sentence(result, "test_it") == (
+        "overflowing-fp32 diverges in fp16 (its loss is not finite in step 13), but not in fp32"
+    )
+    (found,) = project.report()["results"]
+    assert [(curve["precision"], curve["trend"], len(curve["losses"])) for curve in found["loss_curves"]] == [
+        ("fp32", "converging", 20),
+        ("bf16-amp", "converging", 20),
+        ("fp16", "diverging", 12),
+    ]

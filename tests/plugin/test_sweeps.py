@@ -1,0 +1,141 @@
+"""``--gpu-set``: a test and a row for each combination, and ids that keep them apart."""
+
+from __future__ import annotations
+
+import pytest
+from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, Project, failures, only_sentence
+
+ONE = """
+import pytest
+from pytest_gputrain import Case
+
+CASE = Case(model="gemma-7b", method="lora", sequence_length=64, batch_size=2)
+
+
+def test_it(gputrain):
+    gputrain.check(CASE)
+"""
+
+
+@pytest.fixture
+def suite(h100: Project) -> Project:
+    h100.write(test_tuning=SUITE)
+    return h100
+
+
+def test_each_combination_is_a_test_a_launch_and_a_result(h100: Project) -> None:
+    h100.write(test_one=ONE)
+    result = h100.run("--gpu-set=batch_size=2,4", "--gpu-set=lora_rank=0,8", "--gpu-json=report.json", "-v")
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines([f"*test_it[[]batch_size={size}-lora_rank={rank}]*" for size in (2, 4) for rank in (0, 8)])
+    assert [launched["id"] for launched in h100.launches] == [
+        GEMMA,
+        f"{GEMMA}-lora_rank=8",
+        f"{GEMMA}-batch_size=4",
+        f"{GEMMA}-batch_size=4-lora_rank=8",
+    ]
+    cases = [found["case"] for found in h100.report()["results"]]
+    assert [(case.get("batch_size", 1), case.get("lora_rank", 0)) for case in cases] == [(2, 0), (2, 8), (4, 0), (4, 8)]
+
+
+def test_parametrized_ids_end_in_the_knobs(suite: Project) -> None:
+    result = suite.run("--gpu-set=batch_size=2,4", "-k", "gemma", "-v")
+    result.assert_outcomes(passed=2, deselected=4)
+    result.stdout.fnmatch_lines([f"*test_tuning[[]{GEMMA}-batch_size=2]*", f"*test_tuning[[]{GEMMA}-batch_size=4]*"])
+
+
+def test_the_knob_is_the_setting_of_its_row(suite: Project) -> None:
+    suite.run("--gpu-set=batch_size=4", "-k", "gemma").stdout.fnmatch_lines(["Gemma 7B *bf16-batch_size=4*new*"])
+
+
+def test_baselines_are_apart(suite: Project) -> None:
+    suite.run("--gpu-set=batch_size=2,4", "--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=2, deselected=4)
+    assert sorted(suite.baselines("tuning", H100_FOLDER)) == [GEMMA, f"{GEMMA}-batch_size=4"]
+    suite.run("--gpu-strict", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    suite.run("--gpu-strict", "--gpu-set=batch_size=4", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert list(failures(suite.run("--gpu-strict", "--gpu-set=batch_size=8", "-k", "gemma")))
+
+
+def test_the_command_line_counts_before_keywords_of_own_code(h100: Project) -> None:
+    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build, batch_size=2)\n")
+    h100.run("--gpu-set=batch_size=8", "--gpu-set=precision=fp32", "--gpu-json=report.json").assert_outcomes(passed=1)
+    (result,) = h100.report()["results"]
+    assert (result["case"]["batch_size"], result["key"]) == (8, "build-fp32-batch_size=8")
+
+
+def test_own_code_sees_the_knob(project: Project) -> None:
+    project.write(
+        test_mine="""
+        def build(setup):
+            return lambda: float(setup.case.batch_size)
+
+
+        def test_it(gputrain):
+            assert gputrain.measure(build, precision="fp32", steps=2).losses == (5.0, 5.0)
+        """
+    )
+    project.run("--gpu-set=batch_size=5").assert_outcomes(passed=1)
+
+
+def test_the_ini_file_takes_a_knob_a_line(h100: Project) -> None:
+    h100.ini("gpu_set =", "    batch_size = 2, 4", "    lora_rank = 8")
+    h100.write(test_one=ONE)
+    h100.run().assert_outcomes(passed=2)
+    assert [launched["id"] for launched in h100.launches] == [f"{GEMMA}-lora_rank=8", f"{GEMMA}-batch_size=4-lora_rank=8"]
+
+
+def test_tests_without_cases_are_left_alone(h100: Project) -> None:
+    h100.write(test_other="def test_it():\n    pass\n")
+    h100.run("--gpu-set=batch_size=1,2,4").assert_outcomes(passed=1)
+
+
+def test_a_combination_that_makes_no_sense_fails_its_own_test(h100: Project) -> None:
+    h100.write(test_one=ONE)
+    result = h100.run("--gpu-set=gpus=1,2")
+    result.assert_outcomes(passed=1, failed=1)
+    assert only_sentence(result, "test_it[gpus=2]") == (
+        f"the case {GEMMA}-gpus=2 asks for 2 GPUs, but parallel='single' uses one; choose a parallelism"
+    )
+
+
+def test_own_code_has_no_model_to_set(h100: Project) -> None:
+    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build)\n")
+    assert only_sentence(h100.run("--gpu-set=model=gemma-7b"), "test_it[model=gemma-7b]") == (
+        "build-bf16 is own code, which has no model for --gpu-set; deselect its test"
+    )
+    assert h100.launches == []
+
+
+def test_a_test_that_cannot_be_varied_says_so(h100: Project) -> None:
+    h100.write(test_late="def test_it(request):\n    request.getfixturevalue('gputrain')\n")
+    assert "name it as an argument" in only_sentence(h100.run("--gpu-set=batch_size=4"), "test_it")
+
+
+def test_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
+    h100.write(test_one=ONE.replace("batch_size=2", "named=None"))
+    assert "has a field of the wrong type" in only_sentence(h100.run("--gpu-set=batch_size=4"), "test_it[batch_size=4]")
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--gpu-set=batchsize=1", "--gpu-set: 'batchsize' is no knob of a case (did you mean 'batch_size'[?]); known: *"),
+        ("--gpu-set=batch_size=x", "--gpu-set: batch_size='x' is of the wrong type: Expected `int`, got `str`"),
+        ("--gpu-set=", "--gpu-set: it was given without a value"),
+        ("--gpu-find-batch-max=0", "--gpu-find-batch-max: '0' is not a whole number from 1 on"),
+        ("--gpu-loss=5", "--gpu-loss: '5' is not a whole number from 20 on"),
+    ],
+)
+def test_a_bad_value_is_a_usage_error_in_one_sentence(suite: Project, argument: str, sentence: str) -> None:
+    result = suite.run(argument)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    errors = [line for line in result.stderr.lines if line]
+    assert len(errors) == 1
+    pytest.LineMatcher(errors).fnmatch_lines([f"ERROR: {sentence}"])
+    assert suite.launches == []
+
+
+def test_the_same_tests_run_under_two_workers(suite: Project) -> None:
+    pytest.importorskip("xdist")
+    suite.spawn("-n2", "--gpu-set=batch_size=2,4", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=2)
+    assert sorted(suite.verdicts()) == [GEMMA, f"{GEMMA}-batch_size=4"]

@@ -1,0 +1,251 @@
+"""The published tables: nothing lost or mistyped, every row a declared case, and sentences for damaged files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_gputrain import Case, GiB, MiB
+from pytest_gputrain.baselines import BaselineError
+from pytest_gputrain.figures import Figure, Figures
+from pytest_gputrain.hardware.catalog import MARKERS
+from pytest_gputrain.published import PublishedStore
+from pytest_gputrain.records import Published
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "baselines" / "published"
+STORE = PublishedStore(FOLDER)
+TABLES = {table.name: table for table in STORE.tables}
+ROWS = [row for table in STORE.tables for row in table.published()]
+
+
+def _name(row: Published) -> str:
+    return f"{row.table}-{row.platform}-{row.case}"
+
+
+def _rows(table: str) -> Any:
+    return pytest.mark.parametrize("row", TABLES[table].published(), ids=_name)
+
+
+def _as_printed(figure: Figure | None, unit: float) -> str:
+    """The digits that ``figure`` was printed with in ``unit``: found by trying, not by how it was read."""
+    if figure is None:
+        return ""
+    decimals = next(count for count in range(4) if abs(figure.rounding / unit - 10**-count) < 1e-6)
+    ends = [f"{end / unit:.{decimals}f}" for end in dict.fromkeys((figure.low, figure.high))]
+    exact = 0.5 if unit >= MiB else 1e-9  # bytes are whole
+    assert all(abs(float(text) * unit - end) <= exact for text, end in zip(ends, (figure.low, figure.high), strict=False))
+    return "-".join(ends)
+
+
+def test_all_rows_are_there() -> None:
+    assert {name: len(table.rows) for name, table in TABLES.items()} == {
+        "llm-trainer": 57,
+        "pangu-deepspeed": 41,
+        "paddlemix": 12,
+        "amd-diffusion": 2,
+        "paddle-distributed": 16,
+    }
+    assert sum(bool(row.figures) or row.outcome != "measured" for row in ROWS) == 112
+
+
+@pytest.mark.parametrize(
+    ("table", "columns", "platforms"),
+    [
+        ("llm-trainer", 5, {"h100": 19, "rtx_pro_6000": 19, "a100": 19}),
+        ("pangu-deepspeed", 15, {"v100": 25, "a100": 16}),
+        ("paddlemix", 6, {"h800": 12}),
+        ("amd-diffusion", 3, {"mi300x": 2}),
+        ("paddle-distributed", 3, {"v100": 8, "cpu": 8}),
+    ],
+)
+def test_every_column_of_every_platform_is_kept(table: str, columns: int, platforms: dict[str, int]) -> None:
+    assert len(TABLES[table].columns) == columns
+    assert {platform: len(TABLES[table].published(platform)) for platform in TABLES[table].platforms} == platforms
+    assert all(len(row.cells) == columns for row in TABLES[table].rows)
+
+
+@_rows("llm-trainer")
+def test_llm_trainer_figures_are_those_of_their_cells(row: Published) -> None:
+    figures = row.figures["pytorch"]
+    peak, speed = _as_printed(figures.peak_reserved_bytes, GiB), _as_printed(figures.step_seconds, 1)
+    assert (row.outcome == "out_of_memory") == (row.cells["Sec/step"] == "OOM")
+    model = f"{_as_printed(figures.model_bytes, GiB)} GiB" if figures.model_bytes else "CPU Offload"
+    assert row.cells["Peak Mem. (Model Mem.)"] == (f"{peak} GiB ({model})" if peak else f"OOM ({model})")
+    assert row.cells["Sec/step"] == (speed or "OOM")
+    device, gpus = row.cells["GPU"].split(" x ")
+    assert (device.lower().split()[-1] in row.platform, int(gpus)) == (True, row.case.gpus)
+    assert row.case.method == row.cells["Tuning Method"].lower()
+    assert row.case.cpu_offload == (model == "CPU Offload") == ("*" in row.cells["Model"] and "**" not in row.cells["Model"])
+
+
+_SPELLINGS: dict[str, Any] = {"-": None, "true": True, "false": False}
+
+
+@_rows("pangu-deepspeed")
+def test_pangu_figures_and_knobs_are_those_of_their_cells(row: Published) -> None:
+    figures, case = row.figures.get("pytorch", Figures()), row.case
+    model, epoch, speed, host, memory, gpus, fp16, bf16, stage, optimizer, pin, param, overlap, bucket, live = (
+        row.cells.values()
+    )
+    speed_here = _as_printed(figures.update_seconds, 1)
+    assert speed == (f"{speed_here}s/it" if speed_here else "-")
+    device = _as_printed(figures.device_used_bytes, MiB)
+    outcome = {"measured": f"{case.gpus}*{device}MB", "out_of_memory": "OOM", "error": "CUDA Error"}
+    assert memory == outcome[row.outcome]
+    assert host.strip("-") == (f"{_as_printed(figures.peak_host_bytes, GiB)}G" if figures.peak_host_bytes else "")
+    minutes, hours = (
+        f"{_as_printed(figures.epoch_seconds, size)}" if _fits(figures.epoch_seconds, size) else "" for size in (60, 3600)
+    )
+    assert epoch in (f"{minutes}min", f"{hours}h") if figures.epoch_seconds else epoch in ("", "-")
+    assert gpus.lower().startswith(f"{case.gpus}*{row.platform} ")
+    assert case.model == model.lower()
+    assert case.precision == (
+        "fp16" if fp16 == "true" else "fp32" if bf16 != "true" else "bf16-amp" if stage == "-" else "bf16"
+    )
+    assert case.parallel == ("single" if stage == "-" else f"zero{stage}")
+    assert (case.offload_optimizer, case.pin_memory, case.offload_param) == tuple(
+        bool(_SPELLINGS[cell]) for cell in (optimizer, pin, param)
+    )
+    assert case.overlap_comm is _SPELLINGS[overlap]
+    sizes = (case.allgather_bucket_size, case.stage3_max_live_parameters)
+    assert sizes == tuple(int(float(cell.replace("-", "0"))) for cell in (bucket, live))
+
+
+def _fits(figure: Figure | None, size: float) -> bool:
+    return figure is not None and any(abs(figure.rounding / size - unit) < 1e-6 for unit in (1, 0.1))
+
+
+@_rows("paddlemix")
+def test_paddlemix_figures_are_those_of_their_cells(row: Published) -> None:
+    _, stage, paddle, _, pytorch, memory = row.cells.values()
+    assert _as_printed(row.figures["paddle"].samples_per_second, 1) == paddle
+    assert _as_printed(row.figures["pytorch"].samples_per_second, 1) == pytorch
+    peaks = (row.figures["paddle"].peak_allocated_bytes, row.figures["paddle"].peak_reserved_bytes)
+    assert memory == ("/".join(_as_printed(peak, GiB) for peak in peaks) if all(peaks) else "-")
+    assert stage.lower().startswith(row.case.method) or (stage, row.case.method) == ("SFT (Dreambooth)", "dreambooth")
+
+
+def test_paddlemix_contrast_is_the_one_of_its_figures() -> None:
+    """Two are printed as something else than they compute to, and are kept so."""
+    wrong = []
+    for row in TABLES["paddlemix"].published():
+        paddle, pytorch = (row.figures[name].samples_per_second.middle for name in ("paddle", "pytorch"))  # type: ignore[union-attr]
+        printed = float(row.cells["Contrast"].rstrip("%"))
+        if abs(100 * (paddle / pytorch - 1) - printed) > 1:
+            wrong.append((str(row.case), row.cells["Contrast"]))
+    assert [contrast for _, contrast in wrong] == ["-0.01%"]
+
+
+@_rows("amd-diffusion")
+def test_amd_figures_are_those_of_their_cells(row: Published) -> None:
+    _, one, best = row.cells.values()
+    speed = _as_printed(row.figures["pytorch"].samples_per_second_per_gpu, 1)
+    assert {1: one, 10: best}[row.case.batch_size] == (
+        speed if row.case.batch_size == 1 else f"{speed} (micro batch size = 10)"
+    )
+
+
+def test_the_topology_is_a_square_of_its_devices() -> None:
+    lines = TABLES["paddle-distributed"].platforms["v100"].topology
+    matrix = [line.split() for line in lines[1:10]]
+    names = lines[0].split()[:9]
+    assert [row[0] for row in matrix] == names
+    links = [row[1:10] for row in matrix]
+    assert [links[i][i] for i in range(9)] == ["X"] * 9
+    assert links == [list(column) for column in zip(*links, strict=True)]
+
+
+def _declared() -> Iterator[tuple[str, Case]]:
+    for path in sorted((ROOT / "benchmarks").glob("test_*.py")):
+        spec = importlib.util.spec_from_file_location(f"declared_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for case in module.CASES:
+            yield path.stem.removeprefix("test_"), case
+
+
+DECLARED = list(_declared())
+SUITES = {suite for suite, _ in DECLARED}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.suite in SUITES], ids=_name)
+def test_every_row_is_a_declared_case(row: Published) -> None:
+    same = [case for suite, case in DECLARED if suite == row.suite and str(case) == str(row.case)]
+    mine = [case for case in same if row.platform in case.platforms]
+    assert [case.identity() for case in mine] == [row.case.identity()]
+
+
+def test_rows_are_of_known_platforms() -> None:
+    assert {row.platform for row in ROWS} <= set(MARKERS)
+
+
+def test_a_row_is_found_by_platform_suite_and_key() -> None:
+    row = STORE.get("h100", "llm_finetuning", "llama-3.1-8b-lora-bf16")
+    assert row is not None
+    assert row.cells["Sec/step"] == "6.4"
+    assert row.made_with == "torch 2.5.1, transformers 4.49.0 on NVIDIA H100"
+    assert STORE.get("h200", "llm_finetuning", "llama-3.1-8b-lora-bf16") is None
+    assert STORE.platforms_of("llm_finetuning", "llama-3.1-8b-lora-bf16") == ["a100", "h100", "rtx_pro_6000"]
+
+
+def test_tables_beside_the_baselines_win_over_those_of_the_package(tmp_path: Path) -> None:
+    assert PublishedStore.beside(tmp_path).folder != tmp_path / "published"
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "amd-diffusion.json").write_bytes((FOLDER / "amd-diffusion.json").read_bytes())
+    assert [table.name for table in PublishedStore.beside(tmp_path).tables] == ["amd-diffusion"]
+
+
+def _damage(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda it: it.update(name="other"), "amd-diffusion.json says that it is other; restore it from git"),
+        (lambda it: it["platforms"].clear(), "has flux.1-dev-full-bf16-amp-fsdp-batch_size=1 on mi300x, of which it says"),
+        (lambda it: it["rows"][1]["cells"].pop("Precision"), "batch_size=10 on mi300x in other columns than its own"),
+        (lambda it: _speed(it).update(low=3), "holds impossible figures for flux.1-dev-full-bf16-amp-fsdp-batch_size=1"),
+        (lambda it: _speed(it).update(low=0.001), "holds impossible figures for"),
+        (lambda it: _speed(it).update(rounding=0), "holds impossible figures for"),
+        (lambda it: it["rows"].append(it["rows"][0]), "which amd-diffusion has before it; delete one"),
+        (lambda it: it["rows"][0].update(outcome="fine"), "is not a published table: Invalid enum value 'fine'"),
+        (lambda it: it.update(format=99), "has format 99, this version reads format 1; restore it from git"),
+    ],
+)
+def test_a_damaged_table_is_told_by_file_and_place(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], sentence: str
+) -> None:
+    path = tmp_path / "amd-diffusion.json"
+    path.write_bytes((FOLDER / path.name).read_bytes())
+    _damage(path, change)
+    with pytest.raises(BaselineError, match=re.escape(sentence)) as error:
+        PublishedStore(tmp_path)
+    assert str(path) in str(error.value)
+
+
+def _speed(document: dict[str, Any]) -> dict[str, Any]:
+    figure: dict[str, Any] = document["rows"][0]["figures"]["pytorch"]["samples_per_second_per_gpu"]
+    return figure
+
+
+def test_a_folder_without_tables_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BaselineError, match="there is no published table in"):
+        PublishedStore(tmp_path)
+
+
+def test_a_row_survives_the_report() -> None:
+    for row in ROWS:
+        assert msgspec.json.decode(msgspec.json.encode(row), type=Published) == row

@@ -1,0 +1,208 @@
+"""From a task to a search or to loss curves: what is launched, what is kept, and what it says in tables and sentences."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
+
+from pytest_gputrain.findings import LossCurve, Search, Try
+from pytest_gputrain.records import Reply, Result, Task
+from pytest_gputrain.report import studies as shown
+from pytest_gputrain.report.terminal import render
+from pytest_gputrain.studies import diverged, failed_curves, record_losses, search_batch
+
+TASK = Task(case=CASE, scale="full", device_type="gpu", root=".")
+FALLING = tuple(10 - step / 4 for step in range(40))
+FLAT = (10.0,) * 40
+
+
+def _search(memory: int, most: int = 64, beyond: Reply | None = None) -> tuple[Any, list[Task]]:
+    """A search on a machine where batches up to ``memory`` fit, a step taking 1 s and an eighth per sample."""
+    launched: list[Task] = []
+
+    def launch(task: Task) -> Reply:
+        launched.append(task)
+        batch = task.case.batch_size
+        if batch > memory:
+            return beyond or out_of_memory()
+        return measurement(batch_size=batch, step_seconds=(1 + batch / 8,), peak_allocated_bytes=batch)
+
+    return search_batch(TASK, most, launch), launched
+
+
+def _curves(losses: dict[str, Any], *, precision: str = "bf16", platform: str = "h100") -> Any:
+    def launch(task: Task) -> Reply:
+        assert task.curve
+        assert (task.case.steps, task.case.warmup) == (40, 0)
+        found = losses[task.case.precision]
+        return measurement(losses=found) if isinstance(found, tuple) else found
+
+    case = CASE.replace(precision=precision)
+    return record_losses(Task(case=case, scale="full", device_type="gpu", root="."), 40, platform, launch)
+
+
+def _curve(precision: str, **fields: Any) -> LossCurve:
+    return LossCurve(**{"precision": precision, "outcome": "recorded", "losses": FALLING, "trend": "converging", **fields})
+
+
+def _rows(*results: Result) -> list[list[str]]:
+    lines = render(results, width=160, colour=False).splitlines()
+    return [re.split(r"\s{2,}", line.strip()) for line in lines if line.startswith("Llama")]
+
+
+# The search
+
+
+def test_a_search_has_the_figures_of_the_fastest_and_all_tries() -> None:
+    study, launched = _search(11)
+    assert (study.search.largest, study.search.fastest) == (11, 11)
+    assert (study.replies[0].batch_size, study.case.batch_size) == (11, 11)
+    assert [one.batch_size for one in study.search.tries] == [task.case.batch_size for task in launched]
+    assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
+
+
+def test_a_try_differs_from_the_case_in_its_batch_only_and_is_named_by_it() -> None:
+    _, launched = _search(1)
+    assert [str(task.case) for task in launched] == [f"{CASE}-batch_size=1", f"{CASE}-batch_size=2"]
+    assert all(task.case.replace(batch_size=2, named=()) == CASE for task in launched)
+
+
+def test_where_nothing_fits_the_reply_says_why() -> None:
+    study, _ = _search(0)
+    assert (study.search.largest, study.search.fastest, study.case.batch_size) == (None, None, 1)
+    assert study.replies == (out_of_memory(),)
+
+
+def test_a_crash_is_the_reply() -> None:
+    study, _ = _search(5, beyond=crashed())
+    assert (study.replies, study.case.batch_size) == ((crashed(),), 8)
+
+
+def test_a_time_out_keeps_its_reason() -> None:
+    study, _ = _search(5, beyond=timed_out())
+    assert (study.search.largest, study.search.tries[3].outcome) == (5, "timed_out")
+    assert study.search.tries[3].reason == "was ended after 1,800 s (build); --gpu-timeout allows more"
+
+
+def test_a_stand_in_that_trains_on_fewer_samples_bounds_the_search() -> None:
+    study = search_batch(TASK, 64, lambda task: measurement(batch_size=min(task.case.batch_size, 6)))
+    assert study.search.largest == 6
+    assert {one.outcome for one in study.search.tries if one.batch_size > 6} == {"capped"}
+
+
+# Loss curves
+
+
+def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() -> None:
+    study = _curves({"fp32": FALLING, "bf16-amp": FALLING, "fp16": FALLING[:7], "bf16": FLAT})
+    assert [(curve.precision, curve.trend, curve.non_finite_step) for curve in study.loss_curves] == [
+        ("fp32", "converging", None),
+        ("bf16-amp", "converging", None),
+        ("fp16", "diverging", 8),
+        ("bf16", "flat", None),
+    ]
+    assert [curve.gap for curve in study.loss_curves[:3]] == [None, 0.0, None]
+    assert study.loss_curves[3].gap > 0.5
+    assert study.replies[0].losses == FLAT
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16"])
+def test_a_precision_is_trained_once(precision: str) -> None:
+    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16"), FALLING), precision=precision)
+    assert [curve.precision for curve in study.loss_curves] == ["fp32", "bf16-amp", "fp16"]
+
+
+def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
+    study = _curves({"fp32": FALLING, "fp16": FALLING}, precision="fp16", platform="v100")
+    assert [curve.outcome for curve in study.loss_curves] == ["recorded", "left_out", "recorded"]
+    assert shown.explain([result(loss_curves=study.loss_curves)]) == ["bf16-amp left out: V100 has no bf16 arithmetic"]
+    assert failed_curves(CASE, study.loss_curves) is None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
+def test_nothing_is_left_out_where_nothing_is_known_to_lack(platform: str) -> None:
+    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16", "bf16"), FALLING), platform=platform)
+    assert {curve.outcome for curve in study.loss_curves} == {"recorded"}
+
+
+def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
+    study = _curves({"fp32": out_of_memory(), "bf16-amp": FALLING, "fp16": crashed(), "bf16": FALLING})
+    assert failed_curves(CASE, study.loss_curves) == (
+        f"{CASE} in fp32 ran out of device memory (measure in step 2): CUDA out of memory.; "
+        "in fp16 gave no measurement (measure in step 1): ValueError: loss is NaN"
+    )
+    assert [curve.trend for curve in study.loss_curves] == [None, "converging", None, "converging"]
+
+
+def test_divergence_counts_where_fp32_does_not_diverge() -> None:
+    worse = _curve("fp16", trend="diverging", losses=FALLING[:7], non_finite_step=8)
+    assert diverged(CASE, [_curve("fp32"), worse]) == (
+        f"{CASE} diverges in fp16 (its loss is not finite in step 8), but not in fp32"
+    )
+    assert diverged(CASE, [_curve("fp32", trend="diverging"), worse]) is None
+    assert diverged(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
+
+
+# Tables and sentences
+
+
+def test_a_search_is_a_row_with_batch_one_fastest_and_largest() -> None:
+    tries = (
+        Try(batch_size=1, outcome="fits", samples_per_second=2.03),
+        Try(batch_size=10, outcome="fits", samples_per_second=4.34),
+        Try(batch_size=12, outcome="out_of_memory"),
+    )
+    case = CASE.replace(batch_size=10, named=("batch_size",))
+    row = result(case, verdict=None, search=Search(tries=tries, most=64, largest=11, fastest=10))
+    assert _rows(row) == [["Llama 3.1 8B", "LoRA", "bf16", "2.03/s", "4.34/s (10)", "11", "3", "searched"]]
+    assert shown.explain([row]) == []
+
+
+def test_a_search_in_which_nothing_fits_failed() -> None:
+    search = Search(tries=(Try(batch_size=1, outcome="out_of_memory"),), most=64)
+    assert _rows(result(verdict=None, summary=None, search=search))[0][-3:] == ["OOM", "1", "failed"]
+
+
+def test_a_search_that_ends_at_its_maximum_says_so() -> None:
+    search = Search(tries=(Try(batch_size=1, outcome="fits", samples_per_second=1.0),), most=1, largest=1, fastest=1)
+    row = result(verdict=None, search=search)
+    assert ">= 1" in _rows(row)[0]
+    assert shown.explain([row, row]) == [f"{CASE}: the largest batch tried, 1, fits; --gpu-find-batch-max allows more"]
+
+
+def test_a_search_bounded_by_something_else_than_memory_says_so() -> None:
+    study, _ = _search(5, beyond=timed_out())
+    assert shown.explain([result(verdict=None, search=study.search)]) == [
+        f"{CASE}: batch 6 was ended after 1,800 s (build); --gpu-timeout allows more"
+    ]
+
+
+def test_loss_curves_are_rows_by_precision() -> None:
+    curves = (
+        _curve("fp32"),
+        _curve("bf16-amp", gap=0.012, trend="flat"),
+        _curve("fp16", losses=(10.0, 9.5), trend="diverging", non_finite_step=3),
+        _curve("bf16", outcome="out_of_memory", losses=(), trend=None),
+    )
+    assert _rows(result(verdict=None, loss_curves=curves)) == [
+        ["Llama 3.1 8B", "LoRA", "fp32", "10", "0.25", "converging"],
+        ["Llama 3.1 8B", "LoRA", "bf16-amp", "10", "0.25", "+1.2 %", "flat"],
+        ["Llama 3.1 8B", "LoRA", "fp16", "10", "9.5", "diverging from step 3"],
+        ["Llama 3.1 8B", "LoRA", "bf16", "OOM"],
+    ]
+
+
+def test_a_recipe_that_diverges_in_fp32_is_told() -> None:
+    row = result(verdict=None, loss_curves=(_curve("fp32", trend="diverging"),))
+    assert shown.explain([row]) == [f"{CASE} diverges in fp32 already: its recipe does, whatever the precision"]
+
+
+@given(values_of(Result).filter(lambda found: found.replies and (found.search or found.loss_curves)))
+def test_any_findings_can_be_shown(found: Result) -> None:
+    if all(getattr(reply, "step_seconds", True) for reply in found.replies):
+        assert render([found], width=80, colour=False)
+        assert isinstance(shown.explain([found]), list)

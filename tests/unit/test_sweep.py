@@ -1,0 +1,122 @@
+"""``--gpu-set``: from text to values, and over cases."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit_examples import CASE, values_of
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.sweep import combinations, override, parse_axes, shown
+
+KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "named", "code")]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("batch_size=1,2,4", (1, 2, 4)),
+        (" batch_size = 1, 2 ", (1, 2)),
+        ("learning_rate=1e-6,5e-5", (1e-6, 5e-5)),
+        ("cpu_offload=true,false", (True, False)),
+        ("activation_checkpointing=true,0.5", (True, 0.5)),
+        ("overlap_comm=true,null", (True, None)),
+        ("precision=bf16,fp32", ("bf16", "fp32")),
+        ("resolution=512x512,1024x1024", ("512x512", "1024x1024")),
+        ("model=llama-3.1-8b", ("llama-3.1-8b",)),
+    ],
+)
+def test_values_have_the_type_of_their_field(text: str, values: tuple[Any, ...]) -> None:
+    ((_, found),) = parse_axes(text)
+    assert found == values
+    assert list(map(type, found)) == list(map(type, values))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("batchsize=1", "'batchsize' is no knob of a case (did you mean 'batch_size'?); known: model, "),
+        ("platforms=h100", "'platforms' is no knob of a case"),
+        ("named=batch_size", "'named' is no knob of a case"),
+        ("code=a.py::b", "'code' is no knob of a case"),
+        ("batch_size", "'batch_size' is not a knob with its values; write it as batch_size=1,2,4"),
+        ("batch_size=", "'batch_size=' is not a knob with its values"),
+        ("=1", "'' is no knob of a case"),
+        ("batch_size=1,,2", "batch_size='' is of the wrong type: Expected `int`, got `str`"),
+        ("batch_size=two", "batch_size='two' is of the wrong type: Expected `int`, got `str`"),
+        ("batch_size=0", "a case has batch_size=0; it must be at least 1"),
+        ("batch_size=1,1", "'batch_size=1,1' gives a value twice"),
+        ("batch_size=1\nbatch_size=2", "batch_size is given twice; give all of its values at once, as batch_size=A,B"),
+        ("precision=bf61", "the precision 'bf61' is unknown (did you mean 'bf16'?); known: fp32, "),
+        ("optimizer=adamww", "the optimizer 'adamww' is unknown (did you mean 'adamw'?); known: adamw, "),
+        ("model=gemma-7", "the model 'gemma-7' is unknown (did you mean 'gemma-7b'?); known: "),
+        ("method=custom", "the method 'custom' is unknown"),
+        ("learning_rate=nan", "a case has learning_rate=nan; it must be a finite number of at least 0"),
+        ("cpu_offload=maybe", "cpu_offload='maybe' is of the wrong type: Expected `bool`, got `str`"),
+        ("resolution=512", "a case has resolution='512'; write it as WIDTHxHEIGHT"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        parse_axes(text)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@given(st.sampled_from(KNOBS), st.text())
+def test_any_value_is_of_its_type_or_refused(knob: str, text: str) -> None:
+    try:
+        axes = parse_axes(f"{knob}={text}")
+    except ValueError:
+        return
+    for found, values in axes:
+        assert found == knob
+        for value in values:
+            msgspec.convert(msgspec.structs.asdict(Case(**{knob: value})), Case)
+
+
+def test_combinations_are_the_product_with_the_last_knob_fastest() -> None:
+    assert combinations(parse_axes("batch_size=1,2\ncpu_offload=true,false")) == [
+        {"batch_size": 1, "cpu_offload": True},
+        {"batch_size": 1, "cpu_offload": False},
+        {"batch_size": 2, "cpu_offload": True},
+        {"batch_size": 2, "cpu_offload": False},
+    ]
+
+
+def test_a_combination_is_shown_as_ids_show_knobs() -> None:
+    knobs = {"batch_size": 4, "cpu_offload": True}
+    assert (
+        str(override(Case(model="m"), knobs)) == f"m-full-bf16-{shown(knobs)}" == "m-full-bf16-batch_size=4-cpu_offload=true"
+    )
+
+
+def test_a_knob_that_changes_enters_the_id() -> None:
+    assert str(override(CASE, {"batch_size": 4})) == f"{CASE}-batch_size=4"
+
+
+def test_a_knob_that_always_is_in_the_id_is_not_named_again() -> None:
+    assert str(override(CASE, {"precision": "fp32", "model": "gemma-7b"})) == "gemma-7b-lora-fp32"
+
+
+@given(values_of(Case), st.data())
+def test_values_as_declared_change_nothing(case: Case, data: st.DataObject) -> None:
+    knobs = {knob: getattr(case, knob) for knob in data.draw(st.sets(st.sampled_from(KNOBS)))}
+    assert override(case, knobs) == case
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_cases_share_an_id_only_where_they_are_the_same(declared: int, given_: int) -> None:
+    case = CASE.replace(batch_size=declared)
+    swept = override(case, {"batch_size": given_})
+    assert swept.batch_size == given_
+    assert (str(swept) == str(case)) == (swept.identity() == case.identity())
+
+
+def test_a_knob_named_by_a_grid_stays_in_its_place() -> None:
+    case = CASE.replace(named=("batch_size", "optimizer"))
+    assert str(override(case, {"batch_size": 8})) == f"{CASE}-batch_size=8-optimizer=adamw"

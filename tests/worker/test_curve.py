@@ -1,0 +1,75 @@
+"""Loss curves: every loss from the first step on, up to the first that is not finite."""
+
+import math
+
+import pytest
+
+from pytest_gputrain.records import Case, Crashed, Measurement, Task
+from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.run import run
+
+STEPS = 24
+ZOO = Case(model="llama-3.1-8b", method="lora", sequence_length=32, learning_rate=1e-3)
+
+
+def _curve(case, builder=None):
+    task = Task(case=case.replace(steps=STEPS, warmup=0), scale="tiny", device_type="cpu", root=".", curve=True)
+    return run(task, Progress(None), builder)
+
+
+def _own(losses, taken, **fields):
+    """Own code that goes through ``losses`` and keeps how many were taken."""
+
+    def build(setup):
+        supply = iter(losses)
+
+        def step():
+            taken.append(1)
+            return next(supply)
+
+        return step
+
+    return _curve(Case(model="own", method="custom", precision="fp32", **fields), build)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4, 40])
+def test_a_curve_has_every_loss_from_the_first_on(accumulation):
+    losses = [float(number) for number in range(100)]
+    reply = _own(losses, [], gradient_accumulation=accumulation)
+    assert isinstance(reply, Measurement)
+    assert reply.losses == tuple(losses[:STEPS])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("step", [1, 2, 3, 10, STEPS])
+def test_a_curve_ends_before_the_first_loss_that_is_not_finite(bad, step):
+    losses = [1.0] * (step - 1) + [bad] + [1.0] * 100
+    taken = []
+    reply = _own(losses, taken)
+    assert isinstance(reply, Measurement)
+    assert reply.losses == (1.0,) * (step - 1)
+    assert len(taken) <= max(step, 3) + 1  # nothing is trained beyond it but the step that counts
+
+
+def test_a_step_without_a_loss_has_no_curve():
+    reply = _own([None] * 100, [])
+    assert isinstance(reply, Crashed)
+    assert reply.sentence == "own returns no loss from its step, so it has no curve; return the loss"
+
+
+def test_curves_of_one_case_are_the_same_and_fall():
+    one, other = _curve(ZOO), _curve(ZOO)
+    assert one.losses == other.losses
+    assert len(one.losses) == STEPS
+    assert one.losses[-1] < one.losses[0]
+
+
+def test_precisions_begin_at_the_same_weights_and_batch():
+    first = [_curve(ZOO.replace(precision=precision)).losses[0] for precision in ("fp32", "bf16-amp", "fp16")]
+    assert first == pytest.approx([first[0]] * 3, rel=1e-2)
+
+
+def test_weights_that_overflow_are_a_finding():
+    reply = _curve(ZOO.replace(precision="fp32", optimizer="sgd", learning_rate=1e38))
+    assert isinstance(reply, Measurement)
+    assert 1 <= len(reply.losses) < STEPS

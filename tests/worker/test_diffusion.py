@@ -1,0 +1,255 @@
+"""Image diffusion models: what goes into a step, what runs in it, and what the loss means."""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from zoo_examples import example
+
+from pytest_gputrain.architectures import architectures
+from pytest_gputrain.worker import recipe, zoo
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.flops import count_flops
+from pytest_gputrain.worker.zoo import diffusion
+
+IMAGES = [name for name, known in architectures().items() if known.family == "diffusion"]
+UNETS = ["sd-1.5", "sdxl"]
+ENCODING = ["sd-1.5", "sd3"]
+
+FULL_BATCHES = {
+    ("sd-1.5", "512x512"): {"noise": (2, 4, 64, 64), "pixels": (2, 3, 512, 512), "tokens": (2, 77)},
+    ("sdxl", "1024x768"): {"latents": (2, 4, 96, 128), "text": (2, 77, 2048), "pooled": (2, 1280), "time_ids": (2, 6)},
+    ("sd3", "512x512"): {"noise": (2, 16, 64, 64), "pixels": (2, 3, 512, 512), "text": (2, 154, 4096), "pooled": (2, 2048)},
+    ("flux.1-dev", "512x512"): {"latents": (2, 1024, 64), "text": (2, 512, 4096), "pooled": (2, 768)},
+}
+
+
+def training(model, method=None, **knobs):
+    torch.manual_seed(0)
+    return recipe.Training(example(model, method, **{"precision": "fp32", **knobs}), "tiny", torch.device("cpu"))
+
+
+def calls_in_a_step(trained, modules):
+    """How often each module runs in one step, backward included."""
+    calls = dict.fromkeys(modules, 0)
+
+    def count(name, module, args):
+        calls[name] += 1
+
+    for name, module in modules.items():
+        module.register_forward_pre_hook(functools.partial(count, name))
+    trained.step(True)
+    return calls
+
+
+@pytest.mark.parametrize(("model", "resolution"), FULL_BATCHES)
+def test_full_size_batch_has_the_published_shapes_and_fits_the_model(model, resolution):
+    with torch.device("meta"), torch.no_grad():
+        workload = zoo.build(example(model, resolution=resolution), "full")
+        inputs = workload.batch(torch.device("meta")).inputs
+        encoded = {"text": torch.empty(2, 77, 768)} if "tokens" in inputs else {}
+        assert workload.denoise(inputs["noise"], {**inputs, **encoded}).shape == inputs["noise"].shape
+    expected = FULL_BATCHES[model, resolution]
+    assert {name: tuple(inputs[name].shape) for name in expected} == expected
+
+
+def test_flux_tokens_know_their_row_and_column():
+    with torch.device("meta"):
+        workload = zoo.build(example("flux.1-dev", resolution="64x32"), "full")
+    ids = workload.batch(torch.device("cpu")).inputs["image_ids"]
+    assert ids.tolist() == [[0, row, column] for row in range(2) for column in range(4)]
+
+
+@pytest.mark.parametrize("scale", ["full", "tiny"])
+def test_a_resolution_that_gives_no_whole_latents_is_told(scale):
+    with torch.device("meta"), pytest.raises(CheckFailed, match=r"sd3 .*500x512.*multiples of 16; .*'496x512'"):
+        zoo.build(example("sd3", resolution="500x512"), scale)
+
+
+def test_tiny_batches_are_capped():
+    assert training("sdxl", batch_size=96).samples == diffusion.TINY_BATCH_SIZE
+    assert training("sdxl", batch_size=1).samples == 1
+
+
+@pytest.mark.parametrize("model", ENCODING)
+def test_encoders_run_once_a_step_without_gradients(model):
+    trained = training(model, activation_checkpointing=True)
+    encoders = {name: trained.model[name] for name in list(architectures()[model].parts)[1:]}
+    seen = []
+    for encoder in encoders.values():
+        first = next(module for module in encoder.modules() if not list(module.children()))
+        first.register_forward_hook(lambda module, args, output: seen.append(torch.is_grad_enabled()))
+    trained.step(True)
+    assert seen == [False] * len(encoders)
+    assert all(parameter.grad is None for encoder in encoders.values() for parameter in encoder.parameters())
+
+
+@pytest.mark.parametrize(("model", "precision", "kind"), [("sd-1.5", "bf16-amp", "bfloat16"), ("sd3", "fp16", "float32")])
+def test_images_are_encoded_in_the_table_s_arithmetic(model, precision, kind):
+    trained = training(model, precision=precision)
+    seen = []
+    trained.model["vae"].encoder.conv_out.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    trained.step(True)
+    assert seen == [getattr(torch, kind)]
+
+
+@pytest.mark.parametrize(("model", "scaling", "shift"), [("sd-1.5", 0.18215, 0), ("sd3", 1.5305, 0.0609)])
+def test_latents_are_drawn_from_the_posterior_shifted_and_scaled(model, scaling, shift, monkeypatch):
+    workload = zoo.build(example(model), "tiny")
+    inputs = workload.batch(torch.device("cpu")).inputs
+    posterior = SimpleNamespace(mean=torch.tensor(0.3), std=torch.tensor(2.0))
+    monkeypatch.setattr(workload.encoders["vae"], "encode", lambda pixels: SimpleNamespace(latent_dist=posterior))
+    seen = []
+    monkeypatch.setattr(workload, "denoise", lambda noisy, inputs: seen.append(noisy) or noisy)
+    workload.loss(inputs)
+    latents = (0.3 + 2 * inputs["posterior_noise"] - shift) * scaling
+    torch.testing.assert_close(seen, [inputs["signal"] * latents + inputs["spread"] * inputs["noise"]])
+
+
+@pytest.mark.parametrize("model", UNETS)
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_unet_recomputes_all_its_blocks_or_none(model, checkpointing):
+    trained = training(model, activation_checkpointing=checkpointing)
+    unet = trained.model["unet"] if "unet" in trained.model._modules else trained.model
+    # The first layers of residual and of transformer blocks. diffusers leaves one block out.
+    firsts = {name: module for name, module in unet.named_modules() if name.endswith((".conv1", ".attn1"))}
+    del firsts["mid_block.resnets.0.conv1"]
+    calls = calls_in_a_step(trained, firsts)
+    assert len(calls) > 8
+    assert set(calls.values()) == {2 if checkpointing else 1}
+
+
+def test_a_share_of_a_unet_is_told():
+    with pytest.raises(CheckFailed, match=r"sdxl cannot recompute a share .*to true or false"):
+        training("sdxl", activation_checkpointing=0.5)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(False, [1, 1, 1, 1]), (0.5, [2, 1, 1, 1]), (True, [2, 2, 2, 2])])
+def test_a_share_of_flux_is_of_its_double_stream_blocks(share, expected):
+    trained = training("flux.1-dev", activation_checkpointing=share)
+    blocks = {name: module for name, module in trained.model.named_modules() if re.search(r"blocks\.\d+\.attn$", name)}
+    assert list(calls_in_a_step(trained, blocks).values()) == expected
+
+
+@pytest.mark.parametrize("model", IMAGES)
+def test_idle_are_exactly_those_without_gradient(model):
+    trained = training(model)
+    trained._optimizer.zero_grad = lambda set_to_none: None
+    trained.step(True)
+    idle = {name for name, value in trained.model.named_parameters() if value.requires_grad and not value.grad.any()}
+    named = {
+        name
+        for name, value in trained.model.named_parameters()
+        if value.requires_grad and any(re.fullmatch(pattern, name) for pattern in trained.idle)
+    }
+    assert idle == named
+
+
+def test_flops_of_flux_are_those_of_its_linear_layers_and_attention():
+    trained = training("flux.1-dev", batch_size=2)
+    products = 0
+
+    def count(module, args, output):
+        nonlocal products
+        # Forward, the weight's gradient, and the input's where something before it trains.
+        products += (3 if args[0].requires_grad else 2) * 2 * args[0].numel() * module.out_features
+
+    for module in trained.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+    with count_flops() as flops:
+        trained.step(True)
+    facts = architectures()["flux.1-dev"].trained_part.facts("tiny")
+    tokens = diffusion.TINY_TEXT_TOKENS + (diffusion.TINY_PIXELS // 16) ** 2
+    width = facts["num_attention_heads"] * facts["attention_head_dim"]
+    blocks = facts["num_layers"] + facts["num_single_layers"]
+    # Two products forward; backward is five: the scores again, and four gradients.
+    assert flops.total == products + 7 * 2 * 2 * tokens**2 * width * blocks
+
+
+def test_ddpm_noise_is_the_library_s():
+    from diffusers import DDPMScheduler
+
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    timesteps, signal, spread = diffusion.ddpm_times(64)
+    latents, noise = torch.randn(64, 4), torch.randn(64, 4)
+    mixed = signal[:, None] * latents + spread[:, None] * noise
+    torch.testing.assert_close(mixed, scheduler.add_noise(latents, noise, timesteps), rtol=1e-4, atol=1e-5)
+
+
+def test_min_snr_weights_are_the_library_s():
+    from diffusers import DDPMScheduler
+    from diffusers.training_utils import compute_snr
+
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    timesteps, signal, spread = diffusion.ddpm_times(256)
+    ratio = compute_snr(scheduler, timesteps)
+    weight = diffusion.min_snr_weight(signal, spread, gamma=5.0)
+    torch.testing.assert_close(weight, torch.clamp(5 / ratio, max=1), rtol=1e-3, atol=0)
+    assert weight.min() < 1 == weight.max()
+
+
+def test_flow_times_are_logit_normal_and_shifted_towards_noise():
+    torch.manual_seed(0)
+    timesteps, signal, spread = diffusion.flow_times(20_001, shift=3.0)
+    torch.testing.assert_close(signal + spread, torch.ones_like(signal))
+    torch.testing.assert_close(timesteps, 1000 * spread)
+    # The median of the normal is 0, its sigmoid 1/2, shifted 3/2 / 2; and one deviation above likewise.
+    upper = 3 * torch.tensor(1.0).sigmoid() / (1 + 2 * torch.tensor(1.0).sigmoid())
+    assert spread.median() == pytest.approx(0.75, abs=0.01)
+    assert spread.quantile(0.8413) == pytest.approx(upper.item(), abs=0.01)
+
+
+def test_the_right_prediction_has_no_loss():
+    latents, noise, spread = torch.randn(3, 5), torch.randn(3, 5), torch.rand(3, 1)
+    noisy = (1 - spread) * latents + spread * noise
+    velocity = noise - latents
+    assert diffusion.epsilon_loss(noise, noise, torch.rand(3, 1)) == 0
+    assert diffusion.flow_loss(velocity, latents, noise) == 0
+    assert diffusion.preconditioned_flow_loss(velocity, noisy, latents, spread) < 1e-12
+
+
+def test_preconditioning_weights_the_flow_loss_by_the_noise():
+    latents, noise, predicted, spread = torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), torch.rand(3, 1)
+    noisy = (1 - spread) * latents + spread * noise
+    expected = (spread * (predicted - (noise - latents))).square().mean()
+    torch.testing.assert_close(diffusion.preconditioned_flow_loss(predicted, noisy, latents, spread), expected)
+
+
+def test_weights_belong_to_their_samples():
+    noise, predicted = torch.zeros(2, 3), torch.tensor([[1.0], [2.0]]).expand(2, 3)
+    assert diffusion.epsilon_loss(predicted, noise, torch.tensor([[3.0], [0.5]])) == (3 * 1 + 0.5 * 4) / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        ("sd-1.5", "epsilon_loss"),
+        ("sdxl", "epsilon_loss"),
+        ("sd3", "preconditioned_flow_loss"),
+        ("flux.1-dev", "flow_loss"),
+    ],
+)
+def test_models_are_trained_by_their_loss(model, loss, monkeypatch):
+    seen = []
+    monkeypatch.setattr(diffusion, loss, lambda *args: seen.append(args) or args[0].mean())
+    training(model).step(True)
+    assert len(seen) == 1
+    assert loss != "epsilon_loss" or (seen[0][2] is not None) == (model == "sdxl")
+
+
+def test_the_same_batch_gives_the_same_loss():
+    trained = training("sd-1.5")
+    for _ in range(2):
+        trained.step(False)
+    assert trained.losses[0] == trained.losses[1]
+
+
+def test_position_tables_are_exact_whatever_the_weights_type():
+    tables = [
+        training("sd3", precision=precision).model["transformer"].pos_embed.pos_embed for precision in ("fp32", "bf16")
+    ]
+    assert tables[1].dtype == torch.float32
+    assert torch.equal(*tables)

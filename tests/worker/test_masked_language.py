@@ -1,0 +1,49 @@
+"""BERT-large: masked tokens and next sentence."""
+
+import torch
+from torch.nn import functional
+from zoo_examples import built, example, inputs_of, measured
+
+
+def test_fifteen_percent_of_the_tokens_are_masked_and_to_be_told():
+    inputs = inputs_of(built("bert-large", batch_size=5))
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    told = labels != -100
+    assert (told.sum(dim=1) == round(0.15 * 64)).all()
+    assert (ids[told] == 103).all()
+    assert (labels[told] > 0).all()
+    assert len({tuple(row.nonzero().flatten().tolist()) for row in told}) > 1, "every sample hides the same places"
+
+
+def test_samples_are_pairs_of_sentences_without_padding():
+    inputs = inputs_of(built("bert-large", batch_size=16))
+    assert (inputs["input_ids"] > 0).all()
+    assert (inputs["token_type_ids"] == torch.arange(64) // 32).all()
+    assert set(inputs["next_sentence_label"].tolist()) == {0, 1}
+
+
+def test_short_samples_hide_a_token_too():
+    assert ((inputs_of(built("bert-large", sequence_length=2))["labels"] != -100).sum(dim=1) == 1).all()
+
+
+def test_loss_is_that_of_the_masked_tokens_and_of_the_next_sentence():
+    workload = built("bert-large")
+    workload.model.eval()
+    inputs = inputs_of(workload)
+    outputs = workload.model(input_ids=inputs["input_ids"], token_type_ids=inputs["token_type_ids"])
+    told = inputs["labels"] != -100
+    tokens = functional.cross_entropy(outputs.prediction_logits[told], inputs["labels"][told])
+    sentences = functional.cross_entropy(outputs.seq_relationship_logits, inputs["next_sentence_label"])
+    torch.testing.assert_close(workload.loss(inputs), tokens + sentences)
+
+
+def test_adam_trains_it_by_the_known_arithmetic():
+    reply = measured(example("bert-large", precision="fp32", optimizer="adam", batch_size=4, learning_rate=1e-3))
+    assert reply.losses[-1] < reply.losses[0]
+    tokens, hidden, width, vocabulary, layers = 4 * 64, 64, 128, 512, 2
+    blocks = layers * (4 * hidden**2 + 2 * hidden * width)
+    heads = hidden**2 + hidden * vocabulary
+    sentence_heads = hidden**2 + 2 * hidden
+    # Forward and twice as much backward. Attention with dropout keeps its weights on a CPU: nothing of it is repeated.
+    attention = 3 * 2 * 2 * tokens * 64 * hidden * layers
+    assert reply.flops_per_step == 6 * tokens * (blocks + heads) + 6 * 4 * sentence_heads + attention

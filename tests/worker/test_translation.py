@@ -1,0 +1,60 @@
+"""Transformer big: encoder and decoder with one table."""
+
+import torch
+from torch.nn import functional
+from zoo_examples import built, inputs_of
+
+from pytest_gputrain.architectures import architectures
+
+
+def test_the_decoder_sees_the_targets_one_late():
+    inputs = inputs_of(built("transformer-big", sequence_length=9))
+    late, target = inputs["decoder_input_ids"], inputs["labels"]
+    assert inputs["input_ids"].shape == late.shape == target.shape == (2, 9)
+    assert (late[:, 0] == 1).all()
+    assert torch.equal(late[:, 1:], target[:, :-1])
+
+
+def test_no_token_is_padding():
+    inputs = inputs_of(built("transformer-big", batch_size=64))
+    assert (inputs["input_ids"] > 1).all()
+    assert (inputs["labels"] > 1).all()
+    assert not torch.equal(inputs["input_ids"], inputs["labels"])
+
+
+def test_a_token_of_the_target_is_not_told_before_it_is_due():
+    model = built("transformer-big").model.eval()
+    source, target = torch.randint(2, 512, (2, 1, 16))
+    changed = target.clone()
+    changed[0, 9] = 5 if target[0, 9] != 5 else 6
+    with torch.no_grad():
+        one, other = (model(input_ids=source, decoder_input_ids=given).logits for given in (target, changed))
+    difference = (one - other).abs().amax(dim=(0, 2))
+    assert (difference[:9] == 0).all()
+    assert (difference[9:] > 0).all()
+
+
+def test_loss_is_smoothed_by_a_tenth():
+    workload = built("transformer-big")
+    workload.model.eval()
+    inputs = inputs_of(workload)
+    logits = workload.model(input_ids=inputs["input_ids"], decoder_input_ids=inputs["decoder_input_ids"]).logits
+    logs = functional.log_softmax(logits, dim=2)
+    told = logs.gather(2, inputs["labels"][..., None])
+    torch.testing.assert_close(workload.loss(inputs), -(0.9 * told.mean() + 0.1 * logs.mean()))
+
+
+def test_only_the_two_position_tables_do_not_train():
+    model = built("transformer-big").model
+    still = {name: value.shape for name, value in model.named_parameters() if not value.requires_grad}
+    assert still == {f"model.{side}.embed_positions.weight": (16, 64) for side in ("encoder", "decoder")}
+    architecture = architectures()["transformer-big"]
+    full = architecture.trained_part.config
+    tables = 2 * full["max_position_embeddings"] * full["d_model"]
+    assert architecture.trained_part.parameters["full"] - architecture.trainable["full"]["full"] == tables
+
+
+def test_source_target_and_output_share_one_table():
+    model = built("transformer-big").model
+    assert model.lm_head.weight is model.model.encoder.embed_tokens.weight
+    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight

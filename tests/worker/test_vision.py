@@ -1,0 +1,76 @@
+"""ResNet-50 and VGG-16."""
+
+import itertools
+
+import pytest
+import torch
+from zoo_examples import built, example, inputs_of, measured
+
+MODELS = ["resnet-50", "vgg-16"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_resolution_is_width_by_height(name):
+    assert inputs_of(built(name, resolution="31x16"))["images"].shape == (2, 3, 16, 31)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_labels_are_classes_of_the_model(name):
+    labels = inputs_of(built(name, batch_size=500))["labels"]
+    assert set(labels.tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize(("name", "features"), [("resnet-50", (2048, 7, 7)), ("vgg-16", (512, 7, 7))])
+def test_published_images_leave_seven_by_seven_features(name, features):
+    model = built(name, "full", "meta").model
+    images = torch.empty(1, 3, 224, 224, device="meta")
+    found = model.resnet(images).last_hidden_state if name == "resnet-50" else model.features[:-2](images)
+    assert found.shape == (1, *features)
+
+
+def test_vgg_16_has_sixteen_layers_of_weights():
+    weights = [value for value in built("vgg-16").model.parameters() if value.ndim > 1]
+    assert [value.ndim for value in weights] == [4] * 13 + [2] * 3
+
+
+def test_vgg_passes_its_signal_on_from_the_start():
+    workload = built("vgg-16", batch_size=64)
+    workload.model.eval()
+    logits = workload.model(inputs_of(workload)["images"])
+    # From torch's own start it is 1e-7.
+    assert 1e-2 < logits.std(dim=0).mean() < 10
+
+
+def test_batch_normalisation_learns_from_the_batch():
+    workload = built("resnet-50")
+    mean = next(value for name, value in workload.model.named_buffers() if name.endswith("running_mean"))
+    assert (mean == 0).all()
+    workload.loss(inputs_of(workload)).backward()
+    assert (mean != 0).any()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "sgd"])
+def test_optimizers_of_its_scripts_train_resnet(optimizer):
+    reply = measured(example("resnet-50", precision="fp32", optimizer=optimizer, batch_size=8, learning_rate=0.01))
+    assert reply.losses[-1] < reply.losses[0]
+
+
+def test_momentum_keeps_one_state_a_parameter():
+    plain, momentum = (
+        measured(example("vgg-16", precision="fp32", optimizer=optimizer, batch_size=1, learning_rate=1e-3))
+        for optimizer in ("sgd", "momentum")
+    )
+    held = momentum.peak_allocated_bytes - plain.peak_allocated_bytes
+    assert 4 * plain.parameters <= held < 1.1 * 4 * plain.parameters
+
+
+def test_flops_of_vgg_are_those_of_its_products():
+    reply = measured(example("vgg-16", precision="fp32", learning_rate=1e-3))
+    widths, counts = [4, 8, 16, 32, 32], [2, 2, 3, 3, 3]
+    products, side = 0, 32
+    for (before, after), count in zip(itertools.pairwise([3, *widths]), counts, strict=True):
+        products += side**2 * 9 * (before + (count - 1) * after) * after
+        side //= 2
+    products += 32 * 64 + 64 * 64 + 64 * 10
+    images = 32**2 * 9 * 3 * 4  # whose gradient nobody wants
+    assert reply.flops_per_step == 2 * reply.batch_size * (3 * products - images)
