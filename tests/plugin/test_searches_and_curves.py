@@ -135,7 +135,7 @@ def test_own_code_that_runs_out_of_memory_is_searched_for_real(project: Project,
 
 def test_a_model_of_the_zoo_is_searched_for_real(project: Project) -> None:
     project.write(
-        test_zoo="""
+        test_search="""
         from pytest_gputrain import Case
 
         CASE = Case(model="llama-3.1-8b", method="lora", sequence_length=16, steps=2, warmup=1)
