@@ -42,9 +42,6 @@ from pytest_gputrain.studies import Study, failed_curves, record_losses, search_
 
 Watch = Callable[[Case, Event], None]
 
-CPU_PROCESSES: Final = 2
-"""Most processes of a case on a CPU, where its parallelism is exercised rather than measured."""
-
 
 class CannotRun(Exception):
     """The case must not run here; the reason to skip."""
@@ -105,6 +102,12 @@ class Runner:
             raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.machine.gpus)}")
         if case.parallel not in ENGINES:
             raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, which this version does not start")
+        if self.machine.gpus:
+            return
+        if case.gpus > 1 and self._processes(case) == 1:
+            raise CannotRun(f"needs {case.gpus} processes; --gpu-processes=2 runs two of them on a CPU")
+        if case.parallel.startswith("zero") and case.precision == "fp16":
+            raise CannotRun("needs a GPU: DeepSpeed's fp16 refuses a CPU")
 
     def run(
         self,
@@ -144,11 +147,14 @@ class Runner:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
         if inline and studied:
             raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
+        processes = self._processes(case)
+        if inline and processes > 1:
+            raise BadCase(f"the case {case} has {processes} processes, so it cannot run inline; leave inline out")
         task = Task(
             case=case,
             scale=scale,
             device_type=self.machine.device_type,
-            processes=case.gpus if self.machine.gpus else min(case.gpus, CPU_PROCESSES),
+            processes=processes,
             root=str(self.settings.root),
             module=module,
             import_paths=tuple(path for path in sys.path if path),
@@ -262,6 +268,10 @@ class Runner:
             else:
                 reply = launch.in_process(task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, watch=watch)
             return _with_driver(reply, gpus[0].driver) if gpus else reply
+
+    def _processes(self, case: Case) -> int:
+        """On a CPU a parallelism is exercised rather than measured: fewer processes show as much."""
+        return case.gpus if self.machine.gpus else min(case.gpus, self.settings.processes)
 
     def _scale(self) -> Scale:
         if self.settings.scale != "auto":

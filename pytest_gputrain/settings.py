@@ -47,6 +47,8 @@ class Settings:
     scale: Literal["auto", "full", "tiny"]
     platform: str | None
     """Catalog marker that this machine passes for, None for what is detected."""
+    processes: int
+    """Most processes of a case on a CPU."""
     gpu_ids: tuple[str, ...] | None
     """Indices or UUIDs of the GPUs to use, None for all visible ones."""
     isolation: Literal["process", "inline"]
@@ -145,6 +147,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         timeout_seconds=values["timeout"],
         scale=values["scale"],
         platform=values["platform"],
+        processes=values["processes"],
         gpu_ids=values["ids"],
         isolation=values["isolation"],
         json=None if values["json"] is None else values["json"].absolute(),
@@ -308,6 +311,16 @@ OPTIONS: Final = (
         name="platform",
         metavar="MARKER",
         help="what this machine must be (h100, a100, ...); a GPU not in the catalog passes for it; cpu leaves GPUs alone",
+    ),
+    Option(
+        name="processes",
+        parse=_whole(1),
+        default="1",
+        metavar="N",
+        help=(
+            "most processes of a case on a CPU, where a case for several GPUs is run with as many or fewer; 1 skips those "
+            "(default: 1)"
+        ),
     ),
     Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
     Option(

@@ -43,7 +43,7 @@ def search_batch(task: Task, most: int, launch: Launch) -> Study:
 
     def try_batch(batch: int) -> Try:
         replies[batch] = launch(msgspec.structs.replace(task, case=case_of(batch)))
-        return _try(batch, batch * task.case.gpus, replies[batch])
+        return _try(batch, batch * task.processes, replies[batch])
 
     search = find_batch(try_batch, most)
     shown = search.fastest or search.tries[-1].batch_size

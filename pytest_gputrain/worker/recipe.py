@@ -18,7 +18,7 @@ from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
-from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
 from pytest_gputrain.worker.parallel import ENGINES, Setting
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
@@ -50,9 +50,10 @@ class Trainable(Protocol):
 class Training:
     """A case of the zoo."""
 
-    def __init__(self, case: Case, scale: Scale, device: torch.device, group: Group) -> None:
+    def __init__(self, case: Case, scale: Scale, device: torch.device, group: Group = ALONE) -> None:
         architecture = architectures()[case.model]
         precision = PRECISIONS[case.precision]
+        seed = torch.initial_seed()
         with device, _default_dtype(precision.weights):
             self._workload = zoo.build(case, scale)
         names = list(architecture.parts)
@@ -80,9 +81,9 @@ class Training:
         self._workload.model = self._engine.model
         encoders = self._workload.encoders
         self.model: nn.Module | None = nn.ModuleDict({names[0]: adapted, **encoders}) if encoders else adapted
-        # The same weights everywhere, other samples in each process.
-        if group.rank:
-            torch.manual_seed(torch.initial_seed() + group.rank)
+        if case.parallel != "single":
+            # The same weights everywhere, other samples in each process, whatever the engine drew in between.
+            torch.manual_seed(seed + group.rank)
         with _default_dtype(precision.weights):
             batch = self._workload.batch(device)
         self._inputs = batch.inputs
@@ -116,6 +117,9 @@ class Setup:
     scale: Scale
     device: torch.device
     precision: Precision
+    rank: int = 0
+    """Number of this process among those of the case; torch.distributed is ready where there are several."""
+    processes: int = 1
     watched: list[nn.Module] = field(default_factory=list)
 
     @property
@@ -139,8 +143,15 @@ StepBuilder = Callable[[Setup], Callable[[], Any]]
 class Custom:
     """A user's own step."""
 
-    def __init__(self, case: Case, scale: Scale, device: torch.device, builder: StepBuilder) -> None:
-        setup = Setup(case=case, scale=scale, device=device, precision=PRECISIONS[case.precision])
+    def __init__(self, case: Case, scale: Scale, device: torch.device, builder: StepBuilder, group: Group = ALONE) -> None:
+        setup = Setup(
+            case=case,
+            scale=scale,
+            device=device,
+            precision=PRECISIONS[case.precision],
+            rank=group.rank,
+            processes=group.size,
+        )
         self._name = case.model
         self._step = builder(setup)
         if not callable(self._step):

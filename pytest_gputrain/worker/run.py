@@ -174,7 +174,7 @@ def _build(task: Task, device: torch.device, builder: StepBuilder | None, group:
     case = task.case
     if not case.code and builder is None:
         return Training(case, task.scale, device, group)
-    return Custom(case, task.scale, device, builder or load_builder(case.code, Path(task.root), task.module))
+    return Custom(case, task.scale, device, builder or load_builder(case.code, Path(task.root), task.module), group)
 
 
 def _known(count: int | None) -> int:
