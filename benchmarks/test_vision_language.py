@@ -12,31 +12,18 @@ VISION_LANGUAGE = Case(precision="bf16", batch_size=16, activation_checkpointing
 LLAVA = VISION_LANGUAGE.replace(sequence_length=2048, resolution="336x336")
 QWEN2_VL = VISION_LANGUAGE.replace(sequence_length=512, resolution="504x364")
 
+ON_EIGHT = {"parallel": "zero2", "gpus": 8, "platforms": ("h800",)}
+EIGHTY_GB, LARGER = ["h100", "h200", "a100", "mi300x"], ["h200", "mi300x"]
+
 CASES = [
-    *grid(
-        LLAVA.replace(parallel="zero2", gpus=8),
-        model=["llava-1.6-7b", "llava-1.6-13b"],
-        method=["pretrain", "sft", "lora"],
-        platforms=["h800"],
-    ),
-    *grid(
-        QWEN2_VL.replace(parallel="zero2", gpus=8),
-        model=["qwen2-vl-2b", "qwen2-vl-7b"],
-        method=["sft"],
-        platforms=["h800"],
-    ),
-    *grid(
-        LLAVA,
-        model=["llava-1.6-7b", "llava-1.6-13b"],
-        method=["pretrain", "sft", "lora"],
-        platforms=["h100", "h200", "a100"],
-    ),
-    *grid(
-        QWEN2_VL,
-        model=["qwen2-vl-2b", "qwen2-vl-7b"],
-        method=["sft"],
-        platforms=["h100", "h200", "a100"],
-    ),
+    *grid(LLAVA.replace(**ON_EIGHT), model=["llava-1.6-7b", "llava-1.6-13b"], method=["pretrain", "sft", "lora"]),
+    *grid(QWEN2_VL.replace(**ON_EIGHT), model=["qwen2-vl-2b", "qwen2-vl-7b"], method=["sft"]),
+    # On one GPU: training a whole language model takes ten bytes a parameter and more.
+    *grid(LLAVA, model=["llava-1.6-7b", "llava-1.6-13b"], method=["pretrain", "lora"], platforms=EIGHTY_GB),
+    *grid(LLAVA, model=["llava-1.6-7b"], method=["sft"], platforms=LARGER),
+    *grid(LLAVA, model=["llava-1.6-13b"], method=["sft"], platforms=["mi300x"]),
+    *grid(QWEN2_VL, model=["qwen2-vl-2b"], method=["sft"], platforms=EIGHTY_GB),
+    *grid(QWEN2_VL, model=["qwen2-vl-7b"], method=["sft"], platforms=LARGER),
 ]
 
 

@@ -137,7 +137,7 @@ class ReportStore:
         """Raises:
         BaselineError: the file is no report of this package.
         """
-        report = decode(path, Report, "a report of --gpu-json", "write it again")
+        report = decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote")
         self.path = path
         self._baselines: dict[tuple[str, str], Baseline] = {}
         for result in report.results:

@@ -133,10 +133,10 @@ def _bad_model(case: Case) -> str | None:
         return f"asks for the method {case.method!r}, which {case.model} does not have; it has {known}"
     if case.lora_rank and case.method not in ("lora", "qlora"):
         return f"sets lora_rank, which the method {case.method!r} does not have; choose lora or qlora"
-    if "sequence_length" in architecture.needs and case.sequence_length < 2:
-        return f"has sequence_length={case.sequence_length}; it must be at least 2"
-    examples = {"resolution": "resolution='512x512'", "frames": "frames=9"}
-    for field in ("resolution", "frames"):
+    if "sequence_length" in architecture.needs and case.sequence_length == 1:
+        return "has sequence_length=1; it must be at least 2"
+    examples = {"sequence_length": "sequence_length=512", "resolution": "resolution='512x512'", "frames": "frames=9"}
+    for field in ("sequence_length", "resolution", "frames"):
         if field in architecture.needs and not getattr(case, field):
             return f"sets no {field}, which {case.model} needs, as {examples[field]}"
         if field not in architecture.needs and getattr(case, field):
@@ -151,6 +151,8 @@ def _bad_parallelism(case: Case) -> str | None:
         if getattr(case, knob) not in (None, False, 0) and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
+    if case.pin_memory and not (case.offload_optimizer or case.offload_param):
+        return "asks for pin_memory, but offloads nothing; set offload_optimizer, or leave it out"
     if case.parallel == "single" and case.gpus > 1:
         return f"asks for {case.gpus} GPUs, but parallel='single' uses one; choose a parallelism"
     return None

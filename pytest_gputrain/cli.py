@@ -62,7 +62,7 @@ def _table(options: argparse.Namespace) -> tuple[str, list[str]]:
     if options.measured and options.report:
         raise ValueError(f"two reports were given, {options.measured} and {options.report}; give one")
     path: Path | None = options.report or options.measured
-    report = decode(path, Report, "a report of --gpu-json", "write it again") if path else None
+    report = decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote") if path else None
     results: tuple[Result, ...] = report.results if report else ()
     on_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if on_terminal else _UNBOUNDED

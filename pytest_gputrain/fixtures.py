@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import pytest
 
+from pytest_gputrain.cases import did_you_mean
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
@@ -105,7 +106,8 @@ class GpuTrain:
     def _case(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any]) -> Case:
         unknown = sorted(set(knobs) - set(Case.__struct_fields__))
         if unknown:
-            raise BadCase(f"{', '.join(unknown)} is no field of a case; known: {', '.join(Case.__struct_fields__)}")
+            hint = did_you_mean(unknown[0], Case.__struct_fields__)
+            raise BadCase(f"{', '.join(unknown)} is no field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
         if isinstance(what, Case):
             return what.replace(**knobs)
         if not callable(what):

@@ -67,6 +67,7 @@ class _Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cells: dict[str, str]
     outcome: Literal["measured", "out_of_memory", "error"]
     figures: dict[Literal["pytorch", "paddle"], Figures]
+    time_not_judged: str = ""
 
 
 class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +97,7 @@ class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 cells=row.cells,
                 figures={str(framework): figures for framework, figures in row.figures.items()},
                 made_with=str(self.platforms[row.platform]),
+                time_not_judged=row.time_not_judged,
             )
             for row in self.rows
             if platform in (None, row.platform)

@@ -319,6 +319,8 @@ class Published(Struct, frozen=True, kw_only=True):
     """By framework, ``pytorch`` or ``paddle``; empty where the figures are a picture."""
     made_with: str
     """Versions and hardware: ``torch 2.5.1 on NVIDIA H100``."""
+    time_not_judged: str = ""
+    """Why its time is shown but says nothing of the case as declared."""
 
 
 class MetricVerdict(Struct, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ def reproduce(
     if row.outcome == "error":
         return Verdict(status="improved", sentence=f"{case} trains here; as {_of(row)} it ends with an error")
     figures = row.figures.get(GATED, Figures())
-    metrics = [_time(case, measured, figures, tolerance.time)]
+    metrics = [_time(case, measured, figures, tolerance.time, row.time_not_judged)]
     metrics += [_memory(name, measured, row, tolerance.memory) for name in MEMORY]
     return _conclude(case, tuple(metric for metric in metrics if metric is not None), measured, row)
 
@@ -75,7 +75,7 @@ def why_not_comparable(case: Case, row: Published | None, scale: Scale, elsewher
     if scale == "tiny":
         return "published figures are of the full model, this is the tiny scale"
     if row is None:
-        return f"published for {', '.join(elsewhere)} only" if elsewhere else "no table in baselines/published has it"
+        return f"published for {', '.join(elsewhere)} only" if elsewhere else "no published table has it"
     if row.case.identity() != case.identity():
         return f"it is not the case of its row in {row.table} ({differences(row.case, case)})"
     if row.outcome == "measured" and not row.figures:
@@ -110,10 +110,17 @@ def _seconds_of(samples: int, speed: Figure) -> StepSeconds:
     return StepSeconds(samples / speed.most, samples / speed.middle, samples / speed.least)
 
 
-def _time(case: Case, measured: Sequence[Measurement], figures: Figures, tolerance: float) -> MetricVerdict | None:
+def _time(
+    case: Case, measured: Sequence[Measurement], figures: Figures, tolerance: float, not_judged: str
+) -> MetricVerdict | None:
     printed = step_seconds(case, figures)
     if printed is None:
         return None
+    if not_judged:
+        value = statistics.median(run.median_step_seconds for run in measured)
+        return MetricVerdict(
+            metric="step_seconds", status="not-comparable", value=value, baseline=printed.middle, note=not_judged
+        )
     seconds = [_seconds(case, run, figures) for run in measured]
     known = [value for value in seconds if value is not None]
     if not known:
@@ -126,8 +133,8 @@ def _time(case: Case, measured: Sequence[Measurement], figures: Figures, toleran
 
 
 def _seconds(case: Case, run: Measurement, figures: Figures) -> float | None:
-    """A run's seconds of one micro-batch, the update's share included where the table's has it."""
-    if not figures.update_seconds:
+    """A run's seconds of one micro-batch: with its share of the update, unless the table gives those of a step."""
+    if figures.step_seconds or case.gradient_accumulation == 1:
         return run.median_step_seconds
     seconds = run.update_seconds(case.gradient_accumulation)
     return None if seconds is None else seconds / case.gradient_accumulation
@@ -155,6 +162,11 @@ def _memory(
 
 def _out_of_memory(case: Case, out: Sequence[OutOfMemory], runs: int, row: Published) -> Verdict:
     what = f"{case} {describe_failure(out[0])}"
+    if row.outcome == "out_of_memory" and len(out) < runs:
+        fitted = runs - len(out)
+        return Verdict(
+            status="improved", sentence=f"{case} fits in memory in {fitted} of {runs} runs; as {_of(row)} it does not"
+        )
     if row.outcome == "out_of_memory" and out[0].where == "device":
         return Verdict(status="pass", sentence=f"{what}, as {_of(row)}")
     if row.outcome != "measured":
@@ -175,7 +187,7 @@ def _conclude(case: Case, metrics: tuple[MetricVerdict, ...], measured: Sequence
     if found["improved"]:
         return Verdict(status="improved", sentence=f"{case} {' and '.join(found['improved'])} ({_of(row)})", metrics=metrics)
     if all(metric.status == "not-comparable" for metric in metrics):
-        reasons = "; ".join(dict.fromkeys(metric.note for metric in metrics))
+        reasons = "; ".join(dict.fromkeys(metric.note for metric in metrics)) or f"{row.table} prints nothing that is judged"
         return Verdict(status="not-comparable", sentence=f"{case} cannot be compared: {reasons}", metrics=metrics)
     return Verdict(status="pass", sentence=f"{case} is as {_of(row)}", metrics=metrics)
 

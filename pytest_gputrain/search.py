@@ -10,16 +10,12 @@ this flat by less than two fresh processes differ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from pytest_gputrain.findings import Search, Try
 
-REFINEMENTS: Final = 2
-"""Tries beside the fastest, at most."""
-
 
 def find_batch(try_batch: Callable[[int], Try], most: int) -> Search:
-    """Search batches from 1 to ``most``. Makes at most ``2 * floor(log2(most)) + 2 + REFINEMENTS`` tries.
+    """Search batches from 1 to ``most``. Makes at most ``2 * floor(log2(most)) + 4`` tries.
 
     Args:
         try_batch: trains on that many samples. It is asked for each batch once.

@@ -22,6 +22,15 @@ _TYPES: Final = {
 }
 
 
+_KINDS: Final[dict[Any, str]] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    bool | float: "true, false or a share from 0 to 1",
+    bool | None: "true, false or null",
+}
+
+
 def parse_axes(text: str) -> Axes:
     """The knobs of ``text``, one ``KNOB=A,B,C`` a line; blank lines count for nothing.
 
@@ -59,7 +68,7 @@ def _value(knob: str, text: str) -> Any:
     try:
         value = msgspec.convert(text, _TYPES[knob], strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{knob}={text!r} is of the wrong type: {error}") from None
+        raise ValueError(f"{knob}={text!r} is not {_KINDS.get(_TYPES[knob], 'a value of it')}") from error
     found = bad_number(Case(**{knob: value}))
     if found:
         raise ValueError(f"a case {found}")

@@ -59,15 +59,20 @@ def _update_seconds(result: Result) -> float | None:
     return statistics.median(known) if known else None
 
 
+def _samples_per_second(result: Result, parts: int = 1) -> float | None:
+    """Over whole updates, as tables count: of accumulated micro-batches only some have the optimizer's time."""
+    seconds, accumulation = _update_seconds(result), result.case.gradient_accumulation
+    if result.summary is None or seconds is None:
+        return None
+    samples = result.summary.samples_per_second * result.summary.median_step_seconds
+    return samples * accumulation / seconds / max(1, parts)
+
+
 METRICS: Final = (
     Metric("step_seconds", "sec/step", lambda result: result.summary.median_step_seconds if result.summary else None),
     Metric("update_seconds", "sec/update", _update_seconds),
-    Metric("samples_per_second", "samples/s", lambda result: result.summary.samples_per_second if result.summary else None),
-    Metric(
-        "samples_per_second_per_gpu",
-        "samples/s a GPU",
-        lambda result: result.summary.samples_per_second / max(1, result.case.gpus) if result.summary else None,
-    ),
+    Metric("samples_per_second", "samples/s", _samples_per_second),
+    Metric("samples_per_second_per_gpu", "samples/s a GPU", lambda result: _samples_per_second(result, result.case.gpus)),
     Metric("peak_allocated_bytes", "peak allocated", _peak("peak_allocated_bytes")),
     Metric("peak_reserved_bytes", "peak reserved", _peak("peak_reserved_bytes")),
     Metric("device_used_bytes", "device memory", _peak("device_used_bytes")),

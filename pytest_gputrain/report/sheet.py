@@ -86,7 +86,7 @@ def measured_sheet(results: Sequence[Result]) -> Sheet:
             result.scale,
             str(result.case),
             *(
-                f"{value:.6g}" if (value := metric.measured(result)) is not None else ""
+                _exact(value) if (value := metric.measured(result)) is not None else ""
                 for metric in METRICS
                 if metric.field in _MEASURED
             ),
@@ -100,6 +100,11 @@ def measured_sheet(results: Sequence[Result]) -> Sheet:
         rows=tuple(rows),
         keys=((),) * len(rows),
     )
+
+
+def _exact(value: float) -> str:
+    """Bytes to the byte, times with more digits than a clock has."""
+    return str(int(value)) if float(value).is_integer() else f"{value:.6g}"
 
 
 _MEASURED: Final = ("step_seconds", "samples_per_second", "peak_allocated_bytes", "peak_reserved_bytes", "model_bytes")
@@ -151,18 +156,30 @@ def _terminal(sheet: Sheet, *, width: int, colour: bool) -> str:
     console = Console(
         file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False, legacy_windows=False
     )
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for header in sheet.headers:
-        table.add_column(Text(header), overflow="fold")
-    for row in sheet.rows:
-        table.add_row(*map(Text, row))
     console.print(Text(sheet.title, style="bold"))
     for line in sheet.about:
         console.print(Text(line, style="dim"))
-    console.print(table)
+    if width < _LEAST_COLUMN * len(sheet.headers):
+        for row in sheet.rows:
+            first, *others = [
+                (header, cell) for header, cell in zip(sheet.headers, row, strict=True) if cell not in ("", "-")
+            ]
+            console.print(Text(f"\n{first[1]}", style="bold"))
+            console.print(Text("  ".join(f"{header}: {cell}" for header, cell in others)))
+    else:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for header in sheet.headers:
+            table.add_column(Text(header), overflow="fold")
+        for row in sheet.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
     for line in sheet.notes:
         console.print(Text(line, style="dim"))
     return file.getvalue()
+
+
+_LEAST_COLUMN: Final = 11
+"""Characters a column needs on average to be read. Where a terminal has less room, a row is a few lines of text instead."""
 
 
 def _plain(cell: str) -> str:

@@ -58,7 +58,7 @@ def loss_table(results: Sequence[Result], names: Names) -> Table:
             _add_row(
                 table,
                 *names(_as(result, result.case.replace(precision=curve.precision))),
-                *(f"{value:.4g}" for value in (curve.losses[0], curve.losses[-1])) if curve.losses else ("", ""),
+                *_ends(curve),
                 "" if curve.gap is None else format_percent(curve.gap),
                 _trend(curve),
             )
@@ -96,6 +96,12 @@ def _speed(one: Try | None) -> str:
     return _OUTCOMES.get(one.outcome, "") if one.samples_per_second is None else format_rate(one.samples_per_second)
 
 
+def _ends(curve: LossCurve) -> tuple[str, str]:
+    """First and last loss."""
+    first, last = (f"{curve.losses[place]:.4g}" if curve.losses else "" for place in (0, -1))
+    return first, "not finite" if curve.non_finite_step is not None else last
+
+
 def _trend(curve: LossCurve) -> str:
     at = f" from step {curve.non_finite_step}" if curve.non_finite_step is not None else ""
     return f"{curve.trend}{at}" if curve.trend else _OUTCOMES.get(curve.outcome, "")
@@ -111,6 +117,9 @@ def explain(results: Sequence[Result]) -> list[str]:
                 reasons[curve.reason].append(curve.precision)
         if any(curve.precision == "fp32" and curve.trend == "diverging" for curve in result.loss_curves):
             lines.append(f"{result.case} diverges in fp32 already: its recipe does, whatever the precision")
+        trends = {curve.trend for curve in result.loss_curves if curve.trend}
+        if trends == {"flat"}:
+            lines.append(f"{result.case} is flat in every precision: its loss does not fall")
     for reason, precisions in reasons.items():
         lines.append(f"{' and '.join(dict.fromkeys(precisions))} left out: {reason}")
     return lines

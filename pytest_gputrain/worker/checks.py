@@ -55,14 +55,18 @@ def check_losses(losses: Sequence[float]) -> None:
             raise CheckFailed(f"the loss of timed step {step} is {value}")
 
 
-def finite_losses(losses: Sequence[float], name: str) -> tuple[float, ...]:
+def finite_losses(losses: Sequence[float], name: str, *, steps: int) -> tuple[float, ...]:
     """The losses before the first that is not finite: divergence is what a curve is recorded to show.
 
+    Args:
+        steps: how many steps were run.
+
     Raises:
-        CheckFailed: there are no losses at all.
+        CheckFailed: not every step gave a loss.
     """
-    if not losses:
-        raise CheckFailed(f"{name} returns no loss from its step, so it has no curve; return the loss")
+    if len(losses) < steps:
+        some = f"a loss from {len(losses)} of {steps} steps" if losses else "no loss from its step"
+        raise CheckFailed(f"{name} returns {some}, so it has no curve; return the loss of every step")
     return tuple(itertools.takewhile(math.isfinite, losses))
 
 

@@ -8,6 +8,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import socket
 import sys
 import traceback
@@ -29,6 +30,9 @@ from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import Custom, StepBuilder, Trainable, Training, load_builder
 
 SEED: Final = 20_240_101
+
+_LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED", re.I)
+"""How libraries tell that their workspace found no room, which happens a few MiB before torch's allocator finds none."""
 
 _REPORTED_PACKAGES: Final = (
     "torch",
@@ -132,7 +136,8 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     updates = training.updates
     progress.enter("check")
     if task.curve:
-        losses = finite_losses(losses[: case.steps], case.model)
+        made = (0 if counter is None else len(_counted_steps(case))) + len(warmup) + len(seconds)
+        losses = finite_losses(losses, case.model, steps=made)[: case.steps]
     else:
         check_losses(losses)
     with count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
@@ -205,6 +210,8 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
     message = str(error)
     if isinstance(error, RuntimeError) and "out of memory" in message and ("CUDA" in message or "HIP" in message):
         return "device"  # allocated by a library beside torch's allocator
+    if isinstance(error, RuntimeError) and _LIBRARY_OUT_OF_MEMORY.search(message):
+        return "device"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):
         return "host"
     return None

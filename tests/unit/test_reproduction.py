@@ -177,7 +177,7 @@ def test_outcomes(outcome: Any, reply: Reply, status: str, words: str) -> None:
     ("published", "given", "words"),
     [
         (None, {"elsewhere": ("a100", "h100")}, "published for a100, h100 only"),
-        (None, {}, "no table in baselines/published has it"),
+        (None, {}, "no published table has it"),
         (row(), {"scale": "tiny"}, "this is the tiny scale"),
         (row(case=CASE.replace(batch_size=4)), {}, "it is not the case of its row in a-table (batch_size 4 -> 2)"),
     ],

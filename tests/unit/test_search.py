@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pytest_gputrain.findings import Search, Try
-from pytest_gputrain.search import REFINEMENTS, find_batch
+from pytest_gputrain.search import find_batch
 
 MOST = 1 << 14
 memories = st.integers(0, MOST) | st.integers(0, 70)
@@ -61,7 +61,7 @@ def test_no_batch_is_tried_twice_or_beyond_the_maximum(memory: int, most: int, b
 def test_the_number_of_tries_is_bounded(memory: int, most: int, best: int) -> None:
     machine = Machine(memory, lambda batch: 1 / (1 + abs(batch - best)))
     _search(machine, most)
-    assert len(machine.asked) <= 2 * math.floor(math.log2(most)) + 2 + REFINEMENTS
+    assert len(machine.asked) <= 2 * math.floor(math.log2(most)) + 4
 
 
 @given(st.integers(1, MOST), st.dictionaries(st.integers(1, MOST), st.floats(0.1, 1e6)))

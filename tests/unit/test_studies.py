@@ -132,8 +132,7 @@ def test_nothing_is_left_out_where_nothing_is_known_to_lack(platform: str) -> No
 def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
     study = _curves({"fp32": out_of_memory(), "bf16-amp": FALLING, "fp16": crashed(), "bf16": FALLING})
     assert failed_curves(CASE, study.loss_curves) == (
-        f"{CASE} in fp32 ran out of device memory (measure in step 2): CUDA out of memory.; "
-        "in fp16 gave no measurement (measure in step 1): ValueError: loss is NaN"
+        f"{CASE} in fp16 gave no measurement (measure in step 1): ValueError: loss is NaN"
     )
     assert [curve.trend for curve in study.loss_curves] == [None, "converging", None, "converging"]
 
@@ -145,6 +144,20 @@ def test_divergence_counts_where_fp32_does_not_diverge() -> None:
     )
     assert diverged(CASE, [_curve("fp32", trend="diverging"), worse]) is None
     assert diverged(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
+
+
+def test_a_case_whose_own_loss_is_not_finite_diverges_whatever_fp32_does() -> None:
+    own = _curve(CASE.precision, trend="diverging", losses=FALLING[:7], non_finite_step=8)
+    expected = f"{CASE} diverges: its loss is not finite in step 8"
+    assert diverged(CASE, [_curve("fp32", trend="diverging"), own]) == expected
+    assert diverged(CASE, [_curve("fp32"), own]) == expected
+
+
+def test_a_case_without_room_for_its_own_precision_has_no_curve() -> None:
+    study = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16": FALLING, "bf16": out_of_memory()})
+    assert failed_curves(CASE, study.loss_curves) == (
+        f"{CASE} in bf16 ran out of device memory (measure in step 2): CUDA out of memory."
+    )
 
 
 # Tables and sentences
@@ -191,7 +204,7 @@ def test_loss_curves_are_rows_by_precision() -> None:
     assert _rows(result(verdict=None, loss_curves=curves)) == [
         ["Llama 3.1 8B", "LoRA", "fp32", "10", "0.25", "converging"],
         ["Llama 3.1 8B", "LoRA", "bf16-amp", "10", "0.25", "+1.2 %", "flat"],
-        ["Llama 3.1 8B", "LoRA", "fp16", "10", "9.5", "diverging from step 3"],
+        ["Llama 3.1 8B", "LoRA", "fp16", "10", "not finite", "diverging from step 3"],
         ["Llama 3.1 8B", "LoRA", "bf16", "OOM"],
     ]
 

@@ -54,7 +54,7 @@ def test_a_curve_ends_before_the_first_loss_that_is_not_finite(bad, step):
 def test_a_step_without_a_loss_has_no_curve():
     reply = _own([None] * 100, [])
     assert isinstance(reply, Crashed)
-    assert reply.sentence == "own returns no loss from its step, so it has no curve; return the loss"
+    assert reply.sentence == "own returns no loss from its step, so it has no curve; return the loss of every step"
 
 
 def test_curves_of_one_case_are_the_same_and_fall():

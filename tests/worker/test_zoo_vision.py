@@ -67,10 +67,10 @@ def test_momentum_keeps_one_state_a_parameter():
 def test_flops_of_vgg_are_those_of_its_products():
     reply = measured(example("vgg-16", precision="fp32", learning_rate=1e-3))
     widths, counts = [4, 8, 16, 32, 32], [2, 2, 3, 3, 3]
-    products, side = 0, 32
+    products, side = 0, 64
     for (before, after), count in zip(itertools.pairwise([3, *widths]), counts, strict=True):
         products += side**2 * 9 * (before + (count - 1) * after) * after
         side //= 2
     products += 32 * 64 + 64 * 64 + 64 * 10
-    images = 32**2 * 9 * 3 * 4  # whose gradient nobody wants
+    images = 64**2 * 9 * 3 * 4  # whose gradient nobody wants
     assert reply.flops_per_step == 2 * reply.batch_size * (3 * products - images)

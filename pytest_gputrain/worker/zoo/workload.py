@@ -79,7 +79,13 @@ class Workload(abc.ABC):
         """Recompute all blocks in backward, or the first ``share`` of the first list of them."""
         lists = [list(self.model.get_submodule(path).children()) for path in self.architecture.blocks]
         if share < 1:
-            lists = [lists[0][: int(len(lists[0]) * share)]]
+            count = int(len(lists[0]) * share)
+            if count == 0:
+                raise CheckFailed(
+                    f"{self.case} recomputes {share:g} of {len(lists[0])} blocks, which is none; set at least "
+                    f"{1 / len(lists[0]):.3g}, or false"
+                )
+            lists = [lists[0][:count]]
         recompute([block for blocks in lists for block in blocks])
 
     def tokens_of_a_table(self) -> int:
