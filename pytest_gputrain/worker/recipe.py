@@ -54,7 +54,8 @@ class Training:
         architecture = architectures()[case.model]
         precision = PRECISIONS[case.precision]
         seed = torch.initial_seed()
-        with device, _default_dtype(precision.weights):
+        # A model that is to be kept on the host may not fit anywhere else.
+        with torch.device("cpu") if case.cpu_offload else device, _default_dtype(precision.weights):
             self._workload = zoo.build(case, scale)
         names = list(architecture.parts)
         built = dict(zip(names, [self._workload.model, *self._workload.encoders.values()], strict=True))

@@ -69,6 +69,7 @@ def pytest_configure(config):
             "id": name,
             "scale": task.scale,
             "gpus": [gpu.uuid for gpu in gpus],
+            "processes": task.processes,
             "steps": task.case.steps,
             "warmup": task.case.warmup,
             "timeout_seconds": timeout_seconds,

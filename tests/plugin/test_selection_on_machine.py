@@ -124,13 +124,30 @@ def test_a_case_of_two_gpus_skips_with_its_reason_on_one(h100: Project) -> None:
     assert list(skips(result).values()) == ["needs 2 GPUs, found 1"]
 
 
-def test_a_sharded_case_skips_with_its_reason_where_there_are_the_gpus(h100: Project) -> None:
+def test_a_sharded_case_gets_its_gpus_and_a_process_on_each(h100: Project) -> None:
     h100.machine(H100, gpus=2)
     h100.write(test_sharded=FSDP)
-    result = h100.run("-m", "h100")
-    result.assert_outcomes(skipped=1)
-    assert list(skips(result).values()) == ["needs 2 processes under fsdp, which this version does not start"]
-    assert h100.launches == []
+    h100.run("-m", "h100").assert_outcomes(passed=1)
+    (launched,) = h100.launches
+    assert (launched["processes"], len(launched["gpus"])) == (2, 2)
+
+
+def test_an_engine_that_is_not_there_skips_with_its_reason(cpu: Project) -> None:
+    cpu.write(test_sharded=FSDP.replace("fsdp", "ps"))
+    assert list(skips(cpu.run()).values()) == ["needs 2 processes under ps, which this version does not start"]
+
+
+def test_a_case_of_two_gpus_runs_on_a_cpu_only_if_asked(cpu: Project) -> None:
+    cpu.write(test_sharded=FSDP)
+    assert list(skips(cpu.run()).values()) == ["needs 2 processes; --gpu-processes=2 runs two of them on a CPU"]
+    cpu.run("--gpu-processes=8").assert_outcomes(passed=1)
+    (launched,) = cpu.launches
+    assert launched["processes"] == 2
+
+
+def test_deepspeed_s_fp16_skips_on_a_cpu(cpu: Project) -> None:
+    cpu.write(test_sharded=FSDP.replace('parallel="fsdp"', 'parallel="zero2", precision="fp16"'))
+    assert list(skips(cpu.run("--gpu-processes=2")).values()) == ["needs a GPU: DeepSpeed's fp16 refuses a CPU"]
 
 
 def test_a_case_of_two_gpus_tells_how_many_it_needs_elsewhere(cpu: Project) -> None:

@@ -26,6 +26,9 @@ class FullySharded(Single):
         )
         for unit in (*setting.blocks, model):
             fully_shard(unit, mp_policy=policy, offload_policy=offload)
+        if setting.case.cpu_offload:
+            for buffer in model.buffers():  # which FSDP leaves where they were built
+                buffer.data = buffer.to(setting.device)
         return model
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
