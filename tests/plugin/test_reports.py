@@ -227,6 +227,8 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(project: Project) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # What a shell starts in the background ignores interrupts, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         _wait_for(pids.exists)
@@ -311,7 +313,7 @@ def test_a_file_that_is_no_report_is_a_usage_error(suite: Project) -> None:
     (suite.path / "other.json").write_text('{"format": 1, "results": 5}')
     result = suite.spawn("--gpu-baseline=other.json", "-k", "gemma")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: *other.json is not a report of --gpu-json: *; write it again"])
+    result.stderr.fnmatch_lines(["ERROR: *other.json is not a report of --gpu-json: *; give the file that --gpu-json wrote"])
     assert suite.launches == []
 
 
