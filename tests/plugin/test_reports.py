@@ -228,7 +228,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(project: Project) 
         stderr=subprocess.STDOUT,
         text=True,
         # What a shell starts in the background ignores interrupts, and so do its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads are here
     )
     try:
         _wait_for(pids.exists)
