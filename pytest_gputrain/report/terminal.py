@@ -90,6 +90,9 @@ _CHANGES: Final[dict[MetricName, str]] = {"peak_allocated_bytes": "Δ mem.", "st
 """Metrics that a stored baseline judges."""
 _WIDTH_OF_ALL_COLUMNS: Final = 92
 _SHOWN_NOTES: Final = 6
+_LONG_SETTING: Final = 28
+"""Characters that four lines of a narrow column hold; with more, model, method and setting share a wider one."""
+_JOINED_WIDTH: Final = 34
 
 _METRICS: Final[dict[MetricName, str]] = {
     "step_seconds": "step time",
@@ -119,14 +122,19 @@ def _table(results: Sequence[Result], width: int) -> Table:
         padding=(0, 0) if narrow else (0, 1, 0, 0),
     )
     # Fixed widths where there is little room: rich would otherwise shrink the figures with the names.
-    table.add_column("Model", width=15 if narrow else None, overflow="fold")
-    table.add_column("Method", width=6 if narrow else None)
-    table.add_column("Setting", width=7 if narrow else None, overflow="fold")
+    joined = narrow and any(len(_names(result)[2]) > _LONG_SETTING for result in results)
+    if joined:
+        table.add_column("Case", width=_JOINED_WIDTH, overflow="fold")
+    else:
+        table.add_column("Model", width=15 if narrow else None, overflow="fold")
+        table.add_column("Method", width=6 if narrow else None)
+        table.add_column("Setting", width=7 if narrow else None, overflow="fold")
     for header in figures:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("Verdict", no_wrap=True)
     for result in results:
-        cells = [*_names(result), *(show(result) for show in figures.values())]
+        names = [" ".join(filter(None, _names(result)))] if joined else [*_names(result)]
+        cells = [*names, *(show(result) for show in figures.values())]
         table.add_row(*map(Text, cells), _verdict(result))
     return table
 

@@ -153,6 +153,16 @@ def test_figures_and_verdict_fit_the_terminal(width: int, model_memory: bool) ->
         assert part in text
 
 
+def test_a_case_of_many_knobs_takes_few_lines_of_a_narrow_terminal() -> None:
+    knobs = {"offload_optimizer": True, "offload_param": True, "overlap_comm": False, "stage3_max_live_parameters": 10**9}
+    case = CASE.replace(parallel="zero3", named=tuple(knobs), **knobs)
+    memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=2.0, baseline=2.0, limit=3.0)
+    text = _render(result(case, verdict=_verdict("pass", memory)), width=80)
+    assert len(text.splitlines()) <= 3 + 5
+    assert max(map(len, text.splitlines())) <= 80
+    assert "1000000000" in re.sub(r"\s", "", text)
+
+
 def test_colour_is_used_only_where_wanted() -> None:
     assert "\x1b" in _render(result(), colour=True)
     assert "\x1b" not in _render(result())
