@@ -76,9 +76,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     overlap_comm: bool | None = None
     """None for DeepSpeed's default."""
     allgather_bucket_size: int = 0
-    """Elements; 0 for DeepSpeed's default."""
+    """Elements, like the next; 0 for DeepSpeed's default."""
     stage3_max_live_parameters: int = 0
-    """Elements; 0 for DeepSpeed's default."""
     steps: int = 10
     """Timed steps."""
     warmup: int = 3
@@ -226,7 +225,6 @@ class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outco
     """Traceback or the end of the worker's stderr."""
     exit_code: int | None = None
     rank: int | None = None
-    """Of several processes, the one it happened to first."""
 
 
 class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="outcome"):

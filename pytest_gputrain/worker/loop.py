@@ -9,24 +9,26 @@ from collections.abc import Callable, Sequence
 def timed(
     step: Callable[[bool], object],
     updates: Sequence[bool],
-    ready: Callable[[], None],
     synchronize: Callable[[], None],
     after: Callable[[int, float], bool | None] = lambda index, seconds: None,
+    meet: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Wall seconds of ``len(updates)`` steps, each from an idle device to an idle device.
 
     Args:
         step: runs one micro-batch; its argument says whether the optimizer updates at its end.
         updates: that argument, step by step.
-        ready: waits until the step may start: an idle device, and the other processes.
         synchronize: waits until the device has done everything asked of it.
         after: called between two steps, outside of what is timed, with the number of steps done and the last one's seconds;
             true ends the loop.
+        meet: waits for the other processes, outside of what is timed: who waits for whom inside of a step is then in the
+            slowest one's time.
     """
     seconds: list[float] = []
     clock = time.perf_counter
     for index, update in enumerate(updates, start=1):
-        ready()
+        synchronize()
+        meet()
         start = clock()
         step(update)
         synchronize()

@@ -115,12 +115,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     gc.freeze()
     progress.enter("warmup")
 
-    def ready() -> None:
-        """All processes start a step together: who waits for whom inside of it is then in the slowest one's time."""
-        device.synchronize()
-        group.barrier()
-
-    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), ready, device.synchronize, told)
+    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, group.barrier)
     progress.enter("measure")
     steps = case.steps
     if task.curve:
@@ -129,7 +124,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         steps = max(1, steps - len(training.losses)) if finite or group.size > 1 else 1
     else:
         training.losses.clear()
-    seconds = timed(training.step, schedule(steps, case.gradient_accumulation), ready, device.synchronize, told)
+    seconds = timed(training.step, schedule(steps, case.gradient_accumulation), device.synchronize, told, group.barrier)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
