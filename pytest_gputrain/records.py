@@ -73,8 +73,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """DeepSpeed's option, like those below: optimizer state and update in host memory."""
     offload_param: bool = False
     pin_memory: bool = False
-    overlap_comm: bool | None = None
-    """None for DeepSpeed's default."""
+    overlap_comm: bool | None = None  # DeepSpeed's default
     allgather_bucket_size: int = 0
     """Elements, like the next; 0 for DeepSpeed's default."""
     stage3_max_live_parameters: int = 0
