@@ -18,6 +18,11 @@ METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
 PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
 OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
+VOCABULARY: Final = {"method": METHODS, "precision": PRECISIONS, "parallel": PARALLELS, "optimizer": OPTIMIZERS}
+"""The words of a field that takes words."""
+
+ADAPTING: Final = ("lora", "qlora")
+"""Methods that train adapters."""
 
 _ENGINES_OF_KNOBS: Final = {
     "cpu_offload": ("fsdp",),
@@ -79,9 +84,7 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         return f"has a field of the wrong type: {error}"
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
-        ("precision", case.precision, PRECISIONS),
-        ("parallel", case.parallel, PARALLELS),
-        ("optimizer", case.optimizer, OPTIMIZERS),
+        *((field, getattr(case, field), VOCABULARY[field]) for field in ("precision", "parallel", "optimizer")),
         *(("platform", platform, markers) for platform in case.platforms),
     ]
     if case.code:
@@ -131,7 +134,7 @@ def _bad_model(case: Case) -> str | None:
     if case.method not in architecture.trainable:
         known = ", ".join(architecture.trainable)
         return f"asks for the method {case.method!r}, which {case.model} does not have; it has {known}"
-    if case.lora_rank and case.method not in ("lora", "qlora"):
+    if case.lora_rank and case.method not in ADAPTING:
         return f"sets lora_rank, which the method {case.method!r} does not have; choose lora or qlora"
     if "sequence_length" in architecture.needs and case.sequence_length == 1:
         return "has sequence_length=1; it must be at least 2"

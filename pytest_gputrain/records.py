@@ -96,7 +96,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
             parts.append(self.parallel)
         named: object = self.named
         parts += [
-            f"{knob}={_knob_text(getattr(self, str(knob), None))}" for knob in (named if isinstance(named, tuple) else ())
+            f"{knob}={knob_text(getattr(self, str(knob), None))}" for knob in (named if isinstance(named, tuple) else ())
         ]
         return "-".join(map(str, parts))
 
@@ -104,12 +104,19 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         """This case with some fields changed; the id does not change for a knob (use `grid` for that)."""
         return msgspec.structs.replace(self, **fields)
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Width and height of the resolution in pixels."""
+        width, height = map(int, self.resolution.split("x"))
+        return width, height
+
     def identity(self) -> dict[str, Any]:
         """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
 
 
-def _knob_text(value: object) -> str:
+def knob_text(value: object) -> str:
+    """A knob's value as ids show it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

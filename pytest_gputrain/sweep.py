@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.architectures import architectures
-from pytest_gputrain.cases import ALWAYS_IN_ID, METHODS, OPTIMIZERS, PARALLELS, PRECISIONS, bad_number, did_you_mean
-from pytest_gputrain.records import Case
+from pytest_gputrain.cases import ALWAYS_IN_ID, VOCABULARY, bad_number, did_you_mean
+from pytest_gputrain.records import Case, knob_text
 
 Axes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Every knob with its values, in the order given."""
@@ -56,13 +56,7 @@ def _value(knob: str, text: str) -> Any:
     """Raises:
     ValueError: the text is no value of the knob.
     """
-    words: dict[str, Iterable[str]] = {
-        "method": METHODS,
-        "precision": PRECISIONS,
-        "parallel": PARALLELS,
-        "optimizer": OPTIMIZERS,
-    }
-    known = architectures() if knob == "model" else words.get(knob)
+    known: Iterable[str] | None = architectures() if knob == "model" else VOCABULARY.get(knob)
     if known is not None and text not in known:
         raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, known)}; known: {', '.join(known)}")
     try:
@@ -83,7 +77,7 @@ def combinations(axes: Axes) -> list[dict[str, Any]]:
 
 def shown(knobs: Mapping[str, Any]) -> str:
     """``batch_size=4-cpu_offload=true``, as ids show knobs."""
-    return "-".join(f"{knob}={str(value).lower() if isinstance(value, bool) else value}" for knob, value in knobs.items())
+    return "-".join(f"{knob}={knob_text(value)}" for knob, value in knobs.items())
 
 
 def override(case: Case, knobs: Mapping[str, Any]) -> Case:

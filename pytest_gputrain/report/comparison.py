@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pytest_gputrain.figures import Figure
 from pytest_gputrain.records import Measurement, OutOfMemory, Published, Result, TimedOut
+from pytest_gputrain.report import layout
 from pytest_gputrain.units import GiB, MiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -132,11 +133,9 @@ def outcome(result: Result) -> str:
 
 def table(results: Sequence[Result], verdict: Callable[[Result], Text]) -> Table:
     """A line for each case with its verdict, below it one for each figure; readable at 80 columns."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = layout.table()
     shown.add_column("Case", overflow="fold")
     for header in ("Published", "Measured", "Ratio"):
         shown.add_column(header, justify="right", no_wrap=True)

@@ -12,6 +12,7 @@ from typing import Final, Literal
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.published import PublishedTable
 from pytest_gputrain.records import Result
+from pytest_gputrain.report import layout
 from pytest_gputrain.report.comparison import FRAMEWORKS, METRICS, Line, lines
 
 Format = Literal["terminal", "markdown", "csv"]
@@ -147,15 +148,9 @@ def _escaped(text: str) -> str:
 
 
 def _terminal(sheet: Sheet, *, width: int, colour: bool) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    file = io.StringIO()
-    console = Console(
-        file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False, legacy_windows=False
-    )
+    console, file = layout.console(width, colour)
     console.print(Text(sheet.title, style="bold"))
     for line in sheet.about:
         console.print(Text(line, style="dim"))
@@ -167,7 +162,7 @@ def _terminal(sheet: Sheet, *, width: int, colour: bool) -> str:
             console.print(Text(f"\n{first[1]}", style="bold"))
             console.print(Text("  ".join(f"{header}: {cell}" for header, cell in others)))
     else:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table = layout.table()
         for header in sheet.headers:
             table.add_column(Text(header), overflow="fold")
         for row in sheet.rows:

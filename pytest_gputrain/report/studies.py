@@ -10,6 +10,7 @@ import msgspec
 
 from pytest_gputrain.findings import LossCurve, Search, Try
 from pytest_gputrain.records import Case, Result
+from pytest_gputrain.report import layout
 from pytest_gputrain.units import format_percent, format_rate
 
 if TYPE_CHECKING:
@@ -66,10 +67,7 @@ def loss_table(results: Sequence[Result], names: Names) -> Table:
 
 
 def _table(*figures: str, last: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = layout.table()
     for header in ("Model", "Method", "Setting"):
         table.add_column(header, overflow="fold")
     for header in figures:

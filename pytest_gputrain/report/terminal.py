@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, Result
-from pytest_gputrain.report import comparison, studies
+from pytest_gputrain.report import comparison, layout, studies
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -31,15 +30,12 @@ _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": "
 
 def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
     """A table per suite, device and scale."""
-    from rich.console import Console
     from rich.text import Text
 
     groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for result in results:
         groups[result.suite, _device(result), result.scale].append(result)
-    console = Console(
-        file=io.StringIO(), width=width, force_terminal=colour, no_color=not colour, highlight=False, legacy_windows=False
-    )
+    console, file = layout.console(width, colour)
     for (suite, device, scale), members in groups.items():
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
@@ -55,9 +51,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
             console.print(studies.search_table(searched, _names))
         if curved:
             console.print(studies.loss_table(curved, _names))
-    output = console.file
-    assert isinstance(output, io.StringIO)
-    return output.getvalue().rstrip("\n")
+    return file.getvalue().rstrip("\n")
 
 
 def explain(results: Sequence[Result]) -> list[str]:
@@ -103,8 +97,6 @@ _METRICS: Final[dict[MetricName, str]] = {
 
 
 def _table(results: Sequence[Result], width: int) -> Table:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     figures: dict[str, Callable[[Result], str]] = {"Peak mem.": _peak, "(Model)": _model, "Sec/step": _seconds}
@@ -115,12 +107,7 @@ def _table(results: Sequence[Result], width: int) -> Table:
         del figures["(Model)"]
     figures |= compared
     # Text throughout: names come from users, and rich would take their brackets for markup.
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 0) if narrow else (0, 1, 0, 0),
-    )
+    table = layout.table(gap=0 if narrow else 1)
     # Fixed widths where there is little room: rich would otherwise shrink the figures with the names.
     joined = narrow and any(len(_names(result)[2]) > _LONG_SETTING for result in results)
     if joined:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pytest_gputrain.architectures import Architecture, Lora
+from pytest_gputrain.cases import ADAPTING
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.precision import Precision
 
@@ -19,7 +20,7 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
     ``lora`` and ``qlora`` put adapters on it. Of the others some train what the architecture lists for them and freeze the
     rest; the rest train everything, in the precision's storage, with optimizer states of the same type (no master copy).
     """
-    if case.method in ("lora", "qlora"):
+    if case.method in ADAPTING:
         assert architecture.lora is not None, "a model with the method has the recipe"
         recipe = architecture.lora
         return (_qlora if case.method == "qlora" else _lora)(model, recipe, case.lora_rank or recipe.rank, precision)
@@ -33,7 +34,7 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
 def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -> int:
     """How many parameters the case's method should leave trainable."""
     count = architecture.trainable[case.method][scale]
-    if architecture.lora is None or not case.lora_rank or case.method not in ("lora", "qlora"):
+    if architecture.lora is None or not case.lora_rank or case.method not in ADAPTING:
         return count
     return count // architecture.lora.rank * case.lora_rank
 

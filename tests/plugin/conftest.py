@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plugin_project import H100, Project
+from plugin_project import H100, SUITE, Project
 
 
 @pytest.fixture
@@ -26,3 +26,10 @@ def h100(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     project.machine(H100)
     return project
+
+
+@pytest.fixture
+def suite(h100: Project) -> Project:
+    """Three cases on an H100, without any baseline."""
+    h100.write(test_tuning=SUITE)
+    return h100

@@ -186,6 +186,16 @@ def skips(result: pytest.RunResult) -> dict[str, str]:
     }
 
 
+def assert_refused(project: Project, sentence: str, *arguments: str) -> None:
+    """pytest with ``arguments`` ends in a usage error of this one sentence, before anything runs."""
+    result = project.run(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    errors = [line for line in result.stderr.lines if line]
+    assert len(errors) == 1
+    pytest.LineMatcher(errors).fnmatch_lines([f"ERROR: {sentence}"])
+    assert project.launches == []
+
+
 def only_sentence(result: pytest.RunResult, test: str) -> str:
     """The one line that ``test`` failed with, nothing else having failed."""
     found = failures(result)

@@ -139,11 +139,15 @@ def _section(text: str) -> list[str]:
     return [re.sub(r"\s{2,}", " | ", line.strip()) for line in text.partition("= gputrain =")[2].splitlines()]
 
 
+def _of_case(lines: list[str], count: int) -> list[str]:
+    """The first ``count`` lines about the Llama case."""
+    at = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
+    return lines[at : at + count]
+
+
 def test_published_stands_beside_measured_with_the_ratio(suite: Project) -> None:
     suite.answer(answer(4.8, 40), to=LLAMA)
-    lines = _section(suite.run(PUBLISHED).stdout.str())
-    at = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
-    assert lines[at : at + 4] == [
+    assert _of_case(_section(suite.run(PUBLISHED).stdout.str()), 4) == [
         f"{LLAMA} | regressed",
         "sec/step | 6.4 s | 4.80 s | 0.75",
         "peak reserved | 36 GiB | 40.0 GiB | 1.11",
@@ -181,8 +185,7 @@ def test_both_frameworks_are_shown_and_pytorch_judged(h100: Project) -> None:
     result = project.run(PUBLISHED)
     result.assert_outcomes(passed=1)
     lines = _section(result.stdout.str())
-    at = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
-    assert lines[at : at + 5] == [
+    assert _of_case(lines, 5) == [
         f"{LLAMA} | pass",
         "samples/s, PyTorch | 65 | 64 | 0.98",
         "samples/s, Paddle | 82 | 64 | 0.78",

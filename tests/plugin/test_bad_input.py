@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from plugin_project import GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import GEMMA, H100_FOLDER, LLAMA, SUITE, Project, assert_refused, failures, only_sentence, recorded
 
 CASES = """
 import pytest
@@ -19,12 +19,6 @@ CASES = {{"good": GOOD, "bad": GOOD.replace({fields}), "last": GOOD.replace(mode
 def test_case(gputrain, case):
     gputrain.check(case)
 """
-
-
-@pytest.fixture
-def suite(h100: Project) -> Project:
-    h100.write(test_tuning=SUITE)
-    return h100
 
 
 @pytest.fixture
@@ -265,12 +259,7 @@ def test_tests_without_cases_need_no_baseline_folder(suite: Project) -> None:
     ids=lambda text: text.lstrip("-").partition(":")[0] if "=" in text and ": " not in text else "",
 )
 def test_a_bad_option_value_is_a_usage_error(suite: Project, argument: str, sentence: str) -> None:
-    result = suite.run(argument)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    errors = [line for line in result.stderr.lines if line]
-    assert len(errors) == 1
-    pytest.LineMatcher(errors).fnmatch_lines([f"ERROR: {sentence}"])
-    assert suite.launches == []
+    assert_refused(suite, sentence, argument)
 
 
 def test_a_bad_ini_value_is_a_usage_error_that_names_the_ini_option(suite: Project) -> None:

@@ -18,12 +18,6 @@ def test_mine(gputrain):
 """
 
 
-@pytest.fixture
-def suite(h100: Project) -> Project:
-    h100.write(test_tuning=SUITE)
-    return h100
-
-
 def test_pytest_benchmark_in_the_same_file_works(project: Project) -> None:
     pytest.importorskip("pytest_benchmark")
     project.write(test_both=BOTH)

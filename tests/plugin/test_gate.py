@@ -56,18 +56,10 @@ def test_after():
 
 
 @pytest.fixture
-def gated(h100: Project) -> Project:
+def gated(suite: Project) -> Project:
     """Three cases with an H100's baseline."""
-    h100.write(test_tuning=SUITE)
-    h100.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    return h100
-
-
-@pytest.fixture
-def fresh(h100: Project) -> Project:
-    """Three cases without any baseline."""
-    h100.write(test_tuning=SUITE)
-    return h100
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    return suite
 
 
 def test_first_run_passes_as_new_and_names_the_remedy(project: Project) -> None:
@@ -79,52 +71,52 @@ def test_first_run_passes_as_new_and_names_the_remedy(project: Project) -> None:
     )
 
 
-def test_first_run_creates_no_baseline(fresh: Project) -> None:
-    fresh.run().assert_outcomes(passed=3)
-    assert not (fresh.path / "baselines").exists()
+def test_first_run_creates_no_baseline(suite: Project) -> None:
+    suite.run().assert_outcomes(passed=3)
+    assert not (suite.path / "baselines").exists()
 
 
-def test_strict_fails_a_new_case_with_its_remedy(fresh: Project) -> None:
-    result = fresh.run("--gpu-strict", "-k", "gemma")
+def test_strict_fails_a_new_case_with_its_remedy(suite: Project) -> None:
+    result = suite.run("--gpu-strict", "-k", "gemma")
     assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
         f"{GEMMA} has no baseline; record it with --gpu-baseline-update (strict)"
     )
 
 
-def test_ci_without_baselines_of_the_device_lets_new_cases_pass(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ci_without_baselines_of_the_device_lets_new_cases_pass(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
-    fresh.run().assert_outcomes(passed=3)
+    suite.run().assert_outcomes(passed=3)
 
 
-def test_ci_with_baselines_of_the_suite_fails_a_new_case(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
+def test_ci_with_baselines_of_the_suite_fails_a_new_case(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
     monkeypatch.setenv("CI", "true")
-    assert list(failures(fresh.run())) == [f"test_tuning[{GEMMA}]"]
+    assert list(failures(suite.run())) == [f"test_tuning[{GEMMA}]"]
 
 
-def test_ci_is_not_strict_for_a_suite_that_only_another_device_has(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    fresh.machine("NVIDIA A100-SXM4-80GB")
+def test_ci_is_not_strict_for_a_suite_that_only_another_device_has(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.machine("NVIDIA A100-SXM4-80GB")
     monkeypatch.setenv("CI", "true")
-    result = fresh.run()
+    result = suite.run()
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines([f"*this machine is nvidia-a100-sxm4-80gb; there are some for {H100_FOLDER}*"])
 
 
-def test_ini_strictness_fails_new_cases(fresh: Project) -> None:
-    fresh.ini("gpu_strict = true")
-    fresh.run().assert_outcomes(failed=3)
+def test_ini_strictness_fails_new_cases(suite: Project) -> None:
+    suite.ini("gpu_strict = true")
+    suite.run().assert_outcomes(failed=3)
 
 
-def test_ini_strictness_off_wins_over_ci(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
+def test_ini_strictness_off_wins_over_ci(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
     monkeypatch.setenv("CI", "true")
-    fresh.run("-o", "gpu_strict=false").assert_outcomes(passed=3)
+    suite.run("-o", "gpu_strict=false").assert_outcomes(passed=3)
 
 
-def test_command_line_strictness_wins_over_the_ini_file(fresh: Project) -> None:
-    fresh.ini("gpu_strict = false")
-    fresh.run("--gpu-strict").assert_outcomes(failed=3)
+def test_command_line_strictness_wins_over_the_ini_file(suite: Project) -> None:
+    suite.ini("gpu_strict = false")
+    suite.run("--gpu-strict").assert_outcomes(failed=3)
 
 
 def test_unchanged_figures_pass(gated: Project) -> None:
@@ -190,26 +182,26 @@ def test_running_out_of_memory_where_the_baseline_fitted_fails(gated: Project) -
     assert "fitted with 35.0 GiB allocated" in sentence
 
 
-def test_running_out_of_memory_without_a_baseline_fails(fresh: Project) -> None:
-    fresh.answer(recorded("h100_out_of_memory"), to=GEMMA)
-    sentence = only_sentence(fresh.run(), f"test_tuning[{GEMMA}]")
+def test_running_out_of_memory_without_a_baseline_fails(suite: Project) -> None:
+    suite.answer(recorded("h100_out_of_memory"), to=GEMMA)
+    sentence = only_sentence(suite.run(), f"test_tuning[{GEMMA}]")
     assert sentence.endswith("if that is expected, record it with --gpu-baseline-update")
 
 
-def test_running_out_of_memory_can_be_recorded_and_passes_from_then_on(fresh: Project) -> None:
-    fresh.answer(recorded("h100_out_of_memory"), to=GEMMA)
-    fresh.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    result = fresh.run("--gpu-strict")
+def test_running_out_of_memory_can_be_recorded_and_passes_from_then_on(suite: Project) -> None:
+    suite.answer(recorded("h100_out_of_memory"), to=GEMMA)
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    result = suite.run("--gpu-strict")
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["*Gemma*OOM*OOM*pass*"])
 
 
-def test_fitting_again_is_an_improvement(fresh: Project) -> None:
-    fresh.answer(recorded("h100_out_of_memory"))
-    fresh.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    fresh.answer(recorded())
-    fresh.run("--gpu-json=report.json").assert_outcomes(passed=3)
-    assert set(fresh.verdicts().values()) == {"improved"}
+def test_fitting_again_is_an_improvement(suite: Project) -> None:
+    suite.answer(recorded("h100_out_of_memory"))
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded())
+    suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    assert set(suite.verdicts().values()) == {"improved"}
 
 
 def test_a_crash_fails_whatever_the_baseline(gated: Project) -> None:

@@ -63,12 +63,6 @@ def test_figures(figures):
 """
 
 
-@pytest.fixture
-def suite(h100: Project) -> Project:
-    h100.write(test_tuning=SUITE)
-    return h100
-
-
 def test_report_is_valid_under_the_published_schema(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.answer(recorded(slower=1.1), to=LLAMA)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plugin_project import GEMMA, SUITE, Project, failures, only_sentence, recorded, table_rows
+from plugin_project import GEMMA, SUITE, Project, assert_refused, failures, only_sentence, recorded, table_rows
 
 HUNGRY = """
 def hungry(setup):
@@ -174,10 +174,7 @@ def test_an_inline_case_cannot_be_studied(h100: Project, option: str) -> None:
     ],
 )
 def test_contradictions_are_usage_errors(suite: Project, arguments: tuple[str, ...], sentence: str) -> None:
-    result = suite.run(*arguments)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    pytest.LineMatcher([line for line in result.stderr.lines if line]).fnmatch_lines([f"ERROR: {sentence}"])
-    assert suite.launches == []
+    assert_refused(suite, sentence, *arguments)
 
 
 def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None:

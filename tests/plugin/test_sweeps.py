@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, Project, failures, only_sentence
+from plugin_project import BUILD, GEMMA, H100_FOLDER, Project, assert_refused, failures, only_sentence
 
 ONE = """
 import pytest
@@ -15,12 +15,6 @@ CASE = Case(model="gemma-7b", method="lora", sequence_length=64, batch_size=2)
 def test_it(gputrain):
     gputrain.check(CASE)
 """
-
-
-@pytest.fixture
-def suite(h100: Project) -> Project:
-    h100.write(test_tuning=SUITE)
-    return h100
 
 
 def test_each_combination_is_a_test_a_launch_and_a_result(h100: Project) -> None:
@@ -127,12 +121,7 @@ def test_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
     ],
 )
 def test_a_bad_value_is_a_usage_error_in_one_sentence(suite: Project, argument: str, sentence: str) -> None:
-    result = suite.run(argument)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    errors = [line for line in result.stderr.lines if line]
-    assert len(errors) == 1
-    pytest.LineMatcher(errors).fnmatch_lines([f"ERROR: {sentence}"])
-    assert suite.launches == []
+    assert_refused(suite, sentence, argument)
 
 
 def test_the_same_tests_run_under_two_workers(suite: Project) -> None:

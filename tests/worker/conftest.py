@@ -3,8 +3,9 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _as_many_threads_as_before():
-    """A run in this process leaves torch with one."""
+def _one_thread():
+    """As in a worker; more would wait for each other."""
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)

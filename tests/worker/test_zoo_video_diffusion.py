@@ -5,45 +5,24 @@ import re
 
 import pytest
 import torch
+import zoo_examples
 from hypothesis import given
 from hypothesis import strategies as st
-from zoo_examples import example
+from zoo_examples import example, measured, run
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import PRECISIONS
-from pytest_gputrain.records import Crashed, Measurement, Task
-from pytest_gputrain.worker import checks, recipe, zoo
-from pytest_gputrain.worker import run as worker_run
-from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.records import Crashed
+from pytest_gputrain.worker import checks, recipe
 from pytest_gputrain.worker.zoo import video_diffusion
 
 VIDEO = [model for model, known in architectures().items() if known.family == "video_diffusion"]
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """As in a worker; more would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def built(name, scale="tiny", device="cpu", **knobs):
+def built(*arguments, **knobs):
     torch.manual_seed(0)
-    with torch.device(device):
-        return zoo.build(example(name, **knobs), scale)
-
-
-def reply(case):
-    return worker_run.run(Task(case=case, scale="tiny", device_type="cpu", root="."), Progress(None))
-
-
-def measured(case):
-    result = reply(case)
-    assert isinstance(result, Measurement), result
-    return result
+    return zoo_examples.built(*arguments, **knobs)
 
 
 def shapes(inputs):
@@ -147,7 +126,7 @@ def test_a_video_that_does_not_fit_is_told_one_that_does(name, width, height, fr
 )
 def test_a_video_that_does_not_fit_fails_before_anything_is_built(monkeypatch, field, sentence):
     monkeypatch.setattr(video_diffusion.VideoDiffusion, "build_parts", None)
-    result = reply(example("wan2.1-i2v", **field))
+    result = run(example("wan2.1-i2v", **field))
     assert isinstance(result, Crashed)
     assert result.sentence == sentence
 
@@ -254,7 +233,7 @@ def test_wan_s_image_branch_sees_the_image_with_512_text_tokens_only(monkeypatch
 
 def test_a_blind_image_branch_of_wan_is_no_measurement(monkeypatch):
     monkeypatch.setitem(architectures()["wan2.1-i2v"].step["text_tokens"], "tiny", 255)
-    result = reply(example("wan2.1-i2v", steps=1, warmup=1))
+    result = run(example("wan2.1-i2v", steps=1, warmup=1))
     assert isinstance(result, Crashed)
     assert re.search(
         r"trained tensors (did not change|got no gradient).*\(first: blocks\.0\.attn2\.add_k_proj\.weight\)", result.sentence

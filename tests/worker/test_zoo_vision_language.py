@@ -4,15 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo_examples import METHODS_OF_MODELS
+from zoo_examples import METHODS_OF_MODELS, measured, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.architectures import architectures
-from pytest_gputrain.records import Crashed, Measurement, Task
+from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import checks, recipe, zoo
-from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker.flops import count_flops
-from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.zoo.vision_language import LEAD, PatchedImage, TiledImage
 
 CPU = torch.device("cpu")
@@ -23,28 +21,10 @@ LLAVA, QWEN = "llava-1.6-13b", "qwen2-vl-2b"  # one has three blocks at tiny sca
 SIDES = st.integers(1, 2000)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def example(model, method="sft", **knobs):
     resolution = "336x336" if model.startswith("llava") else "504x364"
     fields = {"sequence_length": 2048, "resolution": resolution, "batch_size": 2, "precision": "fp32", **knobs}
     return Case(model=model, method=method, **fields)
-
-
-def run(case, scale="tiny"):
-    return worker_run.run(Task(case=case, scale=scale, device_type="cpu", root="."), Progress(None))
-
-
-def measured(case):
-    reply = run(case)
-    assert isinstance(reply, Measurement), reply
-    return reply
 
 
 def trained(model, method="sft", **knobs):

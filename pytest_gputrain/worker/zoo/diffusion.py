@@ -7,15 +7,13 @@ import contextlib
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from pytest_gputrain.architectures import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.flops import checkpoint_contexts
-from pytest_gputrain.worker.zoo.workload import Batch, Workload
+from pytest_gputrain.worker.zoo.workload import Batch, Workload, checkpointed
 
 TINY_PIXELS: Final = 80
 """Side of a tiny image. With 64 the innermost self-attention of Stable Diffusion 1.5 would have one token, and its queries
@@ -49,23 +47,23 @@ class ImageDiffusion(Workload):
     """
 
     def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
-        sides = [int(side) for side in case.resolution.split("x")]
-        if any(side % SIDE_MULTIPLE for side in sides):
-            nearest = "x".join(str(max(SIDE_MULTIPLE, side // SIDE_MULTIPLE * SIDE_MULTIPLE)) for side in sides)
+        if any(side % SIDE_MULTIPLE for side in case.sides):
+            nearest = "x".join(str(max(SIDE_MULTIPLE, side // SIDE_MULTIPLE * SIDE_MULTIPLE)) for side in case.sides)
             raise CheckFailed(
                 f"{case.model} cannot train on images of {case.resolution}: both sides must be multiples of "
                 f"{SIDE_MULTIPLE}; choose resolution={nearest!r}"
             )
-        self.width, self.height = sides if scale == "full" else (TINY_PIXELS, TINY_PIXELS)
+        self.width, self.height = case.sides if scale == "full" else (TINY_PIXELS, TINY_PIXELS)
         self.samples = case.batch_size if scale == "full" else min(case.batch_size, TINY_BATCH_SIZE)
         tokens: int = architecture.step["text_tokens"]
         self.text_tokens = tokens if scale == "full" else min(tokens, TINY_TEXT_TOKENS)
         self.facts = architecture.trained_part.facts(scale)
         super().__init__(architecture, case, scale)
 
-    @abc.abstractmethod
     def latent_shape(self) -> tuple[int, ...]:
         """Of the batch's latents as the denoiser takes them, samples first."""
+        height, width = self.height // PIXELS_PER_LATENT, self.width // PIXELS_PER_LATENT
+        return (self.samples, self.facts["in_channels"], height, width)
 
     @abc.abstractmethod
     def conditions(self) -> dict[str, Tensor]:
@@ -156,11 +154,7 @@ class UNet(ImageDiffusion):
                 "set activation_checkpointing to true or false"
             )
         model: Any = self.model
-        model.enable_gradient_checkpointing(_checkpointed)
-
-    def latent_shape(self) -> tuple[int, ...]:
-        height, width = self.height // PIXELS_PER_LATENT, self.width // PIXELS_PER_LATENT
-        return (self.samples, self.facts["in_channels"], height, width)
+        model.enable_gradient_checkpointing(checkpointed)
 
     def conditions(self) -> dict[str, Tensor]:
         if "addition_embed_type" not in self.facts:
@@ -181,10 +175,6 @@ class UNet(ImageDiffusion):
 
 class MultimodalTransformer(ImageDiffusion):
     """Stable Diffusion 3."""
-
-    def latent_shape(self) -> tuple[int, ...]:
-        height, width = self.height // PIXELS_PER_LATENT, self.width // PIXELS_PER_LATENT
-        return (self.samples, self.facts["in_channels"], height, width)
 
     def conditions(self) -> dict[str, Tensor]:
         return self._embeddings(self.facts["joint_attention_dim"], self.facts["pooled_projection_dim"])
@@ -281,7 +271,3 @@ def flow_loss(predicted: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
 def preconditioned_flow_loss(predicted: Tensor, noisy: Tensor, latents: Tensor, spread: Tensor) -> Tensor:
     """The same error seen at the latents, which the predicted velocity leads to from ``noisy``."""
     return functional.mse_loss(noisy.float() - spread * predicted.float(), latents.float())
-
-
-def _checkpointed(module: nn.Module, *args: Any) -> Any:
-    return checkpoint(module, *args, use_reentrant=False, context_fn=checkpoint_contexts)

@@ -82,7 +82,7 @@ def latent_size(architecture: Architecture, case: Case, scale: Scale) -> tuple[i
     """
     pixels, group = architecture.step["pixels_per_latent"], architecture.step["frames_per_latent"]
     side = PATCH * pixels
-    width, height = map(int, case.resolution.split("x"))
+    width, height = case.sides
     if width % side or height % side:
         near = "x".join(str(max(side, round(length / side) * side)) for length in (width, height))
         raise CheckFailed(f"{case.model} takes sides of a multiple of {side} pixels, as {near}, not {case.resolution}")

@@ -68,7 +68,7 @@ class VisionModel(Workload):
 
         At tiny scale no side is longer than `TINY_SIDE`.
         """
-        width, height = (int(side) for side in self.case.resolution.split("x"))
+        width, height = self.case.sides
         if self.scale == "tiny":
             width, height = min(width, TINY_SIDE), min(height, TINY_SIDE)
         classes: int = self.architecture.trained_part.facts(self.scale)["num_labels"]

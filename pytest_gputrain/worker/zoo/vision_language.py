@@ -65,7 +65,7 @@ class VisionLanguageModel(Workload):
 
     def _image(self, scale: Scale) -> Image:
         part = self.architecture.trained_part
-        width, height = (int(side) for side in self.case.resolution.split("x"))
+        width, height = self.case.sides
         if scale == "tiny":
             width, height = (max(1, round(side / TINY_SHRINK)) for side in (width, height))
         return IMAGES[part.model_class](facts=part.facts(scale), width=width, height=height)

@@ -46,17 +46,13 @@ class Workload(abc.ABC):
         self.architecture = architecture
         self.case = case
         self.scale = scale
-        self.model, *others = self.build_parts()
+        self.model, *others = [self.build_part(name) for name in architecture.parts]
         self.encoders = dict(zip(list(architecture.parts)[1:], others, strict=True))
         for encoder in others:
             encoder.requires_grad_(False).eval()
         self.model.train()
         if case.activation_checkpointing:
             self.checkpoint_activations(float(case.activation_checkpointing))
-
-    def build_parts(self) -> list[nn.Module]:
-        """The networks of the model in the order of its parts."""
-        return [self.build_part(name) for name in self.architecture.parts]
 
     def build_part(self, name: str) -> nn.Module:
         """One network by its library's class, from its hyper-parameters."""
@@ -122,6 +118,11 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs)
+        return checkpointed(forward, *args, **kwargs)
 
     return run
+
+
+def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``forward(*args, **kwargs)``, recomputed in backward."""
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs)
