@@ -125,7 +125,7 @@ def test_a_video_that_does_not_fit_is_told_one_that_does(name, width, height, fr
     ],
 )
 def test_a_video_that_does_not_fit_fails_before_anything_is_built(monkeypatch, field, sentence):
-    monkeypatch.setattr(video_diffusion.VideoDiffusion, "build_parts", None)
+    monkeypatch.setattr(video_diffusion.VideoDiffusion, "build_part", None)
     result = run(example("wan2.1-i2v", **field))
     assert isinstance(result, Crashed)
     assert result.sentence == sentence
