@@ -134,6 +134,9 @@ class GpuTrainPlugin:
         if self.book.failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
+    def pytest_unconfigure(self) -> None:
+        self.runner.close()
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.book is None or not (self.book.results or self.book.notes):
             return

@@ -65,6 +65,7 @@ class Runner:
         self._published = PublishedStore.beside(settings.baseline_dir) if published else None
         self._report = ReportStore(Path(settings.baseline)) if report else None
         self._machine: Machine | None = None
+        self._preloaded = launch.Preloaded() if settings.isolation == "auto" else None
         self._replies: dict[bytes, tuple[Reply, ...]] = {}
         self._keys: dict[tuple[str, str], Case] = {}
 
@@ -81,6 +82,11 @@ class Runner:
             except HardwareError as error:
                 raise BadCase(str(error)) from None
         return self._machine
+
+    def close(self) -> None:
+        """End what was kept running for the cases to come."""
+        if self._preloaded is not None:
+            self._preloaded.close()
 
     def declare(self, suite: str, case: Case) -> Case:
         """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
@@ -266,7 +272,13 @@ class Runner:
             if inline:
                 reply = launch.inline(task, builder)
             else:
-                reply = launch.in_process(task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, watch=watch)
+                reply = launch.in_process(
+                    task,
+                    gpus=gpus,
+                    timeout_seconds=self.settings.timeout_seconds,
+                    watch=watch,
+                    preloaded=self._preloaded,
+                )
             return _with_driver(reply, gpus[0].driver) if gpus else reply
 
     def _processes(self, case: Case) -> int:

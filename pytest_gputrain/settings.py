@@ -51,7 +51,7 @@ class Settings:
     """Most processes of a case on a CPU."""
     gpu_ids: tuple[str, ...] | None
     """Indices or UUIDs of the GPUs to use, None for all visible ones."""
-    isolation: Literal["process", "inline"]
+    isolation: Literal["auto", "process", "inline"]
     json: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
@@ -315,20 +315,24 @@ OPTIONS: Final = (
     Option(
         name="processes",
         parse=_whole(1),
-        default="1",
+        default="2",
         metavar="N",
         help=(
             "most processes of a case on a CPU, where a case for several GPUs is run with as many or fewer; 1 skips those "
-            "(default: 1)"
+            "(default: 2)"
         ),
     ),
     Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
     Option(
         name="isolation",
-        parse=_one_of("process", "inline"),
-        default="process",
-        metavar="process|inline",
-        help=("where cases run: each in a fresh process, or in the pytest process for a debugger (default: process)"),
+        parse=_one_of("auto", "process", "inline"),
+        default="auto",
+        metavar="auto|process|inline",
+        help=(
+            "where cases run: each in a fresh interpreter (process), or in the pytest process for a debugger (inline); "
+            "auto: as process, but on a CPU the models' cases are forked from a process that has only imported their "
+            "libraries (default: auto)"
+        ),
     ),
     Option(
         name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"

@@ -24,7 +24,7 @@ CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "repl
 
 
 def main(case_folder: Path, rank: int) -> None:
-    _die_with_parent()
+    die_with_parent()
     folder = case_folder / f"rank{rank}"
     stacks = open(folder / STACKS, "w")  # noqa: SIM115 - faulthandler needs it to the very end
     faulthandler.enable(stacks)
@@ -36,6 +36,9 @@ def main(case_folder: Path, rank: int) -> None:
     progress.enter("import")
     reply: Reply
     try:
+        from pytest_gputrain.worker.libraries import load
+
+        load(task.case)
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.run import run
     except ImportError as error:
@@ -58,7 +61,7 @@ def main(case_folder: Path, rank: int) -> None:
         os._exit(0)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to kill this process when pytest dies, so that no worker is left training alone."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

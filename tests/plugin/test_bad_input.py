@@ -247,7 +247,7 @@ def test_tests_without_cases_need_no_baseline_folder(suite: Project) -> None:
         ("--gpu-timeout=soon", "--gpu-timeout: 'soon' is not a time; write it as 90s, 15min or 2h"),
         ("--gpu-timeout=0", "--gpu-timeout: '0' is not a time; write it as 90s, 15min or 2h"),
         ("--gpu-scale=huge", "--gpu-scale: 'huge' is none of auto, full, tiny"),
-        ("--gpu-isolation=thread", "--gpu-isolation: 'thread' is none of process, inline"),
+        ("--gpu-isolation=thread", "--gpu-isolation: 'thread' is none of auto, process, inline"),
         ("--gpu-ids=0,0", "--gpu-ids: '0,0' is not a list of GPU indices or UUIDs, each once, separated by commas"),
         ("--gpu-platform=h10", "--gpu-platform: 'h10' is unknown; known: *"),
         (

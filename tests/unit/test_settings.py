@@ -62,9 +62,9 @@ LAYERS = [
     Layers("timeout", "timeout_seconds", ("90s", 90.0), ("2h", 7200.0), 1800.0),
     Layers("scale", "scale", ("full", "full"), ("tiny", "tiny"), "auto"),
     Layers("platform", "platform", ("h100", "h100"), ("a100", "a100"), None),
-    Layers("processes", "processes", ("2", 2), ("4", 4), 1),
+    Layers("processes", "processes", ("1", 1), ("4", 4), 2),
     Layers("ids", "gpu_ids", ("0, 1", ("0", "1")), ("GPU-1", ("GPU-1",)), None),
-    Layers("isolation", "isolation", ("inline", "inline"), ("process", "process"), "process"),
+    Layers("isolation", "isolation", ("inline", "inline"), ("process", "process"), "auto"),
     Layers(
         "set",
         "sweep",

@@ -1,0 +1,51 @@
+"""Environment variables of the processes of a case."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.records import Task
+
+_OF_LAUNCHERS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Left over from a launcher that pytest itself runs under, they would confuse the ranks."""
+
+_PARENT: Final = "GPUTRAIN_PARENT"
+
+
+def refuse_recursion() -> None:
+    """Raises:
+    RuntimeError: this process is itself a worker.
+    """
+    if _PARENT in os.environ:
+        raise RuntimeError("a worker of pytest-gputrain must not start workers: do not measure at a module's top level")
+
+
+def worker_environment(task: Task, gpus: Sequence[Gpu]) -> dict[str, str]:
+    """This process's environment, with what must not vary fixed.
+
+    Args:
+        gpus: the only ones that the worker may see.
+    """
+    # pytest's variable of the running test would make every environment another one.
+    environment = {name: value for name, value in os.environ.items() if name not in (*_OF_LAUNCHERS, "PYTEST_CURRENT_TEST")}
+    environment |= {
+        _PARENT: str(os.getpid()),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        # The interpreter's folder holds the tools of its environment (ninja), whether or not that is activated.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not task.case.code:
+        # The zoo's models are built, never fetched; an attempt to reach a hub would only cost its time-out.
+        environment["HF_HUB_OFFLINE"] = "1"
+    if task.device_type == "cpu":
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return environment

@@ -1,0 +1,108 @@
+"""``python -P -m pytest_gputrain.worker.preload``: forks workers that find their libraries imported.
+
+Reads wishes from stdin, one JSON line each (folder, rank, cwd), and answers on stdout with the process it forked, or 0 where
+it must not; then, with its end. Ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.records import Task
+from pytest_gputrain.worker.__main__ import CASE, die_with_parent, main
+from pytest_gputrain.worker.libraries import load
+
+_PRIVATE_READ: Final = 65_536
+
+
+def serve(wishes: int, answers: int) -> None:
+    """Fork as wished until ``wishes`` ends.
+
+    Args:
+        wishes: file descriptor of JSON lines.
+        answers: file descriptor to write some to.
+    """
+    # A child's end wakes the loop: its handler's byte makes the pipe readable.
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def say(**what: int) -> None:
+        os.write(answers, json.dumps(what).encode() + b"\n")
+
+    unread = b""
+    while True:
+        ready, _, _ = select.select([wishes, woken], [], [])
+        if woken in ready:
+            os.read(woken, _PRIVATE_READ)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                say(ended=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
+        if wishes in ready:
+            data = os.read(wishes, _PRIVATE_READ)
+            if not data:
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                say(forked=_fork(json.loads(line), keep_out=(wishes, answers, woken, wake)))
+
+
+def _fork(wish: dict[str, Any], keep_out: tuple[int, ...]) -> int:
+    """The new worker's pid; 0 where this process must not be forked."""
+    folder, rank = Path(wish["folder"]), int(wish["rank"])
+    # What fails here fails again in the worker, which tells of it.
+    with contextlib.suppress(Exception):
+        load(msgspec.json.decode((folder / CASE).read_bytes(), type=Task).case)
+    if len(os.listdir("/proc/self/task")) > 1:
+        return 0
+    # Keeps the libraries' memory shared: a collection would write to all of it.
+    gc.freeze()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for descriptor in keep_out:
+            os.close(descriptor)
+        for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
+            file = os.open(folder / f"rank{rank}" / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, descriptor)
+            os.close(file)
+        os.chdir(wish["cwd"])
+        os.environ["GPUTRAIN_PARENT"] = str(os.getppid())
+        main(folder, rank)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    asked, told = os.dup(0), os.dup(1)
+    # Libraries print while they are imported.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):
+        os.dup2(nowhere, standard)
+    serve(asked, told)
