@@ -1,0 +1,61 @@
+"""The records that travel through the house, and nothing else.
+
+    Case -> launch -> worker -> Reply -> judge(Baseline) -> Verdict -> report
+
+Both sides of the process boundary import this module, so it needs neither pytest nor torch. Every record is frozen, every
+field is keyword-only and carries its unit in its name, and one definition serves the wire, the files and the JSON Schema.
+"""
+
+from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.reply import (
+    Crashed,
+    Environment,
+    Event,
+    Measurement,
+    OutOfMemory,
+    Phase,
+    Rank,
+    Reply,
+    TimedOut,
+)
+from pytest_gputrain.records.verdict import (
+    MAX_RUNS,
+    Baseline,
+    BaselineRun,
+    MetricName,
+    MetricVerdict,
+    Published,
+    Report,
+    Result,
+    Status,
+    Summary,
+    Verdict,
+)
+
+__all__ = [
+    "FORMAT",
+    "MAX_RUNS",
+    "Baseline",
+    "BaselineRun",
+    "Case",
+    "Crashed",
+    "Environment",
+    "Event",
+    "Measurement",
+    "MetricName",
+    "MetricVerdict",
+    "OutOfMemory",
+    "Phase",
+    "Published",
+    "Rank",
+    "Reply",
+    "Report",
+    "Result",
+    "Scale",
+    "Status",
+    "Summary",
+    "Task",
+    "TimedOut",
+    "Verdict",
+    "knob_text",
+]

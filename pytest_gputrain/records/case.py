@@ -1,0 +1,122 @@
+"""What is asked: a case, and the task that a worker makes of it."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+FORMAT: Final = 1
+"""Version of every file this package writes. 1: the first (0.1.0)."""
+
+Scale = Literal["full", "tiny"]
+
+_NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
+
+
+class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What to train and how: model x method x precision x parallelism x knobs.
+
+    A record only: nothing is checked or looked up here, so that one misspelt case fails its own test instead of the
+    whole file (see `pytest_gputrain.cases.problem`).
+    """
+
+    model: str = ""
+    """A name of the zoo, or the function's name for own code."""
+    method: str = "full"
+    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code."""
+    precision: str = "bf16"
+    """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16`` (fp32 weights under autocast)."""
+    parallel: str = "single"
+    """``single``; ``ddp``, ``fsdp``, ``zero0`` to ``zero3`` and ``ps`` (parameter server) are declared only, for now."""
+    gpus: int = 1
+    """Processes of the case, one a GPU."""
+    batch_size: int = 1
+    """Samples per process in one step (one micro-batch)."""
+    sequence_length: int = 0
+    """Tokens per sample, all of them real (no padding); for a vision-language model those of its images included."""
+    resolution: str = ""
+    """``WIDTHxHEIGHT`` of images and videos in pixels."""
+    frames: int = 0
+    """Frames of a video."""
+    gradient_accumulation: int = 1
+    """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
+    activation_checkpointing: bool | float = False
+    """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of the model's main blocks."""
+    lora_rank: int = 0
+    """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
+    optimizer: str = "adamw"
+    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd``."""
+    learning_rate: float = 1e-4
+    """Constant. The default moves weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state in host memory (FSDP)."""
+    offload_optimizer: bool = False
+    """DeepSpeed's option, like those below: optimizer state and update in host memory."""
+    offload_param: bool = False
+    pin_memory: bool = False
+    overlap_comm: bool | None = None  # DeepSpeed's default
+    allgather_bucket_size: int = 0
+    """Elements, like the next; 0 for DeepSpeed's default."""
+    stage3_max_live_parameters: int = 0
+    steps: int = 10
+    """Timed steps."""
+    warmup: int = 3
+    """Steps before the timed ones."""
+    platforms: tuple[str, ...] = ()
+    """Catalog markers the case is declared for; none means any."""
+    code: str = ""
+    """``path/of/test_file.py::function`` that builds the step, for own code."""
+    named: tuple[str, ...] = ()
+    """Knobs that appear in the id, because a grid varies them."""
+
+    def __str__(self) -> str:
+        # Fields of a wrong type are shown too: this is also how the sentence that tells of them names the case.
+        parts = [self.model] if self.method == "custom" else [self.model, self.method]
+        parts.append(self.precision)
+        if self.parallel != "single":
+            parts.append(self.parallel)
+        named: object = self.named
+        parts += [
+            f"{knob}={knob_text(getattr(self, str(knob), None))}" for knob in (named if isinstance(named, tuple) else ())
+        ]
+        return "-".join(map(str, parts))
+
+    def replace(self, **fields: Any) -> Case:
+        """This case with some fields changed; the id does not change for a knob (use `grid` for that)."""
+        return msgspec.structs.replace(self, **fields)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Width and height of the resolution in pixels."""
+        width, height = map(int, self.resolution.split("x"))
+        return width, height
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
+
+
+def knob_text(value: object) -> str:
+    """A knob's value as ids show it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The case file: everything a worker needs to know."""
+
+    format: int = FORMAT
+    case: Case
+    scale: Scale
+    device_type: Literal["cpu", "gpu"]
+    processes: int = 1
+    """Ranks of the case, one a GPU."""
+    root: str
+    """Folder that ``case.code`` is relative to."""
+    module: str = ""
+    """Name under which the parent imported the file of ``case.code``."""
+    import_paths: tuple[str, ...] = ()
+    """The parent's import path, appended to the worker's so that own code finds its helpers."""
+    curve: bool = False
+    """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""

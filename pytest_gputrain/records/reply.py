@@ -1,0 +1,147 @@
+"""What comes back from a case's processes, while they run and at their end."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Literal
+
+from msgspec import Struct
+
+Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
+"""Where a worker stands; ``count`` is the pass that counts allocations."""
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """One line of the progress file."""
+
+    phase: Phase
+    step: int | None = None
+    """Timed steps finished."""
+    step_seconds: float | None = None
+    allocated_bytes: int | None = None
+
+
+class Environment(Struct, frozen=True, kw_only=True):
+    """Where a measurement was made. Fields that differ between a run and its baseline are named in a regression."""
+
+    device_name: str
+    """As the driver gives it (``NVIDIA H100 80GB HBM3``), or ``cpu``."""
+    device_type: Literal["cpu", "cuda", "rocm"]
+    device_count: int
+    device_memory_bytes: int | None
+    host: str
+    cpu_model: str
+    os: str
+    python: str
+    packages: dict[str, str]
+    """Version of every training library that the worker had imported."""
+    runtime: str | None = None
+    """CUDA or ROCm version that torch was built for."""
+    driver: str | None = None
+    threads: int = 1
+    """CPU threads the worker computed with."""
+
+
+class Rank(Struct, frozen=True, kw_only=True):
+    """What one of several processes of a case measured."""
+
+    step_seconds: tuple[float, ...]
+    peak_allocated_bytes: int
+    peak_host_bytes: int
+    peak_reserved_bytes: int | None = None
+
+
+class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="outcome"):
+    """A case that trained to its end and passed the worker's checks.
+
+    Of several processes: each step's seconds are the slowest's, memory is the largest of one process, host memory the sum.
+    """
+
+    step_seconds: tuple[float, ...]
+    """Wall seconds of every timed step, synchronised with the device, in order."""
+    warmup_seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Loss of every timed step."""
+    batch_size: int
+    """Samples in one step, over all processes."""
+    sequence_length: int
+    """Tokens per sample as run (the tiny scale shrinks them); 0 where samples are not token sequences."""
+    updates: int
+    """Optimizer updates from the first step to the last timed one; for own code, calls of its step."""
+    parameters: int | None
+    """None where own code does not let the worker watch its model; likewise the next two."""
+    trainable_parameters: int | None
+    model_bytes: int | None
+    """Storage of parameters, buffers and quantisation state."""
+    peak_allocated_bytes: int
+    """Highest sum of live tensor storages from the first step on: the caching allocator's on a GPU, counted tensor by
+    tensor (in steps of its own) on a CPU."""
+    peak_host_bytes: int
+    """Highest resident set of the worker process."""
+    peak_reserved_bytes: int | None = None
+    """Highest memory held by the caching allocator (GPU)."""
+    device_used_bytes: int | None = None
+    """Memory in use on the device after the last step, context and other processes included: what nvidia-smi shows."""
+    flops_per_step: int | None = None
+    """Floating-point operations of one step without recomputation; 0 never stands for unknown."""
+    recomputed_flops_per_step: int | None = None
+    """Further operations that activation checkpointing repeats."""
+    ranks: tuple[Rank, ...] = ()
+    """Figures of each process, where there were several."""
+    environment: Environment
+
+    @property
+    def median_step_seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batch_size / self.median_step_seconds
+
+    def update_seconds(self, accumulation: int) -> float | None:
+        """Median seconds of an optimizer update with all its micro-batches; None where no whole one was timed."""
+        starts = range(0, len(self.step_seconds) - accumulation + 1, accumulation)
+        return statistics.median(sum(self.step_seconds[at : at + accumulation]) for at in starts) if starts else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.samples_per_second * self.sequence_length if self.sequence_length else None
+
+
+class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_field="outcome"):
+    """The case does not fit. An outcome: it can be a baseline, and fails a test whose baseline fitted."""
+
+    where: Literal["device", "host"]
+    phase: Phase
+    message: str
+    """The allocator's own sentence."""
+    step: int | None = None
+    rank: int | None = None
+    """Of several processes, the one it happened to."""
+    peak_allocated_bytes: int | None = None
+    environment: Environment | None = None
+
+
+class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outcome"):
+    """No number: an exception, a failed check, a signal, or a reply that cannot be read."""
+
+    sentence: str
+    phase: Phase
+    step: int | None = None
+    detail: str = ""
+    """Traceback or the end of the worker's stderr."""
+    exit_code: int | None = None
+    rank: int | None = None
+
+
+class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="outcome"):
+    """The case was ended after its time."""
+
+    timeout_seconds: float
+    phase: Phase
+    step: int | None = None
+    detail: str = ""
+    """Python stacks of the worker at the end, where it could still give them."""
+
+
+Reply = Measurement | OutOfMemory | Crashed | TimedOut

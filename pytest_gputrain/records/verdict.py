@@ -1,0 +1,150 @@
+"""What the replies are compared with, what they mean, and the report of it all."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from msgspec import Struct
+
+from pytest_gputrain.figures import Figures
+from pytest_gputrain.findings import LossCurve, Search
+from pytest_gputrain.records.case import FORMAT, Case, Scale
+from pytest_gputrain.records.reply import Environment, Reply
+
+MAX_RUNS: Final = 20
+"""Runs that a baseline keeps of one case."""
+
+Status = Literal["pass", "regressed", "improved", "new", "not-comparable", "failed", "recorded"]
+MetricName = Literal["step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"]
+
+
+class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One fresh process of a recorded baseline. Raw figures only: the rule that judges them may change."""
+
+    outcome: Literal["measured", "out_of_memory"]
+    out_of: Literal["device", "host"] | None = None
+    """Which memory ran out."""
+    environment: Environment
+    date: str
+    """UTC, ISO 8601."""
+    session: str
+    """Id of the pytest run; runs of one session share the machine's mood."""
+    commit: str = ""
+    warmup: int = 0
+    step_seconds: tuple[float, ...] = ()
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    model_bytes: int | None = None
+    flops_per_step: int | None = None
+    final_loss: float | None = None
+
+
+class Baseline(Struct, frozen=True, kw_only=True):
+    """What is stored for one case on one device."""
+
+    device: str
+    """Slug of the folder it lies in, or the name of the report it was read from."""
+    case: Case
+    scale: Scale
+    runs: tuple[BaselineRun, ...]
+
+
+class Published(Struct, frozen=True, kw_only=True):
+    """What others published for one case on one platform: a row of a table in ``baselines/published``."""
+
+    table: str
+    suite: str
+    platform: str
+    """Catalog marker."""
+    case: Case
+    outcome: Literal["measured", "out_of_memory", "error"]
+    """``error`` where the row tells of one instead of figures."""
+    cells: dict[str, str]
+    """Every column as printed, by its header."""
+    figures: dict[str, Figures]
+    """By framework, ``pytorch`` or ``paddle``; empty where the figures are a picture."""
+    made_with: str
+    """Versions and hardware: ``torch 2.5.1 on NVIDIA H100``."""
+    time_not_judged: str = ""
+    """Why its time is shown but says nothing of the case as declared."""
+
+
+class MetricVerdict(Struct, frozen=True, kw_only=True):
+    """One metric of a case against its baseline."""
+
+    metric: MetricName
+    status: Status
+    value: float | None = None
+    baseline: float | None = None
+    limit: float | None = None
+    """The value above which the metric regresses."""
+    note: str = ""
+    """Why it was not compared, or what changed within the limit."""
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What a case's runs mean. ``failed`` stands for a case that gave no number (a crash, a time-out)."""
+
+    status: Status
+    sentence: str
+    """One sentence for people: case, value, baseline, delta, limit, what changed in the environment."""
+    metrics: tuple[MetricVerdict, ...] = ()
+
+    def metric(self, name: MetricName) -> MetricVerdict | None:
+        return next((metric for metric in self.metrics if metric.metric == name), None)
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """Figures derived from the runs of a case, for readers that do not want to derive them."""
+
+    median_step_seconds: float
+    """Median over the runs of each run's median."""
+    samples_per_second: float
+    tokens_per_second: float | None
+    peak_allocated_bytes: int
+    """Median of the runs' peaks (the higher of the middle two)."""
+    model_flops_utilization: float | None
+    """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """One case in one test: a row of the table and of the JSON report."""
+
+    nodeid: str
+    suite: str
+    key: str
+    case: Case
+    scale: Scale
+    platform: str
+    """Catalog marker of the machine, or ``unknown``."""
+    device: str
+    """Slug: the folder of its baselines."""
+    replies: tuple[Reply, ...]
+    """One per fresh process."""
+    summary: Summary | None = None
+    verdict: Verdict | None = None
+    """None where the test only measured."""
+    published: Published | None = None
+    """The row that it was compared with under ``--gpu-baseline=published``."""
+    search: Search | None = None
+    """Of ``--gpu-find-batch``."""
+    loss_curves: tuple[LossCurve, ...] = ()
+    """Of ``--gpu-loss``; fp32 first."""
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """The document of ``--gpu-json``."""
+
+    format: int = FORMAT
+    generator: str
+    created: str
+    session: str
+    commit: str = ""
+    branch: str = ""
+    arguments: tuple[str, ...] = ()
+    settings: dict[str, Any] = {}
+    """Only JSON values."""
+    exit_status: int = 0
+    notes: tuple[str, ...] = ()
+    results: tuple[Result, ...] = ()
