@@ -120,13 +120,13 @@ class Movement:
         still = [
             name
             for name, value in self._trained.items()
-            if value.ndim > 1 and value.numel() and self._before[name] == _fingerprint(value)
+            if _dimensions(value) > 1 and local(value).numel() and self._before[name] == _fingerprint(value)
         ]
         if still:
             raise CheckFailed(
                 f"{len(still)} of {len(self._trained)} trained tensors did not change in {steps} steps (first: {still[0]})"
             )
-        starved = [name for name, value in self._trained.items() if value.numel() and name not in self._reached]
+        starved = [name for name, value in self._trained.items() if local(value).numel() and name not in self._reached]
         if starved:
             raise CheckFailed(
                 f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]})"
@@ -140,12 +140,17 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
+def _dimensions(parameter: Tensor) -> int:
+    # DeepSpeed's stage 3 leaves an empty vector where the parameter was.
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def _fingerprint(parameter: Tensor) -> list[float]:
     """Norms of pieces of the tensor in double precision: they differ when any element does, for all that rounding does.
 
     In pieces, because a double copy of a 128k-token embedding would take 4 GiB; as numbers, which no counter takes for
     tensors of the training.
     """
-    pieces = local(parameter.detach()).flatten().split(_CHUNK)
+    pieces = local(parameter).detach().flatten().split(_CHUNK)
     norms: list[float] = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).tolist()
     return norms

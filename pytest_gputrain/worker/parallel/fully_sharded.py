@@ -24,7 +24,9 @@ class FullySharded(Single):
             if arithmetic
             else MixedPrecisionPolicy()
         )
-        for unit in (*setting.blocks, model):
+        # The middle of a UNet is lists of blocks, which FSDP cannot wrap.
+        blocks = [inner for block in setting.blocks for inner in (block if isinstance(block, nn.ModuleList) else [block])]
+        for unit in (*blocks, model):
             fully_shard(unit, mp_policy=policy, offload_policy=offload)
         if setting.case.cpu_offload:
             for buffer in model.buffers():  # which FSDP leaves where they were built

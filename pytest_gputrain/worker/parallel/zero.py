@@ -15,6 +15,10 @@ from pytest_gputrain.worker.parallel.engine import Engine, Setting
 _DEFAULT_BUCKET_ELEMENTS: Final = 500_000_000
 """DeepSpeed's own, for gathering and for reducing."""
 
+_DEFAULT_PREFETCH_ELEMENTS: Final = 50_000_000
+_DEFAULT_PERSISTENT_ELEMENTS: Final = 100_000
+"""DeepSpeed's own for stage 3: a parameter with fewer elements stays whole: all of a tiny model's would."""
+
 _ALIGNMENT: Final = 64
 
 _INITIAL_SCALE_POWER: Final = 10
@@ -76,6 +80,9 @@ def configure(case: Case, shrinkage: float, *, on_gpu: bool) -> dict[str, Any]:
         "reduce_bucket_size": _sized(_DEFAULT_BUCKET_ELEMENTS, shrinkage),
         "allgather_bucket_size": _sized(case.allgather_bucket_size or _DEFAULT_BUCKET_ELEMENTS, shrinkage),
     }
+    if case.parallel == "zero3":
+        zero["stage3_prefetch_bucket_size"] = _sized(_DEFAULT_PREFETCH_ELEMENTS, shrinkage)
+        zero["stage3_param_persistence_threshold"] = _sized(_DEFAULT_PERSISTENT_ELEMENTS, shrinkage)
     if case.stage3_max_live_parameters:
         zero["stage3_max_live_parameters"] = _sized(case.stage3_max_live_parameters, shrinkage)
     host = {"device": "cpu", "pin_memory": case.pin_memory}
