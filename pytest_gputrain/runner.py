@@ -17,7 +17,7 @@ from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import ENGINES, problem, same_id
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
-from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.hardware.lease import lease, lease_cores
 from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.judge import Tolerance, describe_failure, judge
 from pytest_gputrain.published import PublishedStore
@@ -268,7 +268,7 @@ class Runner:
             self.watch(task.case, event)
 
         visible = self.machine.gpus
-        with _lent(visible[:1] if inline else visible, task.case.gpus if visible else 0) as gpus:
+        with _lent(visible[:1] if inline else visible, task.case.gpus if visible else task.processes) as gpus:
             if inline:
                 reply = launch.inline(task, builder)
             else:
@@ -293,6 +293,11 @@ class Runner:
 
 @contextlib.contextmanager
 def _lent(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
+    """So many of the GPUs, or turns on as many cores of a machine that has none."""
+    if not gpus:
+        with lease_cores(count):
+            yield ()
+        return
     try:
         with lease(gpus, count) as lent:
             yield lent

@@ -1,21 +1,33 @@
-"""One case at a time on a GPU, across xdist workers and pytest runs of one host."""
+"""One case at a time on a GPU or a CPU core, across xdist workers and pytest runs of one host.
+
+A lease is a lock on a file for each device. The kernel lets go of it when the last process that has the file open ends: the
+one that took it, or the worker that it was passed to. A GPU whose pytest was killed is free when its worker is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 
-_mine: list[Gpu] = []
-"""What this process holds."""
+_POLL_SECONDS: Final = 0.05
+
+_CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
+"""Of this container: microseconds that it may compute in each period, and the period; ``max`` where there is no limit."""
+
+_mine: dict[str, int] = {}
+"""File descriptors of the locks that this process holds, by name of the device."""
 
 
 @contextlib.contextmanager
 def lease(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Iterator[tuple[Gpu, ...]]:
-    """``count`` of ``gpus`` for this process; waits until they are free. The locks end with the process, however it ends.
+    """``count`` of ``gpus`` for this process; waits until they are free.
 
     A process is lent what it holds already: a test with the ``gpu`` fixture measures its case on that GPU.
 
@@ -27,36 +39,90 @@ def lease(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Iterat
     """
     if count > len(gpus):
         raise HardwareError(f"{count} GPUs cannot be lent: there are {len(gpus)}")
-    held = [gpu for gpu in gpus if gpu in _mine]
+    held = [gpu for gpu in gpus if gpu.uuid in _mine]
     if len(held) >= count:
         yield tuple(held[:count])
         return
     if held:
         raise HardwareError(f"{count} GPUs cannot be lent to a test that holds {len(held)} already; drop its gpu fixture")
-    from filelock import FileLock, Timeout
+    with _locked([gpu.uuid for gpu in gpus], count, folder) as names:
+        yield tuple(gpu for gpu in gpus if gpu.uuid in names)
 
+
+@contextlib.contextmanager
+def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
+    """``count`` of the CPU cores that this process may use, or all of them where there are fewer; waits until they are free.
+
+    A core is a turn, not a place: nothing is pinned to it.
+    """
+    cores = usable_cores()
+    if any(name in _mine for name in cores):
+        yield
+        return
+    with _locked(cores, min(count, len(cores)), folder):
+        yield
+
+
+def usable_cores() -> list[str]:
+    """Names of the cores that this process may use: as many as its affinity and its container's CPU quota allow."""
+    names = [f"core-{number}" for number in sorted(os.sched_getaffinity(0))]
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = _CPU_QUOTA.read_text().split()
+        return names[: max(1, int(quota) // int(period))]
+    return names
+
+
+def held_locks() -> tuple[int, ...]:
+    """Open files of what this process holds, for the workers that use it."""
+    return tuple(_mine.values())
+
+
+@contextlib.contextmanager
+def _locked(names: Sequence[str], count: int, folder: Path | None) -> Iterator[set[str]]:
     folder = folder or Path(tempfile.gettempdir()) / "gputrain-leases"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(PermissionError):  # another user made it, for all
         folder.chmod(0o1777)
-    with contextlib.ExitStack() as locks:
+    taken: dict[str, int] = {}
+    try:
         # Who gathers several devices goes first: two cases taking one each of two GPUs would wait for each other.
-        with FileLock(folder / "queue.lock", mode=0o666):
-            taken: list[Gpu] = []
-            while len(taken) < count:
-                for gpu in gpus:
-                    if gpu in taken:
-                        continue
-                    try:
-                        locks.enter_context(FileLock(folder / f"{gpu.uuid}.lock", timeout=0.1, mode=0o666))
-                    except Timeout:
-                        continue
-                    taken.append(gpu)
-                    if len(taken) == count:
-                        break
-        _mine.extend(taken)
+        queue = _lock(folder / "queue.lock", wait=True)
+        assert queue is not None
         try:
-            yield tuple(taken)
+            while len(taken) < count:
+                for name in names:
+                    if name not in taken and len(taken) < count:
+                        descriptor = _lock(folder / f"{name}.lock")
+                        if descriptor is not None:
+                            taken[name] = descriptor
+                if len(taken) < count:
+                    time.sleep(_POLL_SECONDS)
         finally:
-            for gpu in taken:
-                _mine.remove(gpu)
+            os.close(queue)
+        _mine.update(taken)
+        yield set(taken)
+    finally:
+        for name, descriptor in taken.items():
+            _mine.pop(name, None)
+            os.close(descriptor)
+
+
+def _lock(path: Path, *, wait: bool = False) -> int | None:
+    """The open and locked file; None where another holds it and ``wait`` is not asked for."""
+    import fcntl
+
+    try:
+        # Without O_CREAT first: Linux refuses it for another user's file in a folder like /tmp.
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with contextlib.suppress(PermissionError):
+            os.fchmod(descriptor, 0o666)  # whatever the umask says: the lock is every user's
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pytest_gputrain.hardware.lease import held_locks
+
 
 class Process(abc.ABC):
     """One worker, leader of a process group of its own."""
@@ -76,5 +78,7 @@ def start(folder: Path, rank: int, environment: Mapping[str, str]) -> Fresh:
             stderr=stderr,
             env=environment,
             start_new_session=True,
+            # Should pytest be killed, its devices are lent to others only when this worker has left them.
+            pass_fds=held_locks(),
         )
     return Fresh(process)

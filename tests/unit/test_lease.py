@@ -1,4 +1,4 @@
-"""Leases of GPUs, between processes that know of each other by the lock files only."""
+"""Leases of GPUs and cores, between processes that know of each other by the lock files only."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from pytest_gputrain.hardware import lease as module
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
-from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.hardware.lease import lease, usable_cores
 
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
 from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.hardware.lease import held_locks, lease, lease_cores
 folder = Path(sys.argv[1])
 gpus = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=1, driver="1") for i in range(int(sys.argv[2]))]
 def say(*words):
@@ -187,3 +189,61 @@ def test_more_than_is_held_is_refused_to_a_holder(tmp_path: Path) -> None:
     gpus = [Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200", memory_bytes=1, driver="1") for index in (0, 1)]
     with lease(gpus, 1, tmp_path), pytest.raises(HardwareError, match="holds 1 already"), lease(gpus, 2, tmp_path):
         pass
+
+
+PASSED_ON = """
+import subprocess
+with lease(gpus, 1, folder):
+    worker = subprocess.Popen(["sleep", "60"], pass_fds=held_locks())
+    say(worker.pid)
+    sys.stdin.readline()
+"""
+
+
+def test_a_worker_that_outlives_its_killed_parent_keeps_the_device(start: Start) -> None:
+    holder = start(PASSED_ON, gpus=1)
+    worker = psutil.Process(int(holder.line()))
+    try:
+        holder.kill()
+        other = start(HOLD, gpus=1)
+        assert other.line() == "asking"
+        assert other.says_nothing(0.5)
+    finally:
+        worker.kill()
+    assert other.line() == "held 0"
+
+
+CORES = """
+say("asking")
+with lease_cores(int(sys.argv[3]), folder):
+    say("held")
+    with lease_cores(1, folder):
+        say("held again")
+    sys.stdin.readline()
+"""
+
+
+def test_cores_are_lent_in_turn(start: Start) -> None:
+    everything = 10_000  # more than any machine has: all there are
+    holder = start(CORES, gpus=0, count=everything)
+    assert [holder.line(), holder.line(), holder.line()] == ["asking", "held", "held again"]
+    waiter = start(CORES, gpus=0)
+    assert waiter.line() == "asking"
+    assert waiter.says_nothing(0.5)
+    holder.go_on()
+    assert waiter.line() == "held"
+
+
+def test_as_many_cases_as_cores_run_at_once(start: Start) -> None:
+    holders = [start(CORES, gpus=0) for _ in usable_cores()]
+    assert [(holder.line(), holder.line()) for holder in holders] == [("asking", "held")] * len(holders)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("nonsense", 8)])
+def test_a_container_s_quota_limits_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(module, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    assert len(usable_cores()) == cores
