@@ -29,7 +29,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     precision: str = "bf16"
     """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16`` (fp32 weights under autocast)."""
     parallel: str = "single"
-    """``single``; ``ddp``, ``fsdp``, ``zero0`` to ``zero3`` and ``ps`` (parameter server) are declared only, for now."""
+    """``single``, ``ddp``, ``fsdp`` (FSDP2), ``zero0`` to ``zero3`` (DeepSpeed) or ``ps`` (parameter server)."""
     gpus: int = 1
     """Processes of the case, one a GPU."""
     batch_size: int = 1
@@ -56,10 +56,12 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """DeepSpeed's option, like those below: optimizer state and update in host memory."""
     offload_param: bool = False
     pin_memory: bool = False
-    overlap_comm: bool | None = None  # DeepSpeed's default
+    overlap_comm: bool | None = None
+    """None for DeepSpeed's default."""
     allgather_bucket_size: int = 0
-    """Elements, like the next; 0 for DeepSpeed's default."""
+    """Elements; 0 for DeepSpeed's default."""
     stage3_max_live_parameters: int = 0
+    """Elements; 0 for DeepSpeed's default."""
     steps: int = 10
     """Timed steps."""
     warmup: int = 3

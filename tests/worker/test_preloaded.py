@@ -1,0 +1,145 @@
+"""Workers forked from a process that has imported their libraries: the same figures as fresh ones, and the same ends."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from pytest_gputrain import Case, launch
+from pytest_gputrain.records import Crashed, Measurement, Task, TimedOut
+
+LLAMA = Case(model="llama-3.1-8b", method="lora", precision="bf16", batch_size=2, sequence_length=32, steps=2, warmup=1)
+
+
+@pytest.fixture(scope="module")
+def preloaded():
+    source = launch.Preloaded()
+    yield source
+    source.close()
+
+
+def run(case, preloaded, *, timeout_seconds=120.0, watch=lambda event: None, root="."):
+    task = Task(case=case, scale="tiny", device_type="cpu", processes=case.gpus, root=str(root))
+    return launch.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch, preloaded=preloaded)
+
+
+def children():
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        LLAMA,
+        Case(model="flux.1-dev", method="lora", precision="bf16", resolution="512x512", steps=2, warmup=1),
+        LLAMA.replace(method="full", parallel="ddp", gpus=2),
+    ],
+    ids=str,
+)
+def test_figures_are_those_of_a_fresh_interpreter(preloaded, case):
+    fresh, first, second = run(case, None), run(case, preloaded), run(case, preloaded)
+    for forked in (first, second):
+        assert isinstance(forked, Measurement), forked
+        assert forked.peak_allocated_bytes == fresh.peak_allocated_bytes
+        assert forked.flops_per_step == fresh.flops_per_step
+        assert forked.losses == fresh.losses
+        assert forked.environment == fresh.environment
+
+
+def test_libraries_are_imported_once(preloaded):
+    run(LLAMA, preloaded)
+    (source,) = children()
+    imported_seconds = source.cpu_times().user
+    for _ in range(2):
+        assert isinstance(run(LLAMA, preloaded), Measurement)
+    assert children() == [source]
+    assert source.cpu_times().user - imported_seconds < imported_seconds / 4
+
+
+def test_another_environment_gets_another_source(monkeypatch, preloaded):
+    run(LLAMA, preloaded)
+    (first,) = children()
+    monkeypatch.setenv("OMP_PLACES", "cores")
+    run(LLAMA, preloaded)
+    (second,) = children()
+    assert second.pid != first.pid
+    assert second.environ()["OMP_PLACES"] == "cores"
+
+
+def test_own_code_gets_a_fresh_interpreter(tmp_path, preloaded):
+    (tmp_path / "code.py").write_text(
+        "import os\n\ndef build(setup):\n    parent = os.getppid()\n    return lambda: float(parent)\n"
+    )
+    reply = run(
+        Case(model="build", method="custom", precision="fp32", code="code.py::build", steps=1), preloaded, root=tmp_path
+    )
+    assert reply.losses == (float(os.getpid()),)
+
+
+class Killing:
+    """Kills a worker of the source with a signal when it has timed its first step."""
+
+    def __init__(self, number):
+        self.number = number
+        self.killed = []
+
+    def __call__(self, event):
+        if event.phase == "measure" and event.step and not self.killed:
+            (source,) = children_of_this()
+            (worker,) = source.children()
+            self.killed.append(worker.pid)
+            worker.send_signal(self.number)
+
+
+def children_of_this():
+    return psutil.Process().children()
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "by SIGKILL"), (signal.SIGSEGV, "by SIGSEGV")])
+def test_a_worker_s_death_is_told_and_the_next_case_runs(preloaded, number, said):
+    killing = Killing(number)
+    reply = run(LLAMA.replace(steps=2000), preloaded, watch=killing)
+    assert isinstance(reply, Crashed), reply
+    assert said in reply.sentence
+    assert isinstance(run(LLAMA, preloaded), Measurement)
+    assert not psutil.pid_exists(killing.killed[0])
+
+
+def test_a_worker_that_does_not_end_is_ended_with_its_stacks(preloaded):
+    run(LLAMA, preloaded)  # the imports are not what is waited for
+    reply = run(LLAMA.replace(steps=1_000_000), preloaded, timeout_seconds=6)
+    assert isinstance(reply, TimedOut), reply
+    assert "worker/loop.py" in reply.detail
+    (source,) = children()
+    assert source.children() == []
+
+
+def test_the_source_s_death_ends_its_worker(preloaded):
+    def kill_source(event):
+        if event.phase == "measure" and event.step and (sources := children_of_this()):
+            sources[0].kill()
+
+    reply = run(LLAMA.replace(steps=2000), preloaded, watch=kill_source)
+    assert isinstance(reply, Crashed), reply
+    assert "SIGKILL" in reply.sentence
+    assert isinstance(run(LLAMA, preloaded), Measurement)
+
+
+def test_closing_leaves_nobody(preloaded):
+    run(LLAMA, preloaded)
+    preloaded.close()
+    deadline = time.monotonic() + 10
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert children() == []
+
+
+def test_a_fresh_interpreter_serves_where_imports_take_too_long(preloaded, tmp_path):
+    assert (
+        preloaded.fork(Task(case=LLAMA, scale="tiny", device_type="cpu", root="."), tmp_path, 0, dict(os.environ), 0.0)
+        is None
+    )
+    assert children() == []
