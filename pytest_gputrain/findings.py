@@ -1,10 +1,23 @@
-"""Records of what a search for a batch and a study of losses find: parts of a `pytest_gputrain.records.Result`."""
+"""Records of what is found out about a case beside its replies: parts of a `pytest_gputrain.records.Result`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from msgspec import Struct
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """Figures derived from the runs of a case, for readers that do not want to derive them."""
+
+    median_step_seconds: float
+    """Median over the runs of each run's median."""
+    samples_per_second: float
+    tokens_per_second: float | None
+    peak_allocated_bytes: int
+    """Median of the runs' peaks (the higher of the middle two)."""
+    model_flops_utilization: float | None
+    """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
 
 
 class Try(Struct, frozen=True, kw_only=True):

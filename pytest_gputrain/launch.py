@@ -23,7 +23,8 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Rank, Reply, Task, TimedOut
+from pytest_gputrain.ranks import Rank, Served
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Reply, Task, TimedOut
 
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
@@ -61,7 +62,9 @@ def inline(task: Task, builder: Any = None) -> Reply:
 
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     try:
-        return run(task, Progress(None), builder)
+        reply = run(task, Progress(None), builder)
+        assert not isinstance(reply, Served), "the only process of a case serves nobody"
+        return reply
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
@@ -72,7 +75,7 @@ def _run(task: Task, folder: Path, environment: Mapping[str, str], timeout_secon
     deadline = time.monotonic() + timeout_seconds
     ranks: list[_Rank] = []
     try:
-        ranks += [_Rank(number, folder, environment) for number in range(task.processes)]
+        ranks += [_Rank(number, folder, environment) for number in range(task.processes + task.servers)]
         while True:
             for event in ranks[0].progress.read():
                 watch(event)
@@ -91,7 +94,9 @@ def _run(task: Task, folder: Path, environment: Mapping[str, str], timeout_secon
         watch(event)
     if failed:
         first = min(failed, key=_Rank.order)
-        return first.reply() if len(ranks) == 1 else msgspec.structs.replace(first.reply(), rank=first.number)
+        reply = first.reply()
+        assert not isinstance(reply, Served)
+        return reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number)
     return merge([rank.reply() for rank in ranks])
 
 
@@ -127,8 +132,8 @@ class _Rank:
             )
 
     def failed(self) -> bool:
-        """Whether the ended process left no measurement."""
-        return not isinstance(self.reply(), Measurement)
+        """Whether the ended process left no figures."""
+        return not isinstance(self.reply(), Measurement | Served)
 
     def order(self) -> tuple[bool, bool, int]:
         """Sorts failed ranks by how likely each is the cause of the others' failures.
@@ -140,16 +145,17 @@ class _Rank:
         written = reply.stat().st_mtime_ns if reply.exists() else 0
         return bool(written), not isinstance(self.reply(), OutOfMemory), written
 
-    def reply(self) -> Reply:
+    def reply(self) -> Reply | Served:
         """What the ended process left behind."""
         self.progress.read()
         return _read_reply(self.folder, self.process.returncode, self.progress.last, self._kills_before)
 
 
-def merge(replies: Sequence[Reply]) -> Reply:
-    """The measurements of all ranks, in their order, as the case's."""
+def merge(replies: Sequence[Reply | Served]) -> Measurement:
+    """The figures of all ranks, in their order, as the case's."""
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
-    if len(measured) == 1:
+    figures = [reply for reply in replies if isinstance(reply, Measurement | Served)]
+    if len(figures) == 1:
         return measured[0]
     first = measured[0]
     slowest = zip(*(reply.step_seconds for reply in measured), strict=True)
@@ -160,21 +166,32 @@ def merge(replies: Sequence[Reply]) -> Reply:
         warmup_seconds=tuple(map(max, slowest_warmup)),
         losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
         batch_size=sum(reply.batch_size for reply in measured),
-        peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in measured),
+        model_bytes=_largest(reply.model_bytes for reply in figures),
+        peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in figures),
         peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
         device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
-        peak_host_bytes=sum(reply.peak_host_bytes for reply in measured),
+        peak_host_bytes=sum(reply.peak_host_bytes for reply in figures),
         flops_per_step=_total(reply.flops_per_step for reply in measured),
         recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
-        ranks=tuple(
-            Rank(
-                step_seconds=reply.step_seconds,
-                peak_allocated_bytes=reply.peak_allocated_bytes,
-                peak_reserved_bytes=reply.peak_reserved_bytes,
-                peak_host_bytes=reply.peak_host_bytes,
-            )
-            for reply in measured
-        ),
+        ranks=tuple(map(_rank, figures)),
+    )
+
+
+def _rank(reply: Measurement | Served) -> Rank:
+    if isinstance(reply, Served):
+        return Rank(
+            role="server",
+            step_seconds=(),
+            peak_allocated_bytes=reply.peak_allocated_bytes,
+            peak_host_bytes=reply.peak_host_bytes,
+            updates=reply.updates,
+            rows=reply.rows,
+        )
+    return Rank(
+        step_seconds=reply.step_seconds,
+        peak_allocated_bytes=reply.peak_allocated_bytes,
+        peak_reserved_bytes=reply.peak_reserved_bytes,
+        peak_host_bytes=reply.peak_host_bytes,
     )
 
 
@@ -187,7 +204,7 @@ def _total(values: Iterable[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply:
+def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply | Served:
     """What the ended process left behind, as a reply."""
 
     output = "".join(_tail(folder / name) for name in ("stdout.txt", "stderr.txt", "stacks.txt"))
@@ -198,7 +215,7 @@ def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) ->
     reply_file = folder / "reply.json"
     if reply_file.exists():
         try:
-            reply: Reply = msgspec.json.decode(reply_file.read_bytes(), type=Reply)
+            reply: Reply | Served = msgspec.json.decode(reply_file.read_bytes(), type=Reply | Served)
         except msgspec.DecodeError as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:

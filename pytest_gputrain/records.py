@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.figures import Figures
-from pytest_gputrain.findings import LossCurve, Search
+from pytest_gputrain.findings import LossCurve, Search, Summary
+from pytest_gputrain.ranks import Rank
 
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
@@ -46,9 +47,13 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     precision: str = "bf16"
     """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16`` (fp32 weights under autocast)."""
     parallel: str = "single"
-    """``single``; ``ddp``, ``fsdp``, ``zero0`` to ``zero3`` and ``ps`` (parameter server) are declared only, for now."""
+    """``single``, ``ddp``, ``fsdp``, ``zero0`` to ``zero3``, or ``ps``: embedding tables on parameter servers."""
     gpus: int = 1
-    """Processes of the case, one a GPU."""
+    """Processes of the case that train, one a GPU: the workers of ``ps``."""
+    servers: int = 0
+    """Processes beside them that hold the tables (``ps``); on the host, not on a GPU."""
+    asynchronous: bool = False
+    """Servers apply each worker's gradients at once, instead of the mean of all workers' (``ps``)."""
     batch_size: int = 1
     """Samples per process in one step (one micro-batch)."""
     sequence_length: int = 0
@@ -141,19 +146,10 @@ class Environment(Struct, frozen=True, kw_only=True):
     """CPU threads the worker computed with."""
 
 
-class Rank(Struct, frozen=True, kw_only=True):
-    """What one of several processes of a case measured."""
-
-    step_seconds: tuple[float, ...]
-    peak_allocated_bytes: int
-    peak_host_bytes: int
-    peak_reserved_bytes: int | None = None
-
-
 class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="outcome"):
     """A case that trained to its end and passed the worker's checks.
 
-    Of several processes: each step's seconds are the slowest's, memory is the largest of one process, host memory the sum.
+    Of several processes: each step's seconds are the slowest's, memory is the largest of one, host memory the sum.
     """
 
     step_seconds: tuple[float, ...]
@@ -254,7 +250,9 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scale: Scale
     device_type: Literal["cpu", "gpu"]
     processes: int = 1
-    """Ranks of the case, one a GPU."""
+    """Ranks of the case that train, one a GPU."""
+    servers: int = 0
+    """Further ranks, which serve the tables."""
     root: str
     """Folder that ``case.code`` is relative to."""
     module: str = ""
@@ -350,19 +348,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     def metric(self, name: MetricName) -> MetricVerdict | None:
         return next((metric for metric in self.metrics if metric.metric == name), None)
-
-
-class Summary(Struct, frozen=True, kw_only=True):
-    """Figures derived from the runs of a case, for readers that do not want to derive them."""
-
-    median_step_seconds: float
-    """Median over the runs of each run's median."""
-    samples_per_second: float
-    tokens_per_second: float | None
-    peak_allocated_bytes: int
-    """Median of the runs' peaks (the higher of the middle two)."""
-    model_flops_utilization: float | None
-    """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -14,8 +14,9 @@ from unit_examples import CASE, measurement, out_of_memory, report, result
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli import main
+from pytest_gputrain.findings import Summary
 from pytest_gputrain.published import PublishedStore
-from pytest_gputrain.records import Published, Result, Summary
+from pytest_gputrain.records import Published, Result
 from pytest_gputrain.report import document
 from pytest_gputrain.report.sheet import Sheet, render
 

@@ -19,6 +19,7 @@ ROOT = Path(pytest_gputrain.__file__).parent
 
 FLOORS = {
     "findings": 0,
+    "ranks": 0,
     "records": 0,
     "figures": 0,
     "units": 0,

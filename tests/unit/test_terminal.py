@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
 
-from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
+from pytest_gputrain.findings import Summary
+from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Verdict
 from pytest_gputrain.report.live import Live, describe
 from pytest_gputrain.report.terminal import explain, render
 from pytest_gputrain.units import GiB

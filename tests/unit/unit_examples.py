@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
+from pytest_gputrain.findings import Summary
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -17,7 +18,6 @@ from pytest_gputrain.records import (
     OutOfMemory,
     Report,
     Result,
-    Summary,
     TimedOut,
     Verdict,
 )
