@@ -1,7 +1,8 @@
 """Word vectors and click-through rates: the parameter-server systems of paddle-distributed, and wide & deep beside them.
 
 Published as pictures, without figures, for a cluster of CPU machines. word2vec: batch 100, five negatives, plain SGD on
-sparse gradients. CTR-DNN: batch 1,000, Adam. Beside each system the same work in one process.
+sparse gradients. CTR-DNN: batch 1,000, Adam. As many servers as workers, and synchronous updates, are this suite's choice.
+Beside each system: other numbers of servers, asynchronous updates, and the same work in one process.
 """
 
 import pytest
@@ -14,8 +15,15 @@ CLICKS = FP32.replace(batch_size=1000, optimizer="adam", learning_rate=1e-4)
 SERVED = {"parallel": "ps", "platforms": ("cpu",)}
 
 CASES = [
-    *grid(WORDS.replace(**SERVED), gpus=[4, 8, 16, 32]),
-    *grid(CLICKS.replace(**SERVED), model=["ctr-dnn"], gpus=[4, 8, 16, 32]),
+    # gpus is the number of workers.
+    *(case for workers in (4, 8, 16, 32) for case in grid(WORDS.replace(servers=workers, **SERVED), gpus=[workers])),
+    *(
+        case
+        for workers in (4, 8, 16, 32)
+        for case in grid(CLICKS.replace(servers=workers, **SERVED), model=["ctr-dnn"], gpus=[workers])
+    ),
+    *grid(WORDS.replace(**SERVED), gpus=[2], servers=[1, 2], asynchronous=[False, True]),
+    *grid(CLICKS.replace(**SERVED), model=["ctr-dnn"], gpus=[2], servers=[1], asynchronous=[False, True]),
     # In one process.
     WORDS,
     *grid(CLICKS, model=["ctr-dnn", "wide-deep"]),

@@ -32,11 +32,10 @@ _ENGINES_OF_KNOBS: Final = {
     "overlap_comm": ("zero0", "zero1", "zero2", "zero3"),
     "allgather_bucket_size": ("zero0", "zero1", "zero2", "zero3"),
     "stage3_max_live_parameters": ("zero3",),
+    "servers": ("ps",),
+    "asynchronous": ("ps",),
 }
 """Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
-
-ENGINES: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
-"""Parallelisms that the worker has an engine for."""
 
 ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 _FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code"}
@@ -106,6 +105,7 @@ def bad_number(case: Case) -> str | None:
     """The first number of ``case`` that cannot be, as the rest of a sentence."""
     least = {
         "gpus": 1,
+        "servers": 0,
         "batch_size": 1,
         "gradient_accumulation": 1,
         "steps": 1,
@@ -156,8 +156,20 @@ def _bad_parallelism(case: Case) -> str | None:
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):
         return "asks for pin_memory, but offloads nothing; set offload_optimizer, or leave it out"
+    if case.parallel == "ps":
+        return _bad_parameter_server(case)
     if case.parallel == "single" and case.gpus > 1:
         return f"asks for {case.gpus} GPUs, but parallel='single' uses one; choose a parallelism"
+    return None
+
+
+def _bad_parameter_server(case: Case) -> str | None:
+    if case.code:
+        return "asks for parallel='ps', which own code does not have; choose parallel='ddp'"
+    if case.servers == 0:
+        return "asks for parallel='ps', but has no servers; set servers=1 or more"
+    if case.precision == "fp16":
+        return "asks for precision='fp16', whose scaled loss parallel='ps' does not do; choose precision='bf16-amp'"
     return None
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from pytest_gputrain import launch
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
-from pytest_gputrain.cases import ENGINES, problem, same_id
+from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease, lease_cores
@@ -106,12 +106,11 @@ class Runner:
             raise CannotRun(reason)
         if self.machine.gpus and case.gpus > len(self.machine.gpus):
             raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.machine.gpus)}")
-        if case.parallel not in ENGINES:
-            raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, which this version does not start")
         if self.machine.gpus:
             return
-        if case.gpus > 1 and self._processes(case) == 1:
-            raise CannotRun(f"needs {case.gpus} processes; --gpu-processes=2 runs two of them on a CPU")
+        if case.gpus + case.servers > 1 and self.settings.processes == 1:
+            few = "two workers and two servers at most" if case.servers else "two of them"
+            raise CannotRun(f"needs {case.gpus + case.servers} processes; --gpu-processes=2 runs {few} on a CPU")
         if case.parallel.startswith("zero") and case.precision == "fp16":
             raise CannotRun("needs a GPU: DeepSpeed's fp16 refuses a CPU")
 
@@ -153,14 +152,15 @@ class Runner:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
         if inline and studied:
             raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
-        processes = self._processes(case)
-        if inline and processes > 1:
-            raise BadCase(f"the case {case} has {processes} processes, so it cannot run inline; leave inline out")
+        processes, servers = self._processes(case.gpus), self._processes(case.servers)
+        if inline and processes + servers > 1:
+            raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
         task = Task(
             case=case,
             scale=scale,
             device_type=self.machine.device_type,
             processes=processes,
+            servers=servers,
             root=str(self.settings.root),
             module=module,
             import_paths=tuple(path for path in sys.path if path),
@@ -268,7 +268,7 @@ class Runner:
             self.watch(task.case, event)
 
         visible = self.machine.gpus
-        with _lent(visible[:1] if inline else visible, task.case.gpus if visible else task.processes) as gpus:
+        with _lent(visible[:1] if inline else visible, task.case.gpus if visible else task.processes + task.servers) as gpus:
             if inline:
                 reply = launch.inline(task, builder)
             else:
@@ -281,9 +281,9 @@ class Runner:
                 )
             return _with_driver(reply, gpus[0].driver) if gpus else reply
 
-    def _processes(self, case: Case) -> int:
+    def _processes(self, declared: int) -> int:
         """On a CPU a parallelism is exercised rather than measured: fewer processes show as much."""
-        return case.gpus if self.machine.gpus else min(case.gpus, self.settings.processes)
+        return declared if self.machine.gpus else min(declared, self.settings.processes)
 
     def _scale(self) -> Scale:
         if self.settings.scale != "auto":

@@ -318,8 +318,8 @@ OPTIONS: Final = (
         default="2",
         metavar="N",
         help=(
-            "most processes of a case on a CPU, where a case for several GPUs is run with as many or fewer; 1 skips those "
-            "(default: 2)"
+            "most processes of a case on a CPU, where a case for several GPUs is run with as many or fewer, and as many "
+            "parameter servers at most; 1 skips those (default: 2)"
         ),
     ),
     Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),

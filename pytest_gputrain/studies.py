@@ -66,14 +66,14 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Stud
     """Train the task's case in every precision, from one seed on one batch, with the reply of its own precision.
 
     Args:
-        platform: catalog marker. A precision whose arithmetic it lacks is left out, unless it is the case's own.
+        platform: catalog marker. A precision that it or the parallelism lacks is left out, unless it is the case's own.
     """
     case = task.case.replace(steps=steps, warmup=0)
     curves: dict[str, LossCurve] = {}
     replies: dict[str, Reply] = {}
     for precision in dict.fromkeys([*COMPARED, case.precision]):
-        if precision != case.precision and _lacks(platform, precision):
-            reason = f"{catalog.PLATFORMS[platform].title} has no {precision.removesuffix('-amp')} arithmetic"
+        reason = "" if precision == case.precision else _why_left_out(case, platform, precision)
+        if reason:
             curves[precision] = LossCurve(precision=precision, outcome="left_out", reason=reason)
             continue
         reply = launch(msgspec.structs.replace(task, case=case.replace(precision=precision), curve=True))
@@ -100,8 +100,13 @@ def _curve(precision: str, reply: Reply, steps: int) -> LossCurve:
     )
 
 
-def _lacks(platform: str, precision: str) -> bool:
-    return platform in catalog.PLATFORMS and catalog.peak_flops(platform, precision) is None
+def _why_left_out(case: Case, platform: str, precision: str) -> str:
+    """Why the case has no curve in that precision; empty where it has one."""
+    if platform in catalog.PLATFORMS and catalog.peak_flops(platform, precision) is None:
+        return f"{catalog.PLATFORMS[platform].title} has no {precision.removesuffix('-amp')} arithmetic"
+    if case.parallel == "ps" and precision == "fp16":
+        return "parameter servers take no gradients of a scaled loss"
+    return ""
 
 
 def _outcome(reply: Crashed | OutOfMemory | TimedOut) -> Literal["out_of_memory", "timed_out", "crashed"]:

@@ -20,10 +20,11 @@ import msgspec
 
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
+from pytest_gputrain.launch.merge import merge
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import Process, start
-from pytest_gputrain.launch.ranks import Rank, merge, timed_out
-from pytest_gputrain.records import Event, Reply, Task
+from pytest_gputrain.launch.ranks import Rank, timed_out
+from pytest_gputrain.records import Event, Reply, Served, Task
 
 __all__ = ["Preloaded", "Watch", "in_process", "inline"]
 
@@ -56,7 +57,7 @@ def in_process(
         return forked or start(folder, rank, environment)
 
     with _folder_of(task) as folder:
-        return _run(folder, task.processes, process, timeout_seconds, watch)
+        return _run(folder, task.processes + task.servers, process, timeout_seconds, watch)
 
 
 def inline(task: Task, builder: Any = None) -> Reply:
@@ -70,7 +71,9 @@ def inline(task: Task, builder: Any = None) -> Reply:
 
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     try:
-        return run(task, Progress(None), builder)
+        reply = run(task, Progress(None), builder)
+        assert not isinstance(reply, Served), "the only process of a case serves nobody"
+        return reply
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
@@ -110,5 +113,7 @@ def _run(folder: Path, count: int, process: Callable[[Path, int], Process], time
         watch(event)
     if failed:
         first = min(failed, key=Rank.order)
-        return first.reply() if count == 1 else msgspec.structs.replace(first.reply(), rank=first.number)
+        reply = first.reply()
+        assert not isinstance(reply, Served)
+        return reply if count == 1 else msgspec.structs.replace(reply, rank=first.number)
     return merge([rank.reply() for rank in ranks])

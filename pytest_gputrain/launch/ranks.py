@@ -1,4 +1,4 @@
-"""The ranks of a case: what each leaves in its folder while it runs and when it has ended, and the case's reply from all."""
+"""The ranks of a case: what each leaves in its folder while it runs and when it has ended."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from pytest_gputrain.launch.processes import Process
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Reply, TimedOut
-from pytest_gputrain.records import Rank as Figures
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Reply, Served, TimedOut
 
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
@@ -38,8 +37,8 @@ class Rank:
         self.process = process(folder, number)
 
     def failed(self) -> bool:
-        """Whether the ended process left no measurement."""
-        return not isinstance(self.reply(), Measurement)
+        """Whether the ended process left no figures."""
+        return not isinstance(self.reply(), Measurement | Served)
 
     def order(self) -> tuple[bool, bool, int]:
         """Sorts failed ranks by how likely each is the cause of the others' failures.
@@ -51,7 +50,7 @@ class Rank:
         written = reply.stat().st_mtime_ns if reply.exists() else 0
         return bool(written), not isinstance(self.reply(), OutOfMemory), written
 
-    def reply(self) -> Reply:
+    def reply(self) -> Reply | Served:
         """What the ended process left behind."""
         self.progress.read()
         return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, self._kills_before)
@@ -78,48 +77,7 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail)
 
 
-def merge(replies: Sequence[Reply]) -> Reply:
-    """The measurements of all ranks, in their order, as the case's."""
-    measured = [reply for reply in replies if isinstance(reply, Measurement)]
-    if len(measured) == 1:
-        return measured[0]
-    first = measured[0]
-    slowest = zip(*(reply.step_seconds for reply in measured), strict=True)
-    slowest_warmup = zip(*(reply.warmup_seconds for reply in measured), strict=True)
-    return msgspec.structs.replace(
-        first,
-        step_seconds=tuple(map(max, slowest)),
-        warmup_seconds=tuple(map(max, slowest_warmup)),
-        losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
-        batch_size=sum(reply.batch_size for reply in measured),
-        peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in measured),
-        peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
-        device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
-        peak_host_bytes=sum(reply.peak_host_bytes for reply in measured),
-        flops_per_step=_total(reply.flops_per_step for reply in measured),
-        recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
-        ranks=tuple(
-            Figures(
-                step_seconds=reply.step_seconds,
-                peak_allocated_bytes=reply.peak_allocated_bytes,
-                peak_reserved_bytes=reply.peak_reserved_bytes,
-                peak_host_bytes=reply.peak_host_bytes,
-            )
-            for reply in measured
-        ),
-    )
-
-
-def _largest(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _total(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply:
+def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply | Served:
     """What the ended process left behind, as a reply."""
 
     output = "".join(_tail(folder / name) for name in ("stdout.txt", "stderr.txt", "stacks.txt"))
@@ -130,7 +88,7 @@ def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) ->
     reply_file = folder / "reply.json"
     if reply_file.exists():
         try:
-            reply: Reply = msgspec.json.decode(reply_file.read_bytes(), type=Reply)
+            reply: Reply | Served = msgspec.json.decode(reply_file.read_bytes(), type=Reply | Served)
         except msgspec.DecodeError as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:

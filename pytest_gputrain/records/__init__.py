@@ -16,6 +16,7 @@ from pytest_gputrain.records.reply import (
     Phase,
     Rank,
     Reply,
+    Served,
     TimedOut,
 )
 from pytest_gputrain.records.verdict import (
@@ -52,6 +53,7 @@ __all__ = [
     "Report",
     "Result",
     "Scale",
+    "Served",
     "Status",
     "Summary",
     "Task",

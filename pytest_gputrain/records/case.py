@@ -31,7 +31,11 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     parallel: str = "single"
     """``single``, ``ddp``, ``fsdp`` (FSDP2), ``zero0`` to ``zero3`` (DeepSpeed) or ``ps`` (parameter server)."""
     gpus: int = 1
-    """Processes of the case, one a GPU."""
+    """Processes of the case that train, one a GPU: the workers of ``ps``."""
+    servers: int = 0
+    """Processes beside them that hold the tables (``ps``); on the host, not on a GPU."""
+    asynchronous: bool = False
+    """Servers apply each worker's gradients at once, instead of the mean of all workers' (``ps``)."""
     batch_size: int = 1
     """Samples per process in one step (one micro-batch)."""
     sequence_length: int = 0
@@ -113,7 +117,9 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scale: Scale
     device_type: Literal["cpu", "gpu"]
     processes: int = 1
-    """Ranks of the case, one a GPU."""
+    """Ranks of the case that train, one a GPU."""
+    servers: int = 0
+    """Further ranks, which serve the tables."""
     root: str
     """Folder that ``case.code`` is relative to."""
     module: str = ""

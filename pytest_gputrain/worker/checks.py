@@ -83,7 +83,7 @@ class Movement:
             for name, value in model.named_parameters()
             if value.requires_grad and not any(re.fullmatch(pattern, name) for pattern in idle)
         }
-        self._before = {name: _fingerprint(value) for name, value in self._trained.items()}
+        self._before = {name: fingerprint(value) for name, value in self._trained.items()}
         self._reached: set[str] = set()
 
     @contextlib.contextmanager
@@ -107,20 +107,23 @@ class Movement:
             for handle in hooks:
                 handle.remove()
 
-    def check(self, *, steps: int) -> None:
+    def check(self, *, steps: int, elsewhere: int = 0) -> None:
         """Every trained tensor got a gradient in the watched step, and every trained matrix changed since the start.
 
         Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
 
+        Args:
+            elsewhere: trained tensors that other processes hold, and check.
+
         Raises:
             CheckFailed: otherwise, naming the first tensor.
         """
-        if not self._trained:
+        if not self._trained and not elsewhere:
             raise CheckFailed("no parameter requires a gradient: nothing trains")
         still = [
             name
             for name, value in self._trained.items()
-            if _dimensions(value) > 1 and local(value).numel() and self._before[name] == _fingerprint(value)
+            if _dimensions(value) > 1 and local(value).numel() and self._before[name] == fingerprint(value)
         ]
         if still:
             raise CheckFailed(
@@ -145,7 +148,7 @@ def _dimensions(parameter: Tensor) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _fingerprint(parameter: Tensor) -> list[float]:
+def fingerprint(parameter: Tensor) -> list[float]:
     """Norms of pieces of the tensor in double precision: they differ when any element does, for all that rounding does.
 
     In pieces, because a double copy of a 128k-token embedding would take 4 GiB; as numbers, which no counter takes for

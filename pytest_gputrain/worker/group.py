@@ -6,9 +6,9 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -16,23 +16,32 @@ _TIMEOUT: Final = datetime.timedelta(minutes=10)
 """Of one collective; the parent's time-out ends a case that hangs."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
     """This process among those of its case.
 
     Attributes:
         rank: number of this process, from 0.
-        size: processes of the case.
+        size: processes of the case that train: the first ones.
         rendezvous: file through which they find each other.
+        servers: further processes, which serve them.
+        trainers: torch's group of those that train; None where that is everybody.
     """
 
     rank: int = 0
     size: int = 1
     rendezvous: Path | None = None
+    servers: int = 0
+    trainers: Any = field(default=None, init=False)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process is a server."""
+        return self.rank >= self.size
 
     @contextlib.contextmanager
     def joined(self, device: torch.device, *, even_alone: bool = False) -> Iterator[None]:
-        """A context in which torch.distributed is ready: nccl (rccl) on GPUs, gloo on a CPU.
+        """A context in which torch.distributed is ready: nccl (rccl) on GPUs, gloo on a CPU and with servers.
 
         Args:
             even_alone: for engines that want a group of one.
@@ -43,26 +52,32 @@ class Group:
         import torch.distributed as dist
 
         assert self.rendezvous is not None, "several processes need a place to meet"
-        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.size)}
+        world = self.size + self.servers
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(world)}
         on_gpu = device.type != "cpu"
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
+            "nccl" if on_gpu and not self.servers else "gloo",
             init_method=self.rendezvous.absolute().as_uri(),
             rank=self.rank,
-            world_size=self.size,
+            world_size=world,
             timeout=_TIMEOUT,
-            device_id=device if on_gpu else None,
+            device_id=device if on_gpu and not self.servers else None,
         )
+        if self.servers:
+            self.trainers = dist.new_group(list(range(self.size)), backend="nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
         yield
+        if self.servers:
+            # Whoever left first would break the wait of a server for a message from anybody.
+            dist.barrier()
         # Only after success: with a rank lost, leaving would wait for it.
         dist.destroy_process_group()
 
     def barrier(self) -> None:
-        """Wait for the other processes."""
+        """Wait for the other processes that train."""
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.barrier()
+            dist.barrier(group=self.trainers)
 
 
 ALONE: Final = Group()

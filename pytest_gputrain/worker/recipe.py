@@ -33,6 +33,8 @@ class Trainable(Protocol):
     sequence_length: int
     idle: tuple[str, ...]
     """Regular expressions for whole names of trained parameters that get no gradient by construction."""
+    elsewhere: int
+    """Trained tensors that other processes hold, and check."""
     losses: list[Tensor | float]
 
     @property
@@ -45,6 +47,9 @@ class Trainable(Protocol):
 
     def step(self, update: bool) -> None:
         """Train on one micro-batch; ``update`` lets the optimizer act at its end."""
+
+    def leave(self) -> None:
+        """No more steps will come."""
 
 
 class Training:
@@ -80,6 +85,7 @@ class Training:
         )
         self._engine = ENGINES[case.parallel](adapted, setting)
         self._workload.model = self._engine.model
+        self.elsewhere = self._engine.elsewhere
         encoders = self._workload.encoders
         self.model: nn.Module | None = nn.ModuleDict({names[0]: adapted, **encoders}) if encoders else adapted
         if case.parallel != "single":
@@ -99,6 +105,9 @@ class Training:
 
     def step(self, update: bool) -> None:
         self.losses.append(self._engine.step(lambda: self._workload.loss(self._inputs), update))
+
+    def leave(self) -> None:
+        self._engine.leave()
 
 
 OPTIMIZERS: Final[dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]]] = {
@@ -172,6 +181,7 @@ class Custom:
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
         self.idle: tuple[str, ...] = ()
+        self.elsewhere = 0
         self.updates: int = 0
         self.losses: list[Tensor | float] = []
 
@@ -190,6 +200,9 @@ class Custom:
             raise CheckFailed(
                 f"a step of {self._name} returned {type(loss).__name__}; it must return its loss as one number, or nothing"
             ) from None
+
+    def leave(self) -> None:
+        """Nobody waits for it."""
 
 
 def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:

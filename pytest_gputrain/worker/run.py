@@ -19,15 +19,16 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Task
+from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, finite_losses, local
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import schedule, timed
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
+from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.recipe import Custom, StepBuilder, Trainable, Training, load_builder
+from pytest_gputrain.worker.recipe import OPTIMIZERS, Custom, StepBuilder, Trainable, Training, load_builder
 
 SEED: Final = 20_240_101
 
@@ -46,7 +47,7 @@ _REPORTED_PACKAGES: Final = (
 )
 
 
-def run(task: Task, progress: Progress, builder: StepBuilder | None = None, group: Group = ALONE) -> Reply:
+def run(task: Task, progress: Progress, builder: StepBuilder | None = None, group: Group = ALONE) -> Reply | Served:
     """Train, measure and check. Whatever goes wrong becomes a reply; only signals and a broken interpreter do not return.
 
     Leaves torch's seed, its number of threads on a CPU, and a frozen heap behind: a worker ends here, others mend that.
@@ -57,10 +58,12 @@ def run(task: Task, progress: Progress, builder: StepBuilder | None = None, grou
     """
     device: Device | None = None
     try:
-        device = Cpu() if task.device_type == "cpu" else Accelerator(group.rank)
+        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.rank)
         torch.manual_seed(SEED)
         with group.joined(device.torch_device, even_alone=task.case.parallel in NEEDS_GROUP):
-            return _measure(task, progress, device, builder, group)
+            return (
+                _serve(task, progress, device, group) if group.serves else _measure(task, progress, device, builder, group)
+            )
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
     except Exception as error:
@@ -115,7 +118,10 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     gc.freeze()
     progress.enter("warmup")
 
-    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, group.barrier)
+    # Asynchronous workers meet once: how far one runs ahead of another is their own affair.
+    meet = _nobody if case.asynchronous else group.barrier
+    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, meet)
+    group.barrier()
     progress.enter("measure")
     steps = case.steps
     if task.curve:
@@ -124,7 +130,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         steps = max(1, steps - len(training.losses)) if finite or group.size > 1 else 1
     else:
         training.losses.clear()
-    seconds = timed(training.step, schedule(steps, case.gradient_accumulation), device.synchronize, told, group.barrier)
+    seconds = timed(training.step, schedule(steps, case.gradient_accumulation), device.synchronize, told, meet)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -138,7 +144,8 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     with count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
         training.step(True)
     if movement is not None:
-        movement.check(steps=len(warmup) + len(seconds) + 1)
+        movement.check(steps=len(warmup) + len(seconds) + 1, elsewhere=training.elsewhere)
+    training.leave()
     return Measurement(
         step_seconds=tuple(seconds),
         warmup_seconds=tuple(warmup),
@@ -156,6 +163,37 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         flops_per_step=(flops.total - flops.recomputed) or None,
         recomputed_flops_per_step=flops.recomputed if flops.total else None,
         environment=_environment(device, group),
+    )
+
+
+def _nobody() -> None:
+    """Whom asynchronous workers meet before a step."""
+
+
+def _serve(task: Task, progress: Progress, device: Device, group: Group) -> Served:
+    """A parameter server's life: from the first worker's tables to the last worker's leave."""
+    case = task.case
+    progress.enter("build")
+    optimizer = OPTIMIZERS[case.optimizer]
+    with device.counting() as counter:
+        server = TableServer(group, case.asynchronous, lambda rows: optimizer(rows, case.learning_rate))
+        progress.enter("count")
+        # Those of the workers' counted steps: the first makes the optimizer's states, the second finds them there.
+        server.serve(updates=2 * (group.size if case.asynchronous else 1))
+    gc.collect()
+    gc.freeze()
+    progress.enter("measure")
+    server.serve()
+    host = peak_host_bytes()
+    progress.enter("check")
+    if not task.curve:
+        server.check()
+    return Served(
+        updates=server.updates,
+        rows=server.rows,
+        model_bytes=server.bytes,
+        peak_allocated_bytes=_known(None if counter is None else counter.peak_bytes),
+        peak_host_bytes=host,
     )
 
 

@@ -70,6 +70,7 @@ def pytest_configure(config):
             "scale": task.scale,
             "gpus": [gpu.uuid for gpu in gpus],
             "processes": task.processes,
+            "servers": task.servers,
             "steps": task.case.steps,
             "warmup": task.case.warmup,
             "timeout_seconds": timeout_seconds,

@@ -17,6 +17,13 @@ CASE = Case(model="gemma-7b", method="full", sequence_length=64, parallel="fsdp"
 def test_sharded(gputrain, case):
     gputrain.check(case)
 """
+SERVED = """
+from pytest_gputrain import Case
+
+
+def test_served(gputrain):
+    gputrain.check(Case(model="word2vec", precision="fp32", optimizer="sgd", parallel="ps", gpus=8, servers=4))
+"""
 OWN = """
 import pytest
 
@@ -132,9 +139,29 @@ def test_a_sharded_case_gets_its_gpus_and_a_process_on_each(h100: Project) -> No
     assert (launched["processes"], len(launched["gpus"])) == (2, 2)
 
 
-def test_an_engine_that_is_not_there_skips_with_its_reason(cpu: Project) -> None:
-    cpu.write(test_sharded=FSDP.replace("fsdp", "ps"))
-    assert list(skips(cpu.run()).values()) == ["needs 2 processes under ps, which this version does not start"]
+def test_servers_run_beside_the_workers_on_a_cpu_only_if_asked(cpu: Project) -> None:
+    cpu.write(test_served=SERVED)
+    assert list(skips(cpu.run()).values()) == [
+        "needs 12 processes; --gpu-processes=2 runs two workers and two servers at most on a CPU"
+    ]
+    cpu.run("--gpu-processes=3").assert_outcomes(passed=1)
+    (launched,) = cpu.launches
+    assert (launched["processes"], launched["servers"]) == (3, 3)
+
+
+def test_one_worker_and_one_server_are_two_processes(cpu: Project) -> None:
+    cpu.write(test_served=SERVED.replace("gpus=8, servers=4", "gpus=1, servers=1"))
+    assert list(skips(cpu.run()).values()) == [
+        "needs 2 processes; --gpu-processes=2 runs two workers and two servers at most on a CPU"
+    ]
+
+
+def test_servers_take_no_gpus(h100: Project) -> None:
+    h100.machine(H100, gpus=8)
+    h100.write(test_served=SERVED)
+    h100.run().assert_outcomes(passed=1)
+    (launched,) = h100.launches
+    assert (launched["processes"], launched["servers"], len(launched["gpus"])) == (8, 4, 8)
 
 
 def test_a_case_of_two_gpus_runs_on_a_cpu_only_if_asked(cpu: Project) -> None:

@@ -16,6 +16,7 @@ from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.records import Case
 
 CUSTOM = Case(model="my_step", method="custom", precision="fp32", code="tests/test_mine.py::my_step")
+SERVED = Case(model="word2vec", optimizer="sgd", parallel="ps", gpus=2, servers=1, asynchronous=True)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_cases_of_a_grid_have_different_ids(axes: dict[str, list[Any]]) -> None:
     assert len({str(case) for case in cases}) == len(cases)
 
 
-@pytest.mark.parametrize("case", [CASE, CUSTOM, CASE.replace(platforms=("h100", "cpu")), CASE.replace(warmup=0)])
+@pytest.mark.parametrize("case", [CASE, CUSTOM, CASE.replace(platforms=("h100", "cpu")), CASE.replace(warmup=0), SERVED])
 def test_sound_cases_have_no_problem(case: Case) -> None:
     assert problem(case, MARKERS) is None
 
@@ -174,6 +175,12 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CASE.replace(parallel="zero2", offload_param=True), "offload_param, which parallel='zero2' does not do"),
         (CASE.replace(parallel="zero0", offload_optimizer=True), "offload_optimizer, which parallel='zero0' does not do"),
         (CASE.replace(gpus=2), "asks for 2 GPUs, but parallel='single' uses one"),
+        (CASE.replace(servers=-1), "servers=-1; it must be at least 0"),
+        (CASE.replace(servers=1), "asks for servers, which parallel='single' does not do; choose parallel='ps'"),
+        (CASE.replace(parallel="ddp", asynchronous=True), "asks for asynchronous, which parallel='ddp' does not do"),
+        (CASE.replace(parallel="ps"), "asks for parallel='ps', but has no servers; set servers=1 or more"),
+        (CASE.replace(parallel="ps", servers=1, precision="fp16"), "parallel='ps' does not do; choose precision='bf16-amp'"),
+        (CUSTOM.replace(parallel="ps", servers=1), "asks for parallel='ps', which own code does not have"),
     ],
 )
 def test_problem_names_the_field_and_the_remedy(case: Case, found: str) -> None:
@@ -189,6 +196,8 @@ WRONG_TYPES: dict[str, Any] = {
     "precision": ["bf16"],
     "parallel": 1,
     "gpus": "1",
+    "servers": "2",
+    "asynchronous": "yes",
     "batch_size": 1.5,
     "sequence_length": None,
     "gradient_accumulation": True,

@@ -54,6 +54,15 @@ def _rows(*results: Result) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in lines if line.startswith("Llama")]
 
 
+def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
+    case = CASE.replace(parallel="ps", servers=1)
+    study = record_losses(
+        Task(case=case, scale="tiny", device_type="cpu", root="."), 40, "cpu", lambda task: measurement(losses=FALLING)
+    )
+    left_out = {curve.precision: curve.reason for curve in study.loss_curves if curve.outcome == "left_out"}
+    assert left_out == {"fp16": "parameter servers take no gradients of a scaled loss"}
+
+
 # The search
 
 

@@ -7,6 +7,7 @@ from typing import Final
 from pytest_gputrain.worker.parallel.data_parallel import DataParallel
 from pytest_gputrain.worker.parallel.engine import Engine, Setting
 from pytest_gputrain.worker.parallel.fully_sharded import FullySharded
+from pytest_gputrain.worker.parallel.parameter_server import ParameterServer
 from pytest_gputrain.worker.parallel.single import Single
 from pytest_gputrain.worker.parallel.zero import Zero
 
@@ -20,6 +21,7 @@ ENGINES: Final[dict[str, type[Engine]]] = {
     "zero1": Zero,
     "zero2": Zero,
     "zero3": Zero,
+    "ps": ParameterServer,
 }
 """By ``Case.parallel``."""
 

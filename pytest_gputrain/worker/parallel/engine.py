@@ -38,10 +38,12 @@ class Engine(abc.ABC):
     Attributes:
         model: what the loss calls.
         updates: optimizer updates so far.
+        elsewhere: trained tensors of the model that other processes hold, and check.
     """
 
     model: nn.Module
     updates: int
+    elsewhere: int = 0
 
     @abc.abstractmethod
     def __init__(self, model: nn.Module, setting: Setting) -> None:
@@ -54,4 +56,11 @@ class Engine(abc.ABC):
         Args:
             loss: runs the forward pass of ``model``.
             update: let the optimizer act at the end.
+        """
+
+    def leave(self) -> None:  # noqa: B027 - most engines have nobody to tell
+        """No more steps will come.
+
+        Raises:
+            CheckFailed: a tensor that is elsewhere was not trained.
         """

@@ -1,0 +1,62 @@
+"""What the ranks of a case measured, as the case's own figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from pytest_gputrain.records import Measurement, Rank, Reply, Served
+
+
+def merge(replies: Sequence[Reply | Served]) -> Measurement:
+    """The figures of all ranks, in their order, as the case's."""
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    figures = [reply for reply in replies if isinstance(reply, Measurement | Served)]
+    if len(figures) == 1:
+        return measured[0]
+    first = measured[0]
+    slowest = zip(*(reply.step_seconds for reply in measured), strict=True)
+    slowest_warmup = zip(*(reply.warmup_seconds for reply in measured), strict=True)
+    return msgspec.structs.replace(
+        first,
+        step_seconds=tuple(map(max, slowest)),
+        warmup_seconds=tuple(map(max, slowest_warmup)),
+        losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
+        batch_size=sum(reply.batch_size for reply in measured),
+        model_bytes=_largest(reply.model_bytes for reply in figures),
+        peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in figures),
+        peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
+        device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
+        peak_host_bytes=sum(reply.peak_host_bytes for reply in figures),
+        flops_per_step=_total(reply.flops_per_step for reply in measured),
+        recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
+        ranks=tuple(map(_rank, figures)),
+    )
+
+
+def _rank(reply: Measurement | Served) -> Rank:
+    if isinstance(reply, Served):
+        return Rank(
+            role="server",
+            step_seconds=(),
+            peak_allocated_bytes=reply.peak_allocated_bytes,
+            peak_host_bytes=reply.peak_host_bytes,
+            updates=reply.updates,
+            rows=reply.rows,
+        )
+    return Rank(
+        step_seconds=reply.step_seconds,
+        peak_allocated_bytes=reply.peak_allocated_bytes,
+        peak_reserved_bytes=reply.peak_reserved_bytes,
+        peak_host_bytes=reply.peak_host_bytes,
+    )
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -1,0 +1,219 @@
+"""Tables on parameter servers, with real processes on the CPU: what they compute, what they count, how they end."""
+
+import functools
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from zoo_examples import measured as measured_alone
+
+from pytest_gputrain import Case, launch
+from pytest_gputrain.records import Crashed, Measurement, Task
+from pytest_gputrain.worker import recipe
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.parallel.parameter_server import _tables_of
+from pytest_gputrain.worker.parallel.table_server import Shard, sparse
+from pytest_gputrain.worker.run import SEED
+
+SERVED = Case(precision="fp32", parallel="ps", gpus=2, servers=2, steps=4, warmup=1)
+WORDS = SERVED.replace(model="word2vec", batch_size=100, optimizer="sgd", learning_rate=1.0)
+CLICKS = SERVED.replace(model="ctr-dnn", batch_size=50, optimizer="adam", learning_rate=1e-2)
+UPDATES = 2 + SERVED.warmup + SERVED.steps + 1
+"""Counted, in the warm-up, timed, and that of the checks."""
+
+
+def run(case, watch=lambda event: None):
+    task = Task(case=case, scale="tiny", device_type="cpu", processes=case.gpus, servers=case.servers, root=".")
+    return launch.in_process(task, gpus=(), timeout_seconds=300, watch=watch)
+
+
+def measured(case):
+    reply = run(case)
+    assert isinstance(reply, Measurement), reply
+    return reply
+
+
+once = functools.cache(measured)
+"""For tests that look at different figures of one case."""
+
+
+def alone(case):
+    return case.replace(parallel="single", gpus=1, servers=0)
+
+
+def losses_of_one_process(case, updates):
+    """Losses of a plain training on the batches of all workers at once, in which the optimizer acts when it is told."""
+    torch.manual_seed(SEED)
+    training = recipe.Training(alone(case), "tiny", torch.device("cpu"))
+    batches = []
+    for rank in range(case.gpus):
+        torch.manual_seed(SEED + rank)
+        batches.append(training._workload.batch(torch.device("cpu")).inputs)
+    optimizer = recipe.OPTIMIZERS[case.optimizer](list(training.model.parameters()), case.learning_rate)
+    losses = []
+    for update in updates:
+        loss = sum(training._workload.loss(batch) for batch in batches) / case.gpus
+        (loss / case.gradient_accumulation).backward()
+        if update:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[-case.steps :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("case", [WORDS, CLICKS], ids=lambda case: case.model)
+def test_synchronous_losses_are_those_of_one_process_on_the_whole_batch(case, servers):
+    case = case.replace(servers=servers)
+    expected = losses_of_one_process(case, [True] * (UPDATES - 1))
+    assert once(case).losses == pytest.approx(expected, rel=1e-4)
+    assert expected[-1] < expected[0] - 0.01, "a curve that stays where it is would prove nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [WORDS, CLICKS], ids=lambda case: case.model)
+def test_accumulated_micro_batches_are_pushed_once_an_update(case):
+    case = case.replace(gradient_accumulation=2, servers=1)
+    reply = measured(case)
+    # Two of three counted, one of one in the warm-up, two of four timed; then the checks'.
+    updates = [True, False, True, True, False, True, False, True]
+    assert reply.ranks[-1].updates == sum(updates) + 1
+    assert reply.losses == pytest.approx(losses_of_one_process(case, updates), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [WORDS, CLICKS.replace(precision="bf16")], ids=lambda case: case.model)
+def test_every_asynchronous_push_is_an_update(case):
+    reply = measured(case.replace(asynchronous=True))
+    servers = [rank for rank in reply.ranks if rank.role == "server"]
+    assert [server.updates for server in servers] == [case.gpus * UPDATES] * case.servers
+    assert reply.losses[-1] < reply.losses[0] - 0.01
+
+
+@pytest.mark.slow
+def test_figures_are_those_of_workers_and_servers():
+    reply = once(CLICKS)
+    single = measured_alone(alone(CLICKS))
+    assert [rank.role for rank in reply.ranks] == ["worker", "worker", "server", "server"]
+    workers, servers = reply.ranks[:2], reply.ranks[2:]
+    for step, seconds in enumerate(reply.step_seconds):
+        assert seconds == max(worker.step_seconds[step] for worker in workers)
+    assert reply.batch_size == reply.samples_per_second * reply.median_step_seconds == 100
+    assert reply.environment.device_count == 2
+    assert (reply.parameters, reply.trainable_parameters) == (single.parameters, single.trainable_parameters)
+    assert reply.flops_per_step == 2 * single.flops_per_step
+    assert reply.peak_allocated_bytes == max(rank.peak_allocated_bytes for rank in reply.ranks)
+    assert reply.peak_host_bytes == sum(rank.peak_host_bytes for rank in reply.ranks)
+    table, dense = 1009 * 10 * 4, single.model_bytes - 1009 * 10 * 4
+    assert reply.model_bytes == max(505 * 10 * 4, dense)
+    for server in servers:
+        assert server.step_seconds == ()
+        assert server.updates == UPDATES
+        # Its half of the table twice more for Adam's states, and what an update takes.
+        assert 3 * table / 2 < server.peak_allocated_bytes < 6 * table
+    # 1,300 ids of each worker, of 1,009: nearly all rows are seen.
+    assert 0.8 * 1009 * UPDATES < sum(server.rows for server in servers) < 1009 * UPDATES
+
+
+@pytest.mark.slow
+def test_memory_is_the_same_on_every_run():
+    first, second = once(WORDS), measured(WORDS)
+    assert [rank.peak_allocated_bytes for rank in first.ranks] == [rank.peak_allocated_bytes for rank in second.ranks]
+    assert first.losses == second.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "role"), [(1, "worker"), (2, "server")])
+def test_the_death_of_one_process_ends_the_case_with_its_own_reason(rank, role):
+    started = []
+
+    def kill(event):
+        if event.phase == "measure" and not started:
+            started.extend(psutil.Process().children())
+            next(child for child in started if child.cmdline()[-1] == str(rank)).kill()
+
+    reply = run(WORDS.replace(steps=100_000), watch=kill)
+    assert isinstance(reply, Crashed), reply
+    assert (reply.rank, reply.sentence) == (rank, "the worker ended by SIGKILL without a reply")
+    assert len(started) == 4
+    assert not any(child.is_running() for child in started)
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_before_its_tables_are_served_ends_the_case():
+    reply = run(SERVED.replace(model="resnet-50", batch_size=2, resolution="224x224"))
+    assert isinstance(reply, Crashed), reply
+    assert reply.rank in (0, 1)
+    assert reply.sentence.startswith("resnet-50 trains no embedding table")
+
+
+@pytest.mark.slow
+def test_a_server_whose_tables_do_not_change_says_so():
+    reply = run(WORDS.replace(learning_rate=0.0))
+    assert isinstance(reply, Crashed), reply
+    number = reply.rank - WORDS.gpus
+    assert reply.sentence == f"3 of 3 tables did not change on server {number} in {UPDATES} updates (first: words)"
+
+
+@pytest.mark.parametrize("optimizer", sorted(recipe.OPTIMIZERS))
+def test_rows_are_updated_as_the_optimizer_updates_a_whole_tensor(optimizer):
+    make = recipe.OPTIMIZERS[optimizer]
+    table = torch.randn(7, 3)
+    shard = Shard("table", table.clone(), lambda rows: make(rows, 0.1))
+    seen = torch.tensor([1, 4, 5])
+    whole = nn.Parameter(table[seen])
+    reference = make([whole], 0.1)
+    for _ in range(3):
+        gradient = torch.randn(3, 3)
+        whole.grad = gradient.clone()
+        reference.step()
+        assert shard.update(sparse(seen, gradient, 7)) == 3
+    torch.testing.assert_close(shard.weight[seen], whole.detach(), rtol=0, atol=0)
+    others = torch.tensor([0, 2, 3, 6])
+    assert torch.equal(shard.weight[others], table[others])
+
+
+@pytest.mark.parametrize("optimizer", sorted(recipe.OPTIMIZERS))
+def test_a_row_that_is_not_seen_stays_whatever_it_was_moved_by_before(optimizer):
+    shard = Shard("table", torch.ones(4, 2), lambda rows: recipe.OPTIMIZERS[optimizer](rows, 0.1))
+    shard.update(sparse(torch.tensor([0, 1]), torch.ones(2, 2), 4))
+    after_first = shard.weight.clone()
+    shard.update(sparse(torch.tensor([1, 2]), torch.ones(2, 2), 4))
+    assert torch.equal(shard.weight[[0, 3]], after_first[[0, 3]])
+    assert not (shard.weight[[1, 2]] == after_first[[1, 2]]).any()
+
+
+def test_an_update_without_rows_moves_nothing():
+    shard = Shard("table", torch.ones(4, 2), lambda rows: recipe.OPTIMIZERS["adam"](rows, 0.1))
+    assert shard.update(sparse(torch.empty(0, dtype=torch.int64), torch.empty(0, 2), 4)) == 0
+    assert (shard.pushed, shard.moved()) == (False, False)
+
+
+def test_gradients_of_one_row_are_summed():
+    gradient = sparse(torch.tensor([2, 0, 2]), torch.tensor([[1.0], [2.0], [3.0]]), 3)
+    assert gradient.to_dense().tolist() == [[2.0], [0.0], [4.0]]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Tied(), nn.Sequential(nn.Embedding(5, 3, padding_idx=0)), nn.Sequential(nn.Embedding(5, 3, max_norm=1.0))],
+    ids=["tied", "padded", "limited"],
+)
+def test_what_is_more_than_a_table_is_refused(model):
+    with pytest.raises(CheckFailed, match="which a parameter server does not do; choose ddp"):
+        _tables_of(model, "mine")
+
+
+def test_frozen_tables_stay():
+    model = nn.Sequential(nn.Embedding(5, 3).requires_grad_(False), nn.Embedding(4, 3))
+    assert list(_tables_of(model, "mine")) == ["1"]
