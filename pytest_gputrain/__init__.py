@@ -10,9 +10,9 @@ from pytest_gputrain.records import (
     Report,
     Result,
     TimedOut,
-    Verdict,
 )
 from pytest_gputrain.units import GiB, KiB, MiB
+from pytest_gputrain.verdicts import Verdict
 
 __all__ = [
     "Case",

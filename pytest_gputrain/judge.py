@@ -20,16 +20,13 @@ from pytest_gputrain.records import (
     Crashed,
     Environment,
     Measurement,
-    MetricName,
-    MetricVerdict,
     OutOfMemory,
     Reply,
-    Status,
     TimedOut,
-    Verdict,
 )
 from pytest_gputrain.settings import MemoryTolerance
 from pytest_gputrain.units import MiB, format_bytes, format_percent, format_seconds
+from pytest_gputrain.verdicts import MetricName, MetricVerdict, Status, Verdict
 
 GPU_MEMORY_FLOOR_BYTES: Final = 64 * MiB
 """Added to the memory limit on a GPU, whose allocator differs by a few segments from run to run. A CPU's count is exact."""

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from pytest_gputrain.figures import Figures
 from pytest_gputrain.findings import LossCurve, Search
+from pytest_gputrain.verdicts import Verdict
 
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
@@ -26,8 +27,6 @@ MAX_RUNS: Final = 20
 Scale = Literal["full", "tiny"]
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
 """Where a worker stands; ``count`` is the pass that counts allocations."""
-Status = Literal["pass", "regressed", "improved", "new", "not-comparable", "failed", "recorded"]
-MetricName = Literal["step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"]
 
 _NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
 
@@ -325,31 +324,6 @@ class Published(Struct, frozen=True, kw_only=True):
     """Versions and hardware: ``torch 2.5.1 on NVIDIA H100``."""
     time_not_judged: str = ""
     """Why its time is shown but says nothing of the case as declared."""
-
-
-class MetricVerdict(Struct, frozen=True, kw_only=True):
-    """One metric of a case against its baseline."""
-
-    metric: MetricName
-    status: Status
-    value: float | None = None
-    baseline: float | None = None
-    limit: float | None = None
-    """The value above which the metric regresses."""
-    note: str = ""
-    """Why it was not compared, or what changed within the limit."""
-
-
-class Verdict(Struct, frozen=True, kw_only=True):
-    """What a case's runs mean. ``failed`` stands for a case that gave no number (a crash, a time-out)."""
-
-    status: Status
-    sentence: str
-    """One sentence for people: case, value, baseline, delta, limit, what changed in the environment."""
-    metrics: tuple[MetricVerdict, ...] = ()
-
-    def metric(self, name: MetricName) -> MetricVerdict | None:
-        return next((metric for metric in self.metrics if metric.metric == name), None)
 
 
 class Summary(Struct, frozen=True, kw_only=True):

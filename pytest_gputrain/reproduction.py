@@ -18,17 +18,14 @@ from pytest_gputrain.records import (
     Case,
     Crashed,
     Measurement,
-    MetricName,
-    MetricVerdict,
     OutOfMemory,
     Published,
     Reply,
     Scale,
-    Status,
     TimedOut,
-    Verdict,
 )
 from pytest_gputrain.settings import MemoryTolerance
+from pytest_gputrain.verdicts import MetricName, MetricVerdict, Status, Verdict
 
 MEMORY: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
 """Memory of a GPU that a table may print; each is compared with its like."""

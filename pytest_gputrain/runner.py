@@ -33,12 +33,12 @@ from pytest_gputrain.records import (
     Scale,
     Summary,
     Task,
-    Verdict,
 )
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
 from pytest_gputrain.studies import Study, failed_curves, record_losses, search_batch
+from pytest_gputrain.verdicts import Verdict
 
 Watch = Callable[[Case, Event], None]
 

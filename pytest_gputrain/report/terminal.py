@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import Measurement, MetricName, Result
+from pytest_gputrain.records import Measurement, Result
 from pytest_gputrain.report import comparison, layout, studies
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds
+from pytest_gputrain.verdicts import MetricName
 
 if TYPE_CHECKING:
     from rich.table import Table

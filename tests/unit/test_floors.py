@@ -22,6 +22,7 @@ FLOORS = {
     "records": 0,
     "figures": 0,
     "units": 0,
+    "verdicts": 0,
     "architectures": 0,
     "files": 0,
     "cases": 0,

@@ -23,9 +23,10 @@ from unit_examples import (
 )
 
 from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance, judge
-from pytest_gputrain.records import Baseline, Case, Environment, Measurement, MetricVerdict, Reply, Verdict
+from pytest_gputrain.records import Baseline, Case, Environment, Measurement, Reply
 from pytest_gputrain.settings import MemoryTolerance
 from pytest_gputrain.units import GiB, MiB
+from pytest_gputrain.verdicts import MetricVerdict, Verdict
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
 EXACT = Tolerance(time=0.0, memory=MemoryTolerance(ratio=0.0))

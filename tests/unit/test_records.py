@@ -25,8 +25,9 @@ from unit_examples import (
 )
 
 from pytest_gputrain import records
-from pytest_gputrain.records import Case, Event, Measurement, MetricVerdict, Reply, Report, Task, Verdict
+from pytest_gputrain.records import Case, Event, Measurement, Reply, Report, Task
 from pytest_gputrain.report import document
+from pytest_gputrain.verdicts import MetricVerdict, Verdict
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDS = [

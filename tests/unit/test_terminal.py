@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
 
-from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
+from pytest_gputrain.records import Case, Event, Result, Summary
 from pytest_gputrain.report.live import Live, describe
 from pytest_gputrain.report.terminal import explain, render
 from pytest_gputrain.units import GiB
+from pytest_gputrain.verdicts import MetricVerdict, Verdict
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -19,8 +19,8 @@ from pytest_gputrain.records import (
     Result,
     Summary,
     TimedOut,
-    Verdict,
 )
+from pytest_gputrain.verdicts import Verdict
 
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
 
