@@ -9,6 +9,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -136,6 +137,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     runtime: str | None = None
     """CUDA or ROCm version that torch was built for."""
     driver: str | None = None
+    topology: tuple[tuple[str, ...], ...] = ()
+    """Paths between the case's GPUs, a row for each as in ``nvidia-smi topo -m``; none for one GPU."""
     threads: int = 1
     """CPU threads the worker computed with."""
 
@@ -186,6 +189,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Further operations that activation checkpointing repeats."""
     ranks: tuple[Rank, ...] = ()
     """Figures of each process, where there were several."""
+    one_worker_seconds: float | None = None
+    """Seconds of an update by one worker alone, added by the parent where a test asks how the case scales."""
     environment: Environment
 
     @property
@@ -198,12 +203,17 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
     def update_seconds(self, accumulation: int) -> float | None:
         """Median seconds of an optimizer update with all its micro-batches; None where no whole one was timed."""
-        starts = range(0, len(self.step_seconds) - accumulation + 1, accumulation)
-        return statistics.median(sum(self.step_seconds[at : at + accumulation]) for at in starts) if starts else None
+        return update_seconds(self.step_seconds, accumulation)
 
     @property
     def tokens_per_second(self) -> float | None:
         return self.samples_per_second * self.sequence_length if self.sequence_length else None
+
+
+def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | None:
+    """Median of the sums of ``accumulation`` steps; None where there are fewer."""
+    starts = range(0, len(step_seconds) - accumulation + 1, accumulation)
+    return statistics.median(sum(step_seconds[at : at + accumulation]) for at in starts) if starts else None
 
 
 class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_field="outcome"):
@@ -293,6 +303,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     peak_host_bytes: int | None = None
     model_bytes: int | None = None
     flops_per_step: int | None = None
+    one_worker_seconds: float | None = None
+    """As in `Measurement`: what the scaling efficiency of this run is derived from."""
     final_loss: float | None = None
 
 
@@ -337,6 +349,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Median of the runs' peaks (the higher of the middle two)."""
     model_flops_utilization: float | None
     """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
+    scaling_efficiency: float | None = None
+    """See `pytest_gputrain.scaling.efficiency`; the median over the runs."""
 
 
 class Result(Struct, frozen=True, kw_only=True):

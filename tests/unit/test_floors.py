@@ -29,6 +29,7 @@ FLOORS = {
     "sweep": 0,
     "search": 0,
     "loss": 0,
+    "scaling": 1,
     "settings": 1,
     "session": 1,
     "worker": 1,
