@@ -1,4 +1,4 @@
-"""Records of what a search for a batch and a study of losses find: parts of a `pytest_gputrain.records.Result`."""
+"""Records of what was found out about a case: parts of a `pytest_gputrain.records.Result`."""
 
 from __future__ import annotations
 
@@ -50,3 +50,26 @@ class LossCurve(Struct, frozen=True, kw_only=True):
     """How far above the fp32 curve it ends, as a share of where that one begins (see `pytest_gputrain.loss.gap`)."""
     reason: str = ""
     """Why there is no curve."""
+
+
+class Rank(Struct, frozen=True, kw_only=True):
+    """What one of several processes of a case measured."""
+
+    step_seconds: tuple[float, ...]
+    peak_allocated_bytes: int
+    peak_host_bytes: int
+    peak_reserved_bytes: int | None = None
+    own_seconds: tuple[float, ...] = ()
+    """Of each step, from the common start to the first need of another process; none where the steps do not tell."""
+
+
+class RankSpread(Struct, frozen=True, kw_only=True):
+    """How far the processes of a case lie apart, in the run where they lie farthest."""
+
+    slowest: int | None
+    """Rank whose own work takes longest by the median of its steps; None where the steps do not tell their own work."""
+    lag: float | None
+    """How much longer than that of the fastest, as a share of the fastest's; None likewise."""
+    lag_seconds: float | None
+    least_peak_allocated_bytes: int
+    most_peak_allocated_bytes: int

@@ -22,8 +22,9 @@ from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain.findings import Rank
 from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Rank, Reply, Task, TimedOut
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Reply, Task, TimedOut
 
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
@@ -166,12 +167,14 @@ def merge(replies: Sequence[Reply]) -> Reply:
         peak_host_bytes=sum(reply.peak_host_bytes for reply in measured),
         flops_per_step=_total(reply.flops_per_step for reply in measured),
         recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
+        own_seconds=(),
         ranks=tuple(
             Rank(
                 step_seconds=reply.step_seconds,
                 peak_allocated_bytes=reply.peak_allocated_bytes,
                 peak_reserved_bytes=reply.peak_reserved_bytes,
                 peak_host_bytes=reply.peak_host_bytes,
+                own_seconds=reply.own_seconds,
             )
             for reply in measured
         ),

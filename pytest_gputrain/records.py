@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.figures import Figures
-from pytest_gputrain.findings import LossCurve, Search
+from pytest_gputrain.findings import LossCurve, Rank, RankSpread, Search
 from pytest_gputrain.verdicts import Verdict
 
 FORMAT: Final = 1
@@ -143,15 +143,6 @@ class Environment(Struct, frozen=True, kw_only=True):
     """CPU threads the worker computed with."""
 
 
-class Rank(Struct, frozen=True, kw_only=True):
-    """What one of several processes of a case measured."""
-
-    step_seconds: tuple[float, ...]
-    peak_allocated_bytes: int
-    peak_host_bytes: int
-    peak_reserved_bytes: int | None = None
-
-
 class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="outcome"):
     """A case that trained to its end and passed the worker's checks.
 
@@ -189,6 +180,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Further operations that activation checkpointing repeats."""
     ranks: tuple[Rank, ...] = ()
     """Figures of each process, where there were several."""
+    own_seconds: tuple[float, ...] = ()
+    """In the reply of one of several processes: see `Rank`."""
     one_worker_seconds: float | None = None
     """Seconds of an update by one worker alone, added by the parent where a test asks how the case scales."""
     environment: Environment
@@ -351,6 +344,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
     scaling_efficiency: float | None = None
     """See `pytest_gputrain.scaling.efficiency`; the median over the runs."""
+    ranks: RankSpread | None = None
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain import launch
+from pytest_gputrain import launch, spread
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import ENGINES, problem, same_id
 from pytest_gputrain.hardware import catalog, topology
@@ -368,6 +368,7 @@ def _summary(case: Case, machine: Machine, replies: tuple[Reply, ...]) -> Summar
         peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
         model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
         scaling_efficiency=efficiency(case, measured),
+        ranks=spread.widest(measured),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
@@ -77,6 +77,7 @@ def explain(results: Sequence[Result]) -> list[str]:
         for metric in result.verdict.metrics
         if metric.status == "pass" and metric.note
     ]
+    noted += [f"{result.case}: {apart}" for result in results for apart in _apart(result)]
     lines += noted[:_SHOWN_NOTES]
     if len(noted) > _SHOWN_NOTES:
         lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
@@ -93,6 +94,10 @@ _WIDTH_OF_ALL_COLUMNS: Final = 92
 _WIDTH_OF_SCALING: Final = 17
 """More, where cases scale."""
 _SHOWN_NOTES: Final = 6
+_FAR_APART: Final = 0.10
+"""Processes of a case are told of that differ by more than this share of the least, in their own work or in their memory."""
+_WORTH_TELLING: Final = 0.01
+"""Of a step; what is less may be many times nearly nothing."""
 _LONG_SETTING: Final = 28
 """Characters that four lines of a narrow column hold; with more, model, method and setting share a wider one."""
 _JOINED_WIDTH: Final = 34
@@ -181,6 +186,21 @@ def _change(name: MetricName, result: Result) -> str:
     if metric is None or metric.status == "not-comparable" or metric.value is None or not metric.baseline:
         return ""
     return format_percent(metric.value / metric.baseline - 1)
+
+
+def _apart(result: Result) -> Iterator[str]:
+    """What sets the processes of a case apart, where it is much."""
+    spread = result.summary.ranks if result.summary else None
+    if result.summary is None or spread is None:
+        return
+    if spread.lag and spread.lag_seconds and spread.lag > _FAR_APART:
+        share = spread.lag_seconds / result.summary.median_step_seconds
+        if share > _WORTH_TELLING:
+            longer = f"{format_percent(spread.lag, signed=False)} ({format_seconds(spread.lag_seconds)} a step) longer"
+            yield f"rank {spread.slowest} is slowest: it works {longer} than the fastest before they exchange anything"
+    least, most = spread.least_peak_allocated_bytes, spread.most_peak_allocated_bytes
+    if most > least * (1 + _FAR_APART):
+        yield f"peak memory of its processes is {format_bytes(least)} to {format_bytes(most)}"
 
 
 def _links(results: Sequence[Result]) -> list[str]:

@@ -32,6 +32,7 @@ FLOORS = {
     "scaling": 1,
     "settings": 1,
     "session": 1,
+    "spread": 1,
     "worker": 1,
     "hardware": 2,
     "judge": 2,

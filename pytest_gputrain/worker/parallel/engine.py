@@ -38,10 +38,12 @@ class Engine(abc.ABC):
     Attributes:
         model: what the loss calls.
         updates: optimizer updates so far.
+        forward_alone: whether the forward pass needs no other process.
     """
 
     model: nn.Module
     updates: int
+    forward_alone: bool = False
 
     @abc.abstractmethod
     def __init__(self, model: nn.Module, setting: Setting) -> None:
