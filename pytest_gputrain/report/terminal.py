@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
-from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Measurement, OutOfMemory, Result
 from pytest_gputrain.report import comparison, layout, studies
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds, format_topology
@@ -96,6 +96,8 @@ _WIDTH_OF_SCALING: Final = 17
 _SHOWN_NOTES: Final = 6
 _FAR_APART: Final = 0.10
 """Processes of a case are told of that differ by more than this share of the least, in their own work or in their memory."""
+_FAR_APART_ON_A_CPU: Final = 1.0
+"""The same for own work on a CPU, where equal processes beside busy neighbours were 49 % apart."""
 _WORTH_TELLING: Final = 0.01
 """Of a step; what is less may be many times nearly nothing."""
 _LONG_SETTING: Final = 28
@@ -193,7 +195,8 @@ def _apart(result: Result) -> Iterator[str]:
     spread = result.summary.ranks if result.summary else None
     if result.summary is None or spread is None:
         return
-    if spread.lag and spread.lag_seconds and spread.lag > _FAR_APART:
+    much = _FAR_APART_ON_A_CPU if result.device == CPU else _FAR_APART
+    if spread.lag and spread.lag_seconds and spread.lag > much:
         share = spread.lag_seconds / result.summary.median_step_seconds
         if share > _WORTH_TELLING:
             longer = f"{format_percent(spread.lag, signed=False)} ({format_seconds(spread.lag_seconds)} a step) longer"

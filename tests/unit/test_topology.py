@@ -40,12 +40,12 @@ class Machine:
             for one, row in enumerate(matrix)
             for other, path in enumerate(row)
         }
-        ends = [
-            [other for other, path in enumerate(row) for _ in range(int(path[2:]) if path.startswith("NV") else 0)]
-            for row in matrix
+        links = [[int(path[2:]) if path.startswith("NV") else 0 for path in row] for row in matrix]
+        # Through switches each link leads to all others: a GPU has as many as to any one of them.
+        self._ends = [
+            [-1] * max(row) if switched else [other for other, count in enumerate(row) for _ in range(count)]
+            for row in links
         ]
-        # Through switches a link leads to all others, and a GPU has no more of them than to one.
-        self._ends = [end[: len(end) // (len(matrix) - 1)] if switched else end for end in ends]
 
     def library(self) -> types.ModuleType:
         nvml: Any = types.ModuleType("pynvml")
@@ -124,6 +124,15 @@ def test_switches_link_all_gpus_alike(machine: Any, count: int, links: int) -> N
     found = paths(_gpus(*range(count)))
     assert [list(row) for row in found] == _all(f"NV{links}", count)
     assert format_topology(found) == f"NV{links}"
+
+
+def test_a_gpu_that_lost_links_into_the_switches_is_seen(machine: Any) -> None:
+    matrix = _all("NV18", 4)
+    matrix[2] = ["NV9", "NV9", "X", "NV9"]
+    for row in matrix[:2] + matrix[3:]:
+        row[2] = "NV9"
+    machine(matrix, switched=True)
+    assert [list(row) for row in paths(_gpus(0, 1, 2, 3))] == matrix
 
 
 @pytest.mark.parametrize("path", [*LEVELS, "N/A"])
