@@ -185,15 +185,20 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         session=session,
         commit=commit,
         warmup=len(reply.warmup_seconds),
-        # Six digits are beyond what a clock tells of a step, and keep a diff readable.
-        step_seconds=tuple(float(f"{seconds:.6g}") for seconds in reply.step_seconds),
+        step_seconds=tuple(map(_short, reply.step_seconds)),
         peak_allocated_bytes=reply.peak_allocated_bytes,
         peak_reserved_bytes=reply.peak_reserved_bytes,
         peak_host_bytes=reply.peak_host_bytes,
         model_bytes=reply.model_bytes,
         flops_per_step=reply.flops_per_step,
+        one_worker_seconds=None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
         final_loss=reply.losses[-1] if reply.losses else None,
     )
+
+
+def _short(seconds: float) -> float:
+    """Six digits: beyond what a clock tells of a step, and readable in a diff."""
+    return float(f"{seconds:.6g}")
 
 
 def _load(path: Path, device: str) -> dict[str, Baseline]:
@@ -231,7 +236,8 @@ def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
     for run in runs:
         measured = run.outcome == "measured"
         peak = run.peak_allocated_bytes
-        bad_time = any(not 0 < seconds < math.inf for seconds in run.step_seconds) or (measured and not run.step_seconds)
+        times = run.step_seconds if run.one_worker_seconds is None else (*run.step_seconds, run.one_worker_seconds)
+        bad_time = any(not 0 < seconds < math.inf for seconds in times) or (measured and not run.step_seconds)
         if bad_time or (measured and peak is None) or (peak is not None and peak < 0):
             raise BaselineError(f"the baseline file {path} holds impossible figures for {key}; {_RESTORE_ENTRY}")
     if not runs:

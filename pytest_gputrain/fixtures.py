@@ -57,8 +57,15 @@ class GpuTrain:
             pytest.fail(failure, pytrace=False)
         return _first_measurement(result)
 
-    def check(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement | None:
+    def check(
+        self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any
+    ) -> Measurement | None:
         """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
+
+        Args:
+            scaling: judge the scaling efficiency of a case of several GPUs, too: its throughput over that of as many single
+                workers. One worker alone is measured for it, once for all tests. A case of one GPU is what the others are
+                compared with; it has none.
 
         Under ``--gpu-find-batch`` and ``--gpu-loss`` nothing is judged: the test fails where there are no figures, or where
         a precision diverges that should not.
@@ -66,7 +73,7 @@ class GpuTrain:
         Returns:
             The figures of the first process that gave some; None for a case whose baseline is that it runs out of memory.
         """
-        result = self._run(what, inline, knobs, judged=True)
+        result = self._run(what, inline, knobs, judged=True, scaling=scaling)
         verdict = result.verdict
         if verdict is None:  # of a search or of loss curves, which no baseline knows
             failure = failure_of(result) or diverged(result.case, result.loss_curves)
@@ -78,19 +85,22 @@ class GpuTrain:
             pytest.fail(f"{verdict.sentence}{' (strict)' if strict else ''}", pytrace=False)
         return _first_measurement(result) if result.summary else None
 
-    def _run(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool) -> Result:
+    def _run(
+        self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool, scaling: bool = False
+    ) -> Result:
         markers = {mark.name for mark in self._item.iter_markers()}
         expression = str(self._item.config.getoption("markexpr", "") or "")
         suite = suite_of(self._item.path)
         try:
             case = self._override(self._case(what, inline, knobs))
-            self._runner.check_selection(case, markers, expression)
+            self._runner.check_selection(case, markers, expression, scaling=scaling)
             own = None if isinstance(what, Case) else what
             result = self._runner.run(
                 self._item.nodeid,
                 suite,
                 case,
                 judged=judged,
+                scaling=scaling,
                 inline=inline,
                 builder=own if inline else None,
                 module=getattr(own, "__module__", "") or "",
@@ -139,6 +149,8 @@ class GpuTrain:
         if result.summary is not None:
             properties.append(("gputrain.median_step_seconds", result.summary.median_step_seconds))
             properties.append(("gputrain.peak_allocated_bytes", result.summary.peak_allocated_bytes))
+            if result.summary.scaling_efficiency is not None:
+                properties.append(("gputrain.scaling_efficiency", result.summary.scaling_efficiency))
         self._item.user_properties += properties
         detail = detail_of(result)
         if detail:

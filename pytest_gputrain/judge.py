@@ -1,7 +1,8 @@
 """Runs against a baseline: a verdict with its sentence. Pure: no file, clock or hardware.
 
 The rule is plain here: the median of the runs' median steps against that of the baseline's, the median of the runs' peaks
-against the largest of the baseline's, each with a tolerance; a case fits if every run does. It wants no more than what a
+against the largest of the baseline's, the median of their scaling efficiencies where a test asks for them, each with a
+tolerance; a case fits if every run does. It wants no more than what a
 baseline stores raw, so a better rule can replace it.
 """
 
@@ -28,8 +29,9 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
+from pytest_gputrain.scaling import efficiency
 from pytest_gputrain.settings import MemoryTolerance
-from pytest_gputrain.units import MiB, format_bytes, format_percent, format_seconds
+from pytest_gputrain.units import MiB, format_bytes, format_percent, format_seconds, format_topology
 
 GPU_MEMORY_FLOOR_BYTES: Final = 64 * MiB
 """Added to the memory limit on a GPU, whose allocator differs by a few segments from run to run. A CPU's count is exact."""
@@ -43,11 +45,19 @@ class Tolerance:
     memory: MemoryTolerance
 
 
-def judge(case: Case, replies: Sequence[Reply], baseline: Baseline | None, tolerance: Tolerance, hint: str = "") -> Verdict:
+def judge(
+    case: Case,
+    replies: Sequence[Reply],
+    baseline: Baseline | None,
+    tolerance: Tolerance,
+    hint: str = "",
+    no_scaling: str = "",
+) -> Verdict:
     """What ``replies`` (one per fresh process, at least one) mean against ``baseline``.
 
     Args:
         hint: for a missing baseline, what else is known of it.
+        no_scaling: why the scaling efficiency, which was asked for, is not known.
     """
     for reply in replies:
         if isinstance(reply, (Crashed, TimedOut)):
@@ -76,8 +86,12 @@ def judge(case: Case, replies: Sequence[Reply], baseline: Baseline | None, toler
             status="improved",
             sentence=f"{case} fits in memory now; its baseline of {_dates(baseline)} did not; {_RECORD}",
         )
-    metrics = (_time(measured, fitted, tolerance.time), _memory(measured, fitted, tolerance.memory))
-    return _conclude(case, metrics, measured, baseline, fitted)
+    metrics = [_time(measured, fitted, tolerance.time), _memory(measured, fitted, tolerance.memory)]
+    if no_scaling:
+        metrics.append(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling))
+    elif (here_scales := efficiency(case, measured)) is not None:
+        metrics.append(_scaling(here_scales, efficiency(case, fitted), measured, fitted, tolerance.time))
+    return _conclude(case, tuple(metrics), measured, baseline, fitted)
 
 
 def describe_failure(reply: Crashed | TimedOut | OutOfMemory) -> str:
@@ -178,6 +192,19 @@ def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tole
     return MetricVerdict(metric="peak_allocated_bytes", status=status, value=value, baseline=highest, limit=limit, note=note)
 
 
+def _scaling(
+    value: float, base: float | None, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: float
+) -> MetricVerdict:
+    reason = _why_time_is_foreign(measured[0].environment, fitted)
+    if reason:
+        return MetricVerdict(metric="scaling_efficiency", status="not-comparable", value=value, baseline=base, note=reason)
+    if base is None:
+        return MetricVerdict(metric="scaling_efficiency", status="new", value=value, note="the baseline has none")
+    limit = base / (1 + tolerance)
+    status: Status = "regressed" if value < limit else "improved" if value > base * (1 + tolerance) else "pass"
+    return MetricVerdict(metric="scaling_efficiency", status=status, value=value, baseline=base, limit=limit)
+
+
 def _conclude(
     case: Case,
     metrics: tuple[MetricVerdict, ...],
@@ -185,7 +212,7 @@ def _conclude(
     baseline: Baseline,
     fitted: Sequence[BaselineRun],
 ) -> Verdict:
-    compared = [metric for metric in metrics if metric.status != "not-comparable"]
+    compared = [metric for metric in metrics if metric.status not in ("not-comparable", "new")]
     if not compared:
         reasons = "; ".join(dict.fromkeys(metric.note for metric in metrics))
         sentence = f"{case} cannot be compared with its baseline of {_dates(baseline)}: {reasons}; {_RECORD}"
@@ -197,6 +224,14 @@ def _conclude(
         recorded = f"baseline of {_dates(baseline)}, {_count(len(fitted), 'run')}"
         changes = [_changes(measured[0].environment, fitted), *_counters(measured[0], fitted)]
         return Verdict(status="regressed", sentence=f"{case} {findings} ({recorded}); {', '.join(changes)}", metrics=metrics)
+    # What was asked for and cannot be gated must not pass for gated.
+    for metric in (metric for metric in metrics if metric.metric == "scaling_efficiency"):
+        if metric.status == "new":
+            sentence = f"{case} has no scaling efficiency in its baseline of {_dates(baseline)}; {_RECORD}"
+            return Verdict(status="new", sentence=sentence, metrics=metrics)
+        if metric.value is None:
+            sentence = f"{case} has no scaling efficiency: {metric.note}"
+            return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
     if better:
         findings = " and ".join(finding(metric, len(measured)) for metric in better)
         return Verdict(status="improved", sentence=f"{case} {findings}; {_RECORD} to keep it", metrics=metrics)
@@ -220,6 +255,11 @@ def finding(metric: MetricVerdict, runs: int) -> str:
     delta = metric.value / metric.baseline - 1 if metric.baseline else float("inf")
     size = format_percent(abs(delta), signed=False)
     limit = ""
+    if metric.metric == "scaling_efficiency":
+        if metric.limit is not None and delta < 0:
+            limit = f", limit {format_percent(metric.limit, signed=False)}"
+        values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"
+        return f"scales {size} {'worse' if delta < 0 else 'better'}: an efficiency of {values}{limit}"
     if metric.metric == "step_seconds":
         if metric.limit is not None and delta > 0:
             limit = f", limit {format_seconds(metric.limit)}"
@@ -241,6 +281,9 @@ def _counters(measured: Measurement, fitted: Sequence[BaselineRun]) -> Iterable[
         yield f"{format_percent(flops / before - 1)} FLOPs per step"
     if measured.model_bytes and fitted[-1].model_bytes and measured.model_bytes != fitted[-1].model_bytes:
         yield f"model memory {format_bytes(fitted[-1].model_bytes)} -> {format_bytes(measured.model_bytes)}"
+    alone, alone_before = measured.one_worker_seconds, fitted[-1].one_worker_seconds
+    if alone and alone_before:
+        yield f"one worker alone {format_seconds(alone_before)} -> {format_seconds(alone)}"
 
 
 def _changes(here: Environment | None, runs: Sequence[BaselineRun]) -> str:
@@ -257,6 +300,8 @@ def _changes(here: Environment | None, runs: Sequence[BaselineRun]) -> str:
                 for package in sorted({*before, *after})
                 if before.get(package) != after.get(package)
             ]
+        elif name == "topology" and before != after:
+            changes.append(f"topology {format_topology(before)} -> {format_topology(after)}")
         elif before != after:
             changes.append(f"{name.replace('_', ' ')} {before} -> {after}")
     return f"since then: {', '.join(changes)}" if changes else "same environment"

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain import launch
+from pytest_gputrain import launch, spread
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import problem, same_id
-from pytest_gputrain.hardware import catalog
+from pytest_gputrain.hardware import catalog, topology
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease, lease_cores
 from pytest_gputrain.hardware.machine import Machine, detect
@@ -36,6 +36,7 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
+from pytest_gputrain.scaling import efficiency, one_worker
 from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
 from pytest_gputrain.studies import Study, failed_curves, record_losses, search_batch
@@ -92,10 +93,13 @@ class Runner:
         """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
         return self._keys.setdefault((suite, str(case)), case)
 
-    def check_selection(self, case: Case, markers: set[str], expression: str) -> None:
-        """Raises:
-        BadCase: the case names something unknown.
-        CannotRun: this machine is not what the test was selected for, or lacks the devices.
+    def check_selection(self, case: Case, markers: set[str], expression: str, *, scaling: bool = False) -> None:
+        """Args:
+            scaling: the test wants to know how the case scales.
+
+        Raises:
+            BadCase: the case names something unknown.
+            CannotRun: this machine is not what the test was selected for, or lacks the devices.
         """
         wrong = problem(case, catalog.MARKERS)
         if wrong:
@@ -108,6 +112,9 @@ class Runner:
             raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.machine.gpus)}")
         if self.machine.gpus:
             return
+        if scaling and not self._is_study and self._processes(case.gpus) < case.gpus:
+            # Fewer would exercise the engine as well, but their efficiency is not that of the case.
+            raise CannotRun(f"needs {case.gpus} processes; --gpu-processes={case.gpus} runs them on a CPU")
         if case.gpus + case.servers > 1 and self.settings.processes == 1:
             few = "two workers and two servers at most" if case.servers else "two of them"
             raise CannotRun(f"needs {case.gpus + case.servers} processes; --gpu-processes=2 runs {few} on a CPU")
@@ -121,6 +128,7 @@ class Runner:
         case: Case,
         *,
         judged: bool,
+        scaling: bool = False,
         inline: bool = False,
         builder: Any = None,
         module: str = "",
@@ -128,6 +136,7 @@ class Runner:
         """Measure ``case``, unless this session did already, and judge it if asked and if its own figures were wanted.
 
         Args:
+            scaling: compare a case of several processes with one worker alone, too.
             inline: run in this process.
             builder: the user's function itself, for an inline run that has no address.
             module: name under which this process imported the file of ``case.code``.
@@ -136,8 +145,7 @@ class Runner:
             BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU or the
                 processes that a study takes.
         """
-        studied = self.settings.find_batch or self.settings.loss_steps is not None
-        judged = judged and not studied
+        judged = judged and not self._is_study
         first = self.declare(suite, case)
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))
@@ -150,7 +158,7 @@ class Runner:
         inline = inline or self.settings.isolation == "inline"
         if inline and self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
-        if inline and studied:
+        if inline and self._is_study:
             raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
         processes, servers = self._processes(case.gpus), self._processes(case.servers)
         if inline and processes + servers > 1:
@@ -167,12 +175,16 @@ class Runner:
         )
         study = self._study(task, inline, builder)
         case, replies = study.case, study.replies
+        no_scaling = ""
+        if scaling and judged and self._published is None and processes > 1:
+            replies, no_scaling = self._beside_one_worker(task, replies)
         verdict = row = None
         tolerance = Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
         if judged and self._published is not None:
             row, verdict = self._against_published(self._published, suite, case, replies, tolerance)
         elif judged:
-            verdict = self._recorded(judge(case, replies, baseline, tolerance, hint), case, replies, baseline)
+            verdict = judge(case, replies, baseline, tolerance, hint, no_scaling)
+            verdict = self._recorded(verdict, case, replies, baseline, no_scaling)
         return Result(
             nodeid=nodeid,
             suite=suite,
@@ -188,6 +200,11 @@ class Runner:
             search=study.search,
             loss_curves=study.loss_curves,
         )
+
+    @property
+    def _is_study(self) -> bool:
+        """Whether an option wants to know something else than the cases' own figures."""
+        return self.settings.find_batch or self.settings.loss_steps is not None
 
     def _study(self, task: Task, inline: bool, builder: Any) -> Study:
         """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
@@ -213,6 +230,24 @@ class Runner:
             replies.append(self._launch(task, inline, builder))
         self._replies[identity] = tuple(replies)
         return self._replies[identity]
+
+    def _beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
+        """The case's replies with what one worker alone takes, or why that is not known; empty where the case itself has
+        no figures."""
+        if not all(isinstance(reply, Measurement) for reply in replies):
+            return replies, ""
+        case = one_worker(task.case)
+        alone = self._measure(msgspec.structs.replace(task, case=case, processes=self._processes(case.gpus)), False, None)
+        seconds: list[float] = []
+        for reply in alone:
+            if not isinstance(reply, Measurement):
+                return replies, f"one worker alone {describe_failure(reply)}"
+            update = reply.update_seconds(case.gradient_accumulation)
+            if update is None:
+                return replies, f"{len(reply.step_seconds)} steps hold no whole update of {case.gradient_accumulation}"
+            seconds.append(update)
+        median = statistics.median(seconds)
+        return tuple(msgspec.structs.replace(reply, one_worker_seconds=median) for reply in replies), ""
 
     def _baseline(self, suite: str, key: str) -> tuple[Baseline | None, str]:
         """The case's baseline, and for a missing one what else there is.
@@ -251,7 +286,9 @@ class Runner:
         in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
         return in_ci and (self._report is not None or self.store.has_device(self.machine.slug))
 
-    def _recorded(self, verdict: Verdict, case: Case, replies: tuple[Reply, ...], baseline: Baseline | None) -> Verdict:
+    def _recorded(
+        self, verdict: Verdict, case: Case, replies: tuple[Reply, ...], baseline: Baseline | None, no_scaling: str
+    ) -> Verdict:
         """The verdict, turned into ``recorded`` where an update option stores these figures."""
         update = self.settings.baseline_update
         if update == "no" or (update == "new-only" and baseline is not None):
@@ -260,6 +297,7 @@ class Runner:
             return verdict
         out = any(isinstance(reply, OutOfMemory) for reply in replies)
         what = "running out of memory" if out else "today's figures"
+        what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
 
@@ -269,6 +307,7 @@ class Runner:
 
         visible = self.machine.gpus
         with _lent(visible[:1] if inline else visible, task.case.gpus if visible else task.processes + task.servers) as gpus:
+            between = topology.paths(gpus)
             if inline:
                 reply = launch.inline(task, builder)
             else:
@@ -279,7 +318,7 @@ class Runner:
                     watch=watch,
                     preloaded=self._preloaded,
                 )
-            return _with_driver(reply, gpus[0].driver) if gpus else reply
+            return _with_hardware(reply, gpus[0].driver, between) if gpus else reply
 
     def _processes(self, declared: int) -> int:
         """On a CPU a parallelism is exercised rather than measured: fewer processes show as much."""
@@ -345,11 +384,14 @@ def _summary(case: Case, machine: Machine, replies: tuple[Reply, ...]) -> Summar
         tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
         peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
         model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
+        scaling_efficiency=efficiency(case, measured),
+        ranks=spread.widest(measured),
     )
 
 
-def _with_driver(reply: Reply, driver: str) -> Reply:
+def _with_hardware(reply: Reply, driver: str, between: tuple[tuple[str, ...], ...]) -> Reply:
+    """The reply with what only the parent knows of the machine."""
     if isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None:
-        environment = msgspec.structs.replace(reply.environment, driver=driver)
+        environment = msgspec.structs.replace(reply.environment, driver=driver, topology=between)
         return msgspec.structs.replace(reply, environment=environment)
     return reply

@@ -265,7 +265,7 @@ OPTIONS: Final = (
         parse=parse_ratio,
         default="3%",
         metavar="RATIO",
-        help="slowdown of the median step that passes (default: 3%%)",
+        help="slowdown of the median step, and loss of scaling efficiency, that passes (default: 3%%)",
     ),
     Option(
         name="memory-tolerance",

@@ -1,9 +1,11 @@
-"""Bytes, seconds and ratios to text, and back from what people type."""
+"""Bytes, seconds, ratios and topologies to text, and back from what people type."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 KiB: Final = 1024
@@ -45,6 +47,14 @@ def format_percent(ratio: float, *, signed: bool = True) -> str:
     percent = 100 * ratio
     form = ".1f" if abs(percent) >= 0.05 or percent == 0 else ".1g"
     return f"{percent:{'+' if signed else ''}{form}} %"
+
+
+def format_topology(rows: Sequence[Sequence[str]]) -> str:
+    """``NV18`` where all pairs of GPUs are linked alike, else how many are linked how: ``8 x NV1, 8 x NV2, 12 x NODE``."""
+    pairs = Counter(path for number, row in enumerate(rows) for path in row[number + 1 :])
+    if len(pairs) < 2:
+        return "".join(pairs) or "unknown"
+    return ", ".join(f"{count} x {path}" for path, count in sorted(pairs.items(), key=lambda pair: (pair[1], pair[0])))
 
 
 def parse_bytes(text: str) -> int:

@@ -19,7 +19,7 @@ def gpus() -> tuple[Gpu, ...]:
     Raises:
         HardwareError: the driver is there but does not answer.
     """
-    with _nvml() as nvml:
+    with library() as nvml:
         if nvml is None:
             return ()
         driver = _text(nvml.nvmlSystemGetDriverVersion())
@@ -39,7 +39,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 @contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
+def library() -> Iterator[Any]:
     """The initialised library, None on a machine without it. Imported here: most runs of pytest never ask."""
     try:
         import pynvml

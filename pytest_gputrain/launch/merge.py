@@ -31,6 +31,7 @@ def merge(replies: Sequence[Reply | Served]) -> Measurement:
         peak_host_bytes=sum(reply.peak_host_bytes for reply in figures),
         flops_per_step=_total(reply.flops_per_step for reply in measured),
         recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
+        own_seconds=(),
         ranks=tuple(map(_rank, figures)),
     )
 
@@ -50,6 +51,7 @@ def _rank(reply: Measurement | Served) -> Rank:
         peak_allocated_bytes=reply.peak_allocated_bytes,
         peak_reserved_bytes=reply.peak_reserved_bytes,
         peak_host_bytes=reply.peak_host_bytes,
+        own_seconds=reply.own_seconds,
     )
 
 

@@ -18,6 +18,7 @@ from pytest_gputrain.records.reply import (
     Reply,
     Served,
     TimedOut,
+    update_seconds,
 )
 from pytest_gputrain.records.verdict import (
     MAX_RUNS,
@@ -26,6 +27,7 @@ from pytest_gputrain.records.verdict import (
     MetricName,
     MetricVerdict,
     Published,
+    RankSpread,
     Report,
     Result,
     Status,
@@ -49,6 +51,7 @@ __all__ = [
     "Phase",
     "Published",
     "Rank",
+    "RankSpread",
     "Reply",
     "Report",
     "Result",
@@ -60,4 +63,5 @@ __all__ = [
     "TimedOut",
     "Verdict",
     "knob_text",
+    "update_seconds",
 ]

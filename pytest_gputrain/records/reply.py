@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -38,6 +39,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     runtime: str | None = None
     """CUDA or ROCm version that torch was built for."""
     driver: str | None = None
+    topology: tuple[tuple[str, ...], ...] = ()
+    """Paths between the case's GPUs, a row for each as in ``nvidia-smi topo -m``; none for one GPU."""
     threads: int = 1
     """CPU threads the worker computed with."""
 
@@ -51,6 +54,8 @@ class Rank(Struct, frozen=True, kw_only=True):
     peak_allocated_bytes: int
     peak_host_bytes: int
     peak_reserved_bytes: int | None = None
+    own_seconds: tuple[float, ...] = ()
+    """Of each step, from the common start to the first need of another process; none where the steps do not tell."""
     updates: int | None = None
     """Updates that a server applied to its tables."""
     rows: int | None = None
@@ -105,6 +110,10 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Further operations that activation checkpointing repeats."""
     ranks: tuple[Rank, ...] = ()
     """Figures of each process, where there were several."""
+    own_seconds: tuple[float, ...] = ()
+    """In the reply of one of several processes: see `Rank`."""
+    one_worker_seconds: float | None = None
+    """Seconds of an update by one worker alone, added by the parent where a test asks how the case scales."""
     environment: Environment
 
     @property
@@ -117,12 +126,17 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
     def update_seconds(self, accumulation: int) -> float | None:
         """Median seconds of an optimizer update with all its micro-batches; None where no whole one was timed."""
-        starts = range(0, len(self.step_seconds) - accumulation + 1, accumulation)
-        return statistics.median(sum(self.step_seconds[at : at + accumulation]) for at in starts) if starts else None
+        return update_seconds(self.step_seconds, accumulation)
 
     @property
     def tokens_per_second(self) -> float | None:
         return self.samples_per_second * self.sequence_length if self.sequence_length else None
+
+
+def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | None:
+    """Median of the sums of ``accumulation`` steps; None where there are fewer."""
+    starts = range(0, len(step_seconds) - accumulation + 1, accumulation)
+    return statistics.median(sum(step_seconds[at : at + accumulation]) for at in starts) if starts else None
 
 
 class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_field="outcome"):

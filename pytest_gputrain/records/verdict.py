@@ -15,7 +15,9 @@ MAX_RUNS: Final = 20
 """Runs that a baseline keeps of one case."""
 
 Status = Literal["pass", "regressed", "improved", "new", "not-comparable", "failed", "recorded"]
-MetricName = Literal["step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"]
+MetricName = Literal[
+    "step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "scaling_efficiency"
+]
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -37,6 +39,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     peak_host_bytes: int | None = None
     model_bytes: int | None = None
     flops_per_step: int | None = None
+    one_worker_seconds: float | None = None
+    """As in `Measurement`: what the scaling efficiency of this run is derived from."""
     final_loss: float | None = None
 
 
@@ -78,7 +82,7 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     value: float | None = None
     baseline: float | None = None
     limit: float | None = None
-    """The value above which the metric regresses."""
+    """The value beyond which the metric regresses: above it, for a scaling efficiency below it."""
     note: str = ""
     """Why it was not compared, or what changed within the limit."""
 
@@ -95,6 +99,18 @@ class Verdict(Struct, frozen=True, kw_only=True):
         return next((metric for metric in self.metrics if metric.metric == name), None)
 
 
+class RankSpread(Struct, frozen=True, kw_only=True):
+    """How far the processes of a case lie apart, in the run where they lie farthest."""
+
+    slowest: int | None
+    """Rank whose own work takes longest by the median of its steps; None where the steps do not tell their own work."""
+    lag: float | None
+    """How much longer than that of the fastest, as a share of the fastest's; None likewise."""
+    lag_seconds: float | None
+    least_peak_allocated_bytes: int
+    most_peak_allocated_bytes: int
+
+
 class Summary(Struct, frozen=True, kw_only=True):
     """Figures derived from the runs of a case, for readers that do not want to derive them."""
 
@@ -106,6 +122,9 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Median of the runs' peaks (the higher of the middle two)."""
     model_flops_utilization: float | None
     """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
+    scaling_efficiency: float | None = None
+    """See `pytest_gputrain.scaling.efficiency`; the median over the runs."""
+    ranks: RankSpread | None = None
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
-from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import Measurement, MetricName, Result
+from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
+from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
 from pytest_gputrain.report import comparison, layout, studies
-from pytest_gputrain.units import format_bytes, format_percent, format_seconds
+from pytest_gputrain.units import format_bytes, format_percent, format_seconds, format_topology
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +40,8 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(Text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
+        for line in _links(members):
+            console.print(Text(line, style="dim"))
         searched = [result for result in members if result.search is not None]
         curved = [result for result in members if result.loss_curves]
         judged = [result for result in members if result.search is None and not result.loss_curves]
@@ -74,25 +76,41 @@ def explain(results: Sequence[Result]) -> list[str]:
         for metric in result.verdict.metrics
         if metric.status == "pass" and metric.note
     ]
+    noted += [f"{result.case}: {apart}" for result in results for apart in _apart(result)]
     lines += noted[:_SHOWN_NOTES]
     if len(noted) > _SHOWN_NOTES:
         lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
     return lines
 
 
-_CHANGES: Final[dict[MetricName, str]] = {"peak_allocated_bytes": "Δ mem.", "step_seconds": "Δ time"}
+_CHANGES: Final[dict[MetricName, str]] = {
+    "peak_allocated_bytes": "Δ mem.",
+    "step_seconds": "Δ time",
+    "scaling_efficiency": "Δ scal.",
+}
 """Metrics that a stored baseline judges."""
 _WIDTH_OF_ALL_COLUMNS: Final = 92
+_WIDTH_OF_SCALING: Final = 17
+"""More, where cases scale."""
 _SHOWN_NOTES: Final = 6
+_FAR_APART: Final = 0.10
+"""Processes of a case are told of that differ by more than this share of the least, in their own work or in their memory."""
+_FAR_APART_ON_A_CPU: Final = 1.0
+"""The same for own work on a CPU, where equal processes beside busy neighbours were 49 % apart."""
+_WORTH_TELLING: Final = 0.01
+"""Of a step; what is less may be many times nearly nothing."""
 _LONG_SETTING: Final = 28
 """Characters that four lines of a narrow column hold; with more, model, method and setting share a wider one."""
 _JOINED_WIDTH: Final = 34
+_SCALING_WIDTH: Final = 12
+"""What the column of the scaling efficiency takes from the names where there is little room."""
 
 _METRICS: Final[dict[MetricName, str]] = {
     "step_seconds": "step time",
     "peak_allocated_bytes": "peak memory",
     "peak_reserved_bytes": "reserved memory",
     "device_used_bytes": "device memory",
+    "scaling_efficiency": "scaling efficiency",
 }
 
 
@@ -102,16 +120,21 @@ def _table(results: Sequence[Result], width: int) -> Table:
     figures: dict[str, Callable[[Result], str]] = {"Peak mem.": _peak, "(Model)": _model, "Sec/step": _seconds}
     changes = {header: functools.partial(_change, name) for name, header in _CHANGES.items()}
     compared = {header: change for header, change in changes.items() if any(map(change, results))}
-    narrow = bool(compared) and width < _WIDTH_OF_ALL_COLUMNS
+    scaling = any(_scaling(result) for result in results)
+    narrow = bool(compared) and width < _WIDTH_OF_ALL_COLUMNS + (_WIDTH_OF_SCALING if scaling else 0)
     if narrow:
         del figures["(Model)"]
+        # The Δ of what is left out is in the sentence of a regression and in the JSON report.
+        compared.pop(_CHANGES["scaling_efficiency"], None)
+    if scaling:
+        figures["Scaling"] = _scaling
     figures |= compared
     # Text throughout: names come from users, and rich would take their brackets for markup.
     table = layout.table(gap=0 if narrow else 1)
     # Fixed widths where there is little room: rich would otherwise shrink the figures with the names.
-    joined = narrow and any(len(_names(result)[2]) > _LONG_SETTING for result in results)
+    joined = narrow and (scaling or any(len(_names(result)[2]) > _LONG_SETTING for result in results))
     if joined:
-        table.add_column("Case", width=_JOINED_WIDTH, overflow="fold")
+        table.add_column("Case", width=_JOINED_WIDTH - (_SCALING_WIDTH if scaling else 0), overflow="fold")
     else:
         table.add_column("Model", width=15 if narrow else None, overflow="fold")
         table.add_column("Method", width=6 if narrow else None)
@@ -153,12 +176,44 @@ def _seconds(result: Result) -> str:
     return format_seconds(result.summary.median_step_seconds) if result.summary else comparison.outcome(result)
 
 
+def _scaling(result: Result) -> str:
+    known = result.summary.scaling_efficiency if result.summary else None
+    return "" if known is None else format_percent(known, signed=False)
+
+
 def _change(name: MetricName, result: Result) -> str:
     """``+0.4 %`` where the metric was compared."""
     metric = result.verdict.metric(name) if result.verdict else None
     if metric is None or metric.status == "not-comparable" or metric.value is None or not metric.baseline:
         return ""
     return format_percent(metric.value / metric.baseline - 1)
+
+
+def _apart(result: Result) -> Iterator[str]:
+    """What sets the processes of a case apart, where it is much."""
+    spread = result.summary.ranks if result.summary else None
+    if result.summary is None or spread is None:
+        return
+    much = _FAR_APART_ON_A_CPU if result.device == CPU else _FAR_APART
+    if spread.lag and spread.lag_seconds and spread.lag > much:
+        share = spread.lag_seconds / result.summary.median_step_seconds
+        if share > _WORTH_TELLING:
+            longer = f"{format_percent(spread.lag, signed=False)} ({format_seconds(spread.lag_seconds)} a step) longer"
+            yield f"rank {spread.slowest} is slowest: it works {longer} than the fastest before they exchange anything"
+    least, most = spread.least_peak_allocated_bytes, spread.most_peak_allocated_bytes
+    if most > least * (1 + _FAR_APART):
+        yield f"peak memory of its processes is {format_bytes(least)} to {format_bytes(most)}"
+
+
+def _links(results: Sequence[Result]) -> list[str]:
+    """How the GPUs of the cases are linked, each way once."""
+    known = [
+        reply.environment.topology
+        for result in results
+        for reply in result.replies
+        if isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None
+    ]
+    return [f"GPUs linked by {format_topology(rows)}" for rows in dict.fromkeys(known) if rows]
 
 
 def _device(result: Result) -> str:

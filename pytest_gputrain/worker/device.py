@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import resource
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -33,6 +34,12 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
+
+    def stamp(self) -> Any:
+        """A moment in the work of the device, after all that has been asked of it so far."""
+
+    def seconds_between(self, one: Any, other: Any) -> float:
+        """From one stamp to a later one, on an idle device."""
 
     def reset_peaks(self) -> None:
         """Let peaks start from what is live now."""
@@ -65,6 +72,15 @@ class Accelerator:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+        milliseconds: float = one.elapsed_time(other)
+        return milliseconds / 1000
+
     def reset_peaks(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
@@ -95,6 +111,12 @@ class Cpu:
 
     def synchronize(self) -> None:
         """CPU operators have finished when they return."""
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, one: float, other: float) -> float:
+        return other - one
 
     def reset_peaks(self) -> None:
         """Nothing keeps peaks on a CPU; `counting` does."""

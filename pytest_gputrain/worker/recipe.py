@@ -55,7 +55,18 @@ class Trainable(Protocol):
 class Training:
     """A case of the zoo."""
 
-    def __init__(self, case: Case, scale: Scale, device: torch.device, group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        case: Case,
+        scale: Scale,
+        device: torch.device,
+        group: Group = ALONE,
+        own_work_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            own_work_done: is called in each step before it first needs another process.
+        """
         architecture = architectures()[case.model]
         precision = PRECISIONS[case.precision]
         seed = torch.initial_seed()
@@ -84,6 +95,7 @@ class Training:
             make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
         )
         self._engine = ENGINES[case.parallel](adapted, setting)
+        self._own_work_done = own_work_done
         self._workload.model = self._engine.model
         self.elsewhere = self._engine.elsewhere
         encoders = self._workload.encoders
@@ -104,7 +116,13 @@ class Training:
         return self._engine.updates
 
     def step(self, update: bool) -> None:
-        self.losses.append(self._engine.step(lambda: self._workload.loss(self._inputs), update))
+        self.losses.append(self._engine.step(self._loss, update))
+
+    def _loss(self) -> Tensor:
+        loss = self._workload.loss(self._inputs)
+        if self._engine.forward_alone:
+            self._own_work_done()
+        return loss
 
     def leave(self) -> None:
         self._engine.leave()
@@ -131,6 +149,8 @@ class Setup:
     """Number of this process among those of the case; torch.distributed is ready where there are several."""
     processes: int = 1
     watched: list[nn.Module] = field(default_factory=list)
+    own_work_done: Callable[[], None] = lambda: None
+    """Optional: call it in a step before it first needs another process; the report then tells which process is late."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,7 +173,15 @@ StepBuilder = Callable[[Setup], Callable[[], Any]]
 class Custom:
     """A user's own step."""
 
-    def __init__(self, case: Case, scale: Scale, device: torch.device, builder: StepBuilder, group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        case: Case,
+        scale: Scale,
+        device: torch.device,
+        builder: StepBuilder,
+        group: Group = ALONE,
+        own_work_done: Callable[[], None] = lambda: None,
+    ) -> None:
         setup = Setup(
             case=case,
             scale=scale,
@@ -161,6 +189,7 @@ class Custom:
             precision=PRECISIONS[case.precision],
             rank=group.rank,
             processes=group.size,
+            own_work_done=own_work_done,
         )
         self._name = case.model
         self._step = builder(setup)

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -25,6 +25,7 @@ from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_by
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import schedule, timed
+from pytest_gputrain.worker.own_work import OwnWork
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.progress import Progress
@@ -100,10 +101,22 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         # processes none may end before the others.
         return task.curve and group.size == 1 and bool(training.losses) and not math.isfinite(float(training.losses[-1]))
 
+    # Asynchronous workers meet once: how far one runs ahead of another is their own affair.
+    meet = _nobody if case.asynchronous else group.barrier
+
+    def met() -> None:
+        meet()
+        own_work.begin()
+
+    def done(step: int, seconds: float) -> bool:
+        own_work.note()
+        return told(step, seconds)
+
+    own_work = OwnWork(device)
     progress.enter("build")
     device.reset_peaks()
     with device.counting() as counter:
-        training = _build(task, device.torch_device, builder, group)
+        training = _build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
         movement = None if training.model is None or task.curve else Movement(training.model, training.idle)
         device.reset_peaks()
@@ -117,9 +130,6 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     gc.collect()
     gc.freeze()
     progress.enter("warmup")
-
-    # Asynchronous workers meet once: how far one runs ahead of another is their own affair.
-    meet = _nobody if case.asynchronous else group.barrier
     warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, meet)
     group.barrier()
     progress.enter("measure")
@@ -130,7 +140,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         steps = max(1, steps - len(training.losses)) if finite or group.size > 1 else 1
     else:
         training.losses.clear()
-    seconds = timed(training.step, schedule(steps, case.gradient_accumulation), device.synchronize, told, meet)
+    seconds = timed(training.step, schedule(steps, case.gradient_accumulation), device.synchronize, done, met)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -162,6 +172,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         peak_host_bytes=host,
         flops_per_step=(flops.total - flops.recomputed) or None,
         recomputed_flops_per_step=flops.recomputed if flops.total else None,
+        own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
         environment=_environment(device, group),
     )
 
@@ -208,11 +219,14 @@ def _counted_steps(case: Case) -> list[bool]:
     return [True, True] if case.gradient_accumulation == 1 else [True, False, True]
 
 
-def _build(task: Task, device: torch.device, builder: StepBuilder | None, group: Group) -> Trainable:
+def _build(
+    task: Task, device: torch.device, builder: StepBuilder | None, group: Group, own_work_done: Callable[[], None]
+) -> Trainable:
     case = task.case
     if not case.code and builder is None:
-        return Training(case, task.scale, device, group)
-    return Custom(case, task.scale, device, builder or load_builder(case.code, Path(task.root), task.module), group)
+        return Training(case, task.scale, device, group, own_work_done)
+    builder = builder or load_builder(case.code, Path(task.root), task.module)
+    return Custom(case, task.scale, device, builder, group, own_work_done)
 
 
 def _known(count: int | None) -> int:

@@ -52,11 +52,17 @@ from pathlib import Path
 import msgspec
 import pytest
 from pytest_gputrain import launch
-from pytest_gputrain.hardware import nvidia
+from pytest_gputrain.hardware import nvidia, topology
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Reply
 
 HERE = Path(__file__).parent
+
+
+def paths(gpus):
+    if len(gpus) < 2:
+        return ()
+    return tuple(tuple("X" if one is other else "NV18" for other in gpus) for one in gpus)
 
 
 def pytest_configure(config):
@@ -84,6 +90,7 @@ def pytest_configure(config):
 
     patch = pytest.MonkeyPatch()
     patch.setattr(nvidia, "gpus", lambda: gpus)
+    patch.setattr(topology, "paths", paths)
     patch.setattr(launch, "in_process", in_process)
     config.add_cleanup(patch.undo)
 """

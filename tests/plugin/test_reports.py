@@ -15,7 +15,19 @@ from pathlib import Path
 import jsonschema
 import psutil
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, only_sentence, recorded, table_rows
+from plugin_project import (
+    BUILD,
+    GEMMA,
+    H100,
+    H100_FOLDER,
+    LLAMA,
+    SUITE,
+    Project,
+    failures,
+    only_sentence,
+    recorded,
+    table_rows,
+)
 
 from pytest_gputrain import GiB
 from pytest_gputrain.report import document
@@ -102,6 +114,21 @@ def test_report_holds_case_environment_figures_and_verdict(suite: Project) -> No
 def test_report_adds_the_driver_that_only_the_parent_knows(suite: Project) -> None:
     suite.run("--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     assert suite.report()["results"][0]["replies"][0]["environment"]["driver"] == "570.86.10"
+
+
+def test_report_adds_how_the_gpus_are_linked(h100: Project) -> None:
+    h100.machine(H100, gpus=2)
+    h100.write(test_pair=SUITE.replace("batch_size=2", 'batch_size=2, parallel="ddp", gpus=2'))
+    result = h100.run("--gpu-json=report.json")
+    found = [reply["environment"]["topology"] for result in h100.report()["results"] for reply in result["replies"]]
+    assert found == [[["X", "NV18"], ["NV18", "X"]]] * 3
+    assert result.stdout.str().count("GPUs linked by NV18") == 1
+
+
+def test_one_gpu_is_linked_to_none(suite: Project) -> None:
+    result = suite.run("--gpu-json=report.json")
+    assert suite.report()["results"][0]["replies"][0]["environment"]["topology"] == []
+    assert "GPUs linked" not in result.stdout.str()
 
 
 def test_report_derives_throughput_and_utilization(suite: Project) -> None:

@@ -399,6 +399,8 @@ def test_a_missing_environment_is_told(tmp_path: Path) -> None:
         ((*RUN, "step_seconds"), [float("nan")]),
         ((*RUN, "step_seconds"), [float("inf")]),
         ((*RUN, "step_seconds"), None),
+        ((*RUN, "one_worker_seconds"), 0.0),
+        ((*RUN, "one_worker_seconds"), -1.0),
         ((*RUN, "peak_allocated_bytes"), -1),
         ((*RUN, "peak_allocated_bytes"), 1.5),
         ((*RUN, "outcome"), "guessed"),

@@ -329,6 +329,13 @@ def test_a_slower_case_is_told_with_all_that_matters() -> None:
     assert "\n" not in verdict.sentence
 
 
+def test_a_changed_topology_is_told_in_words() -> None:
+    linked = gpu_environment(topology=(("X", "NV18"), ("NV18", "X")))
+    split = gpu_environment(topology=(("X", "SYS"), ("SYS", "X")))
+    verdict = _judge(_took(2.0, environment=split), baseline(baseline_run(environment=linked)))
+    assert verdict.sentence.endswith("since then: topology NV18 -> SYS")
+
+
 def test_a_larger_case_is_told_with_all_that_matters() -> None:
     known = baseline(baseline_run(peak_allocated_bytes=40 * GiB))
     verdict = _judge(measurement(peak_allocated_bytes=50 * GiB), known)

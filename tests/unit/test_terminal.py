@@ -6,6 +6,7 @@ import re
 from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +152,25 @@ def test_figures_and_verdict_fit_the_terminal(width: int, model_memory: bool) ->
     assert ("(14.9 GiB)" in text) == model_memory
     for part in ("Llama 3.1 8B", "LoRA", "37.3 GiB", "1.00 s", "+7.2 %", "-1.0 %", "regressed"):
         assert part in text
+
+
+@pytest.mark.parametrize(("width", "change"), [(80, False), (120, True)])
+def test_scaling_efficiency_is_shown_where_there_is_one(width: int, change: bool) -> None:
+    case = CASE.replace(parallel="ddp", gpus=8, activation_checkpointing=True, named=("gpus", "activation_checkpointing"))
+    metrics = [
+        MetricVerdict(metric="step_seconds", status="pass", value=1.02, baseline=1.0, limit=1.03),
+        MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100, limit=102),
+        MetricVerdict(metric="scaling_efficiency", status="pass", value=0.913, baseline=0.9),
+    ]
+    summary = msgspec.structs.replace(_summary(1.02), scaling_efficiency=0.913)
+    text = _render(result(case, summary=summary, verdict=_verdict("not-comparable", *metrics)), result(), width=width)
+    rows = [line for line in text.splitlines() if "%" in line]
+    assert max(map(len, text.splitlines())) <= width
+    assert ["91.3 %" in row for row in rows] == [True]
+    for part in ("37.3 GiB", "1.02 s", "+2.0 %", "-1.0 %", "not-comparable"):
+        assert part in rows[0]
+    assert ("+1.4 %" in rows[0]) == change
+    assert "Scaling" not in _render(result(), width=width)
 
 
 def test_a_case_of_many_knobs_takes_few_lines_of_a_narrow_terminal() -> None:

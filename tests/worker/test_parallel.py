@@ -9,6 +9,7 @@ import torch
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Task, TimedOut
+from pytest_gputrain.spread import widest
 from pytest_gputrain.worker import recipe
 from pytest_gputrain.worker.run import SEED
 
@@ -44,6 +45,15 @@ def memory(setup):
     def fault():
         raise MemoryError("no room")
     return _step(setup, fault)
+
+def straggles(setup):
+    def step():
+        time.sleep(0.12 if setup.rank == 1 else 0.02)
+        setup.own_work_done()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return float(total)
+    return step
 
 def hangs(setup):
     return _step(setup, lambda: time.sleep(600))
@@ -121,6 +131,9 @@ def test_figures_are_those_of_all_ranks():
         assert seconds == max(rank.step_seconds[step] for rank in sharded.ranks)
     assert sharded.peak_allocated_bytes == max(rank.peak_allocated_bytes for rank in sharded.ranks)
     assert sharded.peak_host_bytes == sum(rank.peak_host_bytes for rank in sharded.ranks)
+    for rank in whole.ranks:
+        assert all(0 < own < step for own, step in zip(rank.own_seconds, rank.step_seconds, strict=True))
+    assert {rank.own_seconds for rank in sharded.ranks} == {()}, "its forward pass waits for the shards of the others"
     assert 0.45 * whole.model_bytes < sharded.model_bytes < 0.55 * whole.model_bytes
     assert sharded.flops_per_step == whole.flops_per_step == 2 * measured(LLAMA, processes=1).flops_per_step
 
@@ -152,7 +165,21 @@ def test_own_code_of_two_processes_can_talk(faults):
     reply, left = faults("sound")
     assert isinstance(reply, Measurement), reply
     assert reply.losses == (2.0, 2.0)
+    assert widest([reply]).slowest is None, "its steps do not tell their own work"
     assert left == []
+
+
+def test_a_straggler_is_told_though_all_steps_take_as_long(faults):
+    reply, _ = faults("straggles")
+    assert isinstance(reply, Measurement), reply
+    fast, slow = reply.ranks
+    assert min(fast.step_seconds) > 0.1, "the other process waits for it"
+    assert [len(rank.own_seconds) for rank in reply.ranks] == [2, 2]
+    assert max(fast.own_seconds) < 0.1 < min(slow.own_seconds)
+    found = widest([reply])
+    assert found is not None
+    assert (found.slowest, found.lag > 1) == (1, True)
+    assert found.lag_seconds == pytest.approx(0.1, abs=0.05)
 
 
 @pytest.mark.parametrize(

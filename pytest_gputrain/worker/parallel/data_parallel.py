@@ -15,6 +15,8 @@ from pytest_gputrain.worker.parallel.single import Single
 class DataParallel(Single):
     """Buckets of torch's default size; micro-batches before an update exchange nothing."""
 
+    forward_alone = True
+
     def spread(self, model: nn.Module, setting: Setting) -> nn.Module:
         # Without buffers: each process would wait for the first one's in every forward pass, for nothing that trains.
         return DistributedDataParallel(model, broadcast_buffers=False)

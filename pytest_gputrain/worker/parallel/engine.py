@@ -39,11 +39,13 @@ class Engine(abc.ABC):
         model: what the loss calls.
         updates: optimizer updates so far.
         elsewhere: trained tensors of the model that other processes hold, and check.
+        forward_alone: whether the forward pass needs no other process.
     """
 
     model: nn.Module
     updates: int
     elsewhere: int = 0
+    forward_alone: bool = False
 
     @abc.abstractmethod
     def __init__(self, model: nn.Module, setting: Setting) -> None:

@@ -52,6 +52,7 @@ class Zero(Engine):
         )[0]
         self.model = self._engine
         self.updates = 0
+        self.forward_alone = setting.case.parallel != "zero3"
 
     def step(self, loss: Callable[[], Tensor], update: bool) -> Tensor:
         engine = self._engine

@@ -1,0 +1,31 @@
+"""How much of its workers' throughput a case keeps (weak scaling: the batch of a worker stays the same). Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from pytest_gputrain.records import BaselineRun, Case, Measurement, update_seconds
+
+
+def one_worker(case: Case) -> Case:
+    """The same work by one worker alone.
+
+    DistributedDataParallel of one process is a plain training, which may be declared and measured anyway. Engines that
+    shard or offload keep doing so: without them the model may not fit, and their knobs are no other engine's.
+    """
+    return case.replace(gpus=1, parallel="single" if case.parallel == "ddp" else case.parallel)
+
+
+def efficiency(case: Case, runs: Iterable[Measurement | BaselineRun]) -> float | None:
+    """Throughput of n workers over n times the throughput of one: the median of ``runs``, None where none can tell.
+
+    A worker has the same batch alone and among others, so the ratio is that of the times: one worker's seconds of an update
+    over the case's. Of whole updates, because processes that accumulate gradients may exchange them only then.
+    """
+    known = [
+        run.one_worker_seconds / seconds
+        for run in runs
+        if run.one_worker_seconds and (seconds := update_seconds(run.step_seconds, case.gradient_accumulation))
+    ]
+    return statistics.median(known) if known else None

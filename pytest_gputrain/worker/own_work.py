@@ -1,0 +1,37 @@
+"""Which of several processes is late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_gputrain.worker.device import Device
+
+
+class OwnWork:
+    """How long this process works in each step before it first needs another one.
+
+    Processes wait for each other inside of a step, so all of its ends lie where the slowest one's does. What each does from
+    their common start to its first exchange is not yet levelled.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._start: Any = None
+        self._end: Any = None
+        self.seconds: list[float] = []
+        """Of each step that said when its own work was done."""
+
+    def begin(self) -> None:
+        """The processes have met: a step starts."""
+        self._start, self._end = self._device.stamp(), None
+
+    def done(self) -> None:
+        """This step needs the other processes from now on; the first call in a step counts."""
+        if self._start is not None and self._end is None:
+            self._end = self._device.stamp()
+
+    def note(self) -> None:
+        """Keep the seconds of the step that has ended, on an idle device."""
+        if self._end is not None:
+            self.seconds.append(self._device.seconds_between(self._start, self._end))
+        self._start = self._end = None

@@ -1,0 +1,247 @@
+"""``check(case, scaling=True)``: what several workers keep of their throughput, as a gated figure."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+from plugin_project import GEMMA, H100, H100_FOLDER, Project, failures, only_sentence, recorded, skips
+
+SCALING = """
+import pytest
+from pytest_gputrain import Case, grid
+
+BASE = Case(model="gemma-7b", method="lora", sequence_length=64, batch_size=2)
+CASES = [*grid(BASE.replace(parallel="ddp"), gpus=[2, 4]), BASE]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scaling(gputrain, case):
+    gputrain.check(case, scaling=True)
+"""
+TWO, FOUR = "gemma-7b-lora-bf16-ddp-gpus=2", "gemma-7b-lora-bf16-ddp-gpus=4"
+ALONE = "gemma-7b-lora-bf16-gpus=1"
+"""Under the id that it has where it is measured beside a case; replies are kept by what is measured, not by the id."""
+
+
+def _only(key: str) -> str:
+    return f"test_scale.py::test_scaling[{key}]"
+
+
+SECONDS = statistics.median(recorded()["step_seconds"])
+
+
+def _answer(project: Project, *, two: float = 1.05, four: float = 1.25, one: float = 1.0) -> None:
+    """Let the cases take these multiples of the recorded time, which is one worker's."""
+    for key, slower, gpus in ((TWO, two, 2), (FOUR, four, 4), (ALONE, one, 1), (GEMMA, one, 1)):
+        reply = recorded(slower=slower, device_count=gpus)
+        reply["batch_size"] *= gpus
+        project.answer(reply, to=key)
+
+
+@pytest.fixture
+def four(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """Four H100 and cases for two, four and one of them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    project.machine(H100, gpus=4)
+    project.write(test_scale=SCALING)
+    _answer(project)
+    return project
+
+
+@pytest.fixture
+def gated(four: Project) -> Project:
+    four.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    return four
+
+
+def _efficiencies(project: Project) -> dict[str, float | None]:
+    return {result["key"]: result["summary"]["scaling_efficiency"] for result in project.report()["results"]}
+
+
+def _metric(project: Project, key: str) -> dict[str, Any] | None:
+    found = next(result for result in project.report()["results"] if result["key"] == key)
+    metrics = {metric["metric"]: metric for metric in found["verdict"]["metrics"]}
+    return metrics.get("scaling_efficiency")
+
+
+def test_efficiency_is_the_throughput_over_that_of_single_workers(four: Project) -> None:
+    four.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    assert _efficiencies(four) == {TWO: pytest.approx(1 / 1.05), FOUR: pytest.approx(1 / 1.25), GEMMA: None}
+    results = {result["key"]: result["summary"]["samples_per_second"] for result in four.report()["results"]}
+    assert _efficiencies(four)[FOUR] == pytest.approx(results[FOUR] / (4 * results[GEMMA]))
+
+
+def test_one_worker_is_measured_once(four: Project) -> None:
+    four.run().assert_outcomes(passed=3)
+    assert [launched["processes"] for launched in four.launches] == [2, 1, 4]
+
+
+def test_the_table_shows_the_efficiency(four: Project) -> None:
+    text = four.run().stdout.str()
+    rows = {key: next(line for line in text.splitlines() if f"ddp-gpus={key} " in line) for key in (2, 4)}
+    assert "95.2 %" in rows[2]
+    assert "80.0 %" in rows[4]
+
+
+def test_a_case_that_only_wants_its_figures_needs_no_single_worker(four: Project) -> None:
+    four.write(test_scale=SCALING.replace("scaling=True", "scaling=False"))
+    four.run("--gpu-json=report.json", "-k", "ddp").assert_outcomes(passed=2, deselected=1)
+    assert [launched["processes"] for launched in four.launches] == [2, 4]
+    assert set(_efficiencies(four).values()) == {None}
+
+
+def test_a_worse_efficiency_fails_its_test_with_one_sentence(gated: Project) -> None:
+    _answer(gated, four=1.4)
+    result = gated.run("--gpu-time-tolerance=10%")
+    sentence = only_sentence(result, f"test_scaling[{FOUR}]")
+    assert "scales 10.7 % worse: an efficiency of 71.4 % against 80.0 %, limit 72.7 %" in sentence
+    assert "one worker alone" in sentence
+
+
+def test_workers_that_only_one_of_outran_fail_though_none_is_slower(gated: Project) -> None:
+    """One worker became faster and the others did not: their exchange takes a larger share."""
+    _answer(gated, one=0.9)
+    result = gated.run("--gpu-json=report.json")
+    assert set(failures(result)) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}
+    assert "slower" not in failures(result)[f"test_scaling[{FOUR}]"]
+    assert f"one worker alone {SECONDS:.2f} s -> {SECONDS * 0.9:.2f} s" in failures(result)[f"test_scaling[{FOUR}]"]
+
+
+def test_a_better_efficiency_is_an_improvement(gated: Project) -> None:
+    _answer(gated, one=1.02, four=1.22)
+    gated.run("--gpu-json=report.json", "--gpu-time-tolerance=3%").assert_outcomes(passed=3)
+    assert gated.verdicts()[FOUR] == "improved"
+    metric = _metric(gated, FOUR)
+    assert metric is not None
+    assert (metric["status"], metric["baseline"]) == ("improved", pytest.approx(0.8))
+
+
+def test_the_same_efficiency_passes(gated: Project) -> None:
+    gated.run("--gpu-json=report.json", "--gpu-strict").assert_outcomes(passed=3)
+    assert set(gated.verdicts().values()) == {"pass"}
+
+
+def test_efficiency_is_the_median_of_several_runs(gated: Project) -> None:
+    several = [recorded(slower=slower, device_count=4) for slower in (5.0, 1.25, 1.26)]
+    gated.answer(*several, to=FOUR)
+    gated.run("--gpu-json=report.json", "--gpu-runs=3", _only(FOUR)).assert_outcomes(passed=1)
+    assert _efficiencies(gated)[FOUR] == pytest.approx(1 / 1.26)
+
+
+@pytest.fixture
+def unscaled(four: Project) -> Project:
+    """Baselines from before anybody asked how the cases scale."""
+    four.write(test_scale=SCALING.replace(", scaling=True", ""))
+    four.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    four.write(test_scale=SCALING)
+    return four
+
+
+def test_a_baseline_without_efficiency_is_told(unscaled: Project) -> None:
+    result = unscaled.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert unscaled.verdicts() == {TWO: "new", FOUR: "new", GEMMA: "pass"}
+    result.stdout.fnmatch_lines(["*has no scaling efficiency in its baseline of *; record it with --gpu-baseline-update*"])
+
+
+def test_a_baseline_without_efficiency_fails_when_strict(unscaled: Project) -> None:
+    result = unscaled.run("--gpu-strict")
+    assert set(failures(result)) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}
+
+
+def test_an_update_adds_the_efficiency_to_a_baseline(unscaled: Project) -> None:
+    before = unscaled.baselines("scale", H100_FOLDER)
+    unscaled.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    after = unscaled.baselines("scale", H100_FOLDER)
+    assert before[FOUR]["runs"][0].get("one_worker_seconds") is None
+    assert after[FOUR]["runs"][0]["one_worker_seconds"] == pytest.approx(SECONDS)
+    assert "one_worker_seconds" not in after[GEMMA]["runs"][0]
+
+
+def test_a_slower_case_of_an_old_baseline_still_fails(unscaled: Project) -> None:
+    _answer(unscaled, four=1.5)
+    assert "slower" in only_sentence(unscaled.run(), f"test_scaling[{FOUR}]")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("h100_out_of_memory", "one worker alone ran out of device memory"),
+        ("crashed", "one worker alone gave no measurement"),
+        ("timed_out", "one worker alone was ended after"),
+    ],
+)
+def test_one_worker_without_figures_is_told_and_the_case_is_judged(gated: Project, name: str, says: str) -> None:
+    gated.answer(recorded(name), to=ALONE)
+    result = gated.run("-k", "ddp", "--gpu-json=report.json")
+    result.assert_outcomes(passed=2, deselected=1)
+    assert gated.verdicts() == {TWO: "not-comparable", FOUR: "not-comparable"}
+    result.stdout.fnmatch_lines([f"*has no scaling efficiency: {says}*"])
+    statuses = {metric["metric"]: metric["status"] for metric in gated.report()["results"][0]["verdict"]["metrics"]}
+    assert statuses["step_seconds"] == statuses["peak_allocated_bytes"] == "pass"
+    assert set(failures(gated.run("-k", "ddp", "--gpu-strict"))) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}
+    _answer(gated, four=1.5)
+    gated.answer(recorded(name), to=ALONE)
+    assert "slower" in only_sentence(gated.run("-k", "ddp"), f"test_scaling[{FOUR}]")
+
+
+def test_an_update_without_one_worker_says_what_it_leaves_out(four: Project) -> None:
+    four.answer(recorded("h100_out_of_memory"), to=ALONE)
+    four.run(_only(FOUR), "--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=1)
+    (result,) = four.report()["results"]
+    assert "without a scaling efficiency (one worker alone ran out of device memory" in result["verdict"]["sentence"]
+
+
+def test_a_case_without_figures_measures_no_single_worker(gated: Project) -> None:
+    gated.answer(recorded("h100_out_of_memory"), to=FOUR)
+    before = len(gated.launches)
+    result = gated.run(_only(FOUR))
+    assert "ran out of device memory" in only_sentence(result, f"test_scaling[{FOUR}]")
+    assert len(gated.launches) == before + 1
+
+
+@pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20"])
+def test_a_study_measures_no_efficiency(four: Project, study: str) -> None:
+    four.run(study, "--gpu-json=report.json", _only(TWO))
+    assert 1 not in {launched["processes"] for launched in four.launches}
+    assert _efficiencies(four) == {TWO: None}
+
+
+def test_published_figures_know_no_efficiency(four: Project) -> None:
+    four.run("--gpu-baseline=published", _only(TWO))
+    assert [launched["processes"] for launched in four.launches] == [2]
+
+
+@pytest.fixture
+def cpu(project: Project) -> Project:
+    project.machine(None)
+    project.write(test_scale=SCALING)
+    return project
+
+
+def test_on_a_cpu_a_case_scales_only_with_all_its_processes(cpu: Project) -> None:
+    result = cpu.run("--gpu-processes=2")
+    result.assert_outcomes(passed=2, skipped=1)
+    assert skips(result) == {f"test_scaling[{FOUR}]": "needs 4 processes; --gpu-processes=4 runs them on a CPU"}
+    cpu.run("--gpu-processes=4").assert_outcomes(passed=3)
+
+
+def test_on_a_cpu_efficiency_is_shown_and_not_judged(cpu: Project) -> None:
+    cpu.run("--gpu-processes=2", "--gpu-baseline-update").assert_outcomes(passed=2, skipped=1)
+    cpu.answer(recorded("cpu_measured", slower=3), to=TWO)
+    result = cpu.run("--gpu-processes=2", "--gpu-json=report.json", "--gpu-strict")
+    result.assert_outcomes(passed=2, skipped=1)
+    assert _efficiencies(cpu)[f"{TWO}@tiny"] == pytest.approx(1 / 3)
+    metric = _metric(cpu, f"{TWO}@tiny")
+    assert metric is not None
+    assert metric["status"] == "not-comparable"
+    result.stdout.fnmatch_lines(["*scaling efficiency not compared: time on a CPU is shown, not judged"])
+
+
+def test_a_report_is_a_baseline_of_efficiencies_too(four: Project) -> None:
+    four.run("--gpu-json=before.json").assert_outcomes(passed=3)
+    _answer(four, one=0.9)
+    result = four.run("--gpu-baseline=before.json", "--gpu-json=report.json")
+    assert set(failures(result)) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}

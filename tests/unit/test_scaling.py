@@ -1,0 +1,95 @@
+"""Scaling efficiency: what it is derived from, and how it is judged."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit_examples import baseline, baseline_run, cpu_environment, gpu_environment, measurement
+
+from pytest_gputrain.judge import Tolerance, judge
+from pytest_gputrain.records import Baseline, Case, Measurement, MetricVerdict, Verdict
+from pytest_gputrain.scaling import efficiency, one_worker
+from pytest_gputrain.settings import MemoryTolerance
+
+CASE = Case(model="llama-3.1-8b", parallel="ddp", gpus=4, sequence_length=512)
+WIDE = Tolerance(time=0.10, memory=MemoryTolerance(ratio=0.02))
+EIGHTY = baseline(baseline_run(step_seconds=(1.25,) * 3, one_worker_seconds=1.0), case=CASE)
+
+
+def _run(seconds: float, alone: float | None = 1.0) -> Measurement:
+    return measurement(step_seconds=(seconds,) * 3, one_worker_seconds=alone)
+
+
+def _judged(seconds: float, alone: float | None = 1.0, known: Baseline = EIGHTY) -> tuple[Verdict, MetricVerdict | None]:
+    verdict = judge(CASE, [_run(seconds, alone)], known, WIDE)
+    return verdict, verdict.metric("scaling_efficiency")
+
+
+@pytest.mark.parametrize(
+    ("alone", "status"),
+    [(1.0, "pass"), (0.92, "pass"), (0.90, "regressed"), (1.09, "pass"), (1.11, "improved")],
+)
+def test_efficiency_has_its_limits_at_the_time_tolerance(alone: float, status: str) -> None:
+    verdict, metric = _judged(1.25, alone)
+    assert metric is not None
+    assert (verdict.status, metric.status, metric.value) == (status, status, pytest.approx(alone / 1.25))
+    assert metric.limit == pytest.approx(0.8 / 1.1)
+
+
+def test_without_one_worker_there_is_nothing_to_judge() -> None:
+    verdict, metric = _judged(1.25, None)
+    assert (verdict.status, metric) == ("pass", None)
+
+
+def test_a_regression_of_another_figure_counts_before_a_missing_efficiency() -> None:
+    known = baseline(baseline_run(step_seconds=(1.0,) * 3), case=CASE)
+    assert _judged(1.05, known=known)[0].status == "new"
+    assert _judged(1.25, known=known)[0].status == "regressed"
+
+
+@pytest.mark.parametrize("environment", [cpu_environment(), gpu_environment(device_count=8)], ids=["cpu", "eight devices"])
+def test_efficiency_of_other_devices_is_not_compared(environment: object) -> None:
+    known = baseline(baseline_run(environment=environment, one_worker_seconds=5.0), case=CASE)
+    reply = measurement(one_worker_seconds=1.0, environment=environment)
+    if environment != cpu_environment():
+        reply = measurement(one_worker_seconds=1.0)
+    metric = judge(CASE, [reply], known, WIDE).metric("scaling_efficiency")
+    assert metric is not None
+    assert (metric.status, metric.value) == ("not-comparable", 1.0)
+
+
+def test_accumulating_cases_are_compared_by_whole_updates() -> None:
+    """Micro-batches that exchange nothing take as long as alone; the fourth pays for all."""
+    case = CASE.replace(gradient_accumulation=4)
+    run = measurement(step_seconds=(1.0, 1.0, 1.0, 2.0) * 2, one_worker_seconds=4.0)
+    assert efficiency(case, [run]) == pytest.approx(4 / 5)
+
+
+def test_too_few_steps_for_an_update_give_no_efficiency() -> None:
+    assert efficiency(CASE.replace(gradient_accumulation=4), [_run(1.0)]) is None
+
+
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 64), st.integers(2, 16))
+def test_efficiency_is_throughput_over_that_of_as_many_workers(one: float, several: float, batch: int, workers: int) -> None:
+    alone = measurement(step_seconds=(one,), batch_size=batch)
+    together = measurement(step_seconds=(several,), batch_size=batch * workers, one_worker_seconds=one)
+    expected = together.samples_per_second / (workers * alone.samples_per_second)
+    assert efficiency(CASE, [together]) == pytest.approx(expected)
+
+
+@given(st.floats(0.5, 2), st.floats(0.5, 2))
+def test_a_better_efficiency_is_never_a_worse_verdict(one: float, other: float) -> None:
+    order = ("regressed", "pass", "improved")
+    (_, low), (_, high) = (_judged(1.25, alone) for alone in sorted((one, other)))
+    assert low is not None
+    assert high is not None
+    assert order.index(low.status) <= order.index(high.status)
+
+
+@pytest.mark.parametrize(("parallel", "alone"), [("ddp", "single"), ("fsdp", "fsdp"), ("zero3", "zero3")])
+def test_one_worker_does_the_same_work(parallel: str, alone: str) -> None:
+    case = CASE.replace(parallel=parallel)
+    single = one_worker(case)
+    assert (single.gpus, single.parallel) == (1, alone)
+    assert single.replace(gpus=4, parallel=parallel) == case
