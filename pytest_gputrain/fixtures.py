@@ -13,8 +13,9 @@ from pytest_gputrain.cases import did_you_mean
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.outcome import detail_of, failure_of
 from pytest_gputrain.records import Case, Measurement, Result
-from pytest_gputrain.runner import BadCase, CannotRun, Runner, detail_of, failure_of, suite_of
+from pytest_gputrain.runner import BadCase, CannotRun, Runner, suite_of
 from pytest_gputrain.studies import diverged
 from pytest_gputrain.sweep import override
 

@@ -8,11 +8,11 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
-from pytest_gputrain import launch, spread
+from pytest_gputrain import launch
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.hardware import catalog, topology
@@ -20,6 +20,7 @@ from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease, lease_cores
 from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.judge import Tolerance, describe_failure, judge
+from pytest_gputrain.outcome import summarise
 from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import (
     Baseline,
@@ -31,15 +32,14 @@ from pytest_gputrain.records import (
     Reply,
     Result,
     Scale,
-    Summary,
     Task,
     Verdict,
 )
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
-from pytest_gputrain.scaling import efficiency, one_worker
+from pytest_gputrain.scaling import one_worker
 from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
-from pytest_gputrain.studies import Study, failed_curves, record_losses, search_batch
+from pytest_gputrain.studies import Study, record_losses, search_batch
 
 Watch = Callable[[Case, Event], None]
 
@@ -194,7 +194,7 @@ class Runner:
             platform=self.machine.platform,
             device=self.machine.slug,
             replies=replies,
-            summary=_summary(case, self.machine, replies),
+            summary=summarise(case, self.machine, replies),
             verdict=verdict,
             published=row,
             search=study.search,
@@ -347,46 +347,6 @@ def _lent(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
 def suite_of(path: Path) -> str:
     """Name of a test file's suite: ``test_llm_finetuning.py`` holds ``llm_finetuning``."""
     return path.stem.removeprefix("test_")
-
-
-def failure_of(result: Result) -> str | None:
-    """Why a result is no measurement, None where it is one."""
-    for reply in result.replies:
-        if not isinstance(reply, Measurement):
-            return f"{result.case} {describe_failure(reply)}"
-    return failed_curves(result.case, result.loss_curves)
-
-
-_DETAIL_LINES: Final = 40
-
-
-def detail_of(result: Result) -> str:
-    """End of the traceback, stacks or stderr of a case that failed; empty for others."""
-    for reply in result.replies:
-        detail: str = getattr(reply, "detail", "")
-        if detail:
-            return "\n".join(detail.rstrip().splitlines()[-_DETAIL_LINES:])
-    return ""
-
-
-def _summary(case: Case, machine: Machine, replies: tuple[Reply, ...]) -> Summary | None:
-    measured = [reply for reply in replies if isinstance(reply, Measurement)]
-    if not measured:
-        return None
-    seconds = statistics.median(run.median_step_seconds for run in measured)
-    first = measured[0]
-    samples = first.batch_size / seconds
-    peak = catalog.peak_flops(machine.platform, case.precision) if machine.gpus else None
-    known = peak is not None and first.flops_per_step is not None
-    return Summary(
-        median_step_seconds=seconds,
-        samples_per_second=samples,
-        tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
-        peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
-        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
-        scaling_efficiency=efficiency(case, measured),
-        ranks=spread.widest(measured),
-    )
 
 
 def _with_hardware(reply: Reply, driver: str, between: tuple[tuple[str, ...], ...]) -> Reply:

@@ -41,7 +41,7 @@ def test_faulty(gputrain):
 def test_next(gputrain):
     gputrain.check(healthy, precision="fp32", steps=2, warmup=1)
 """
-GARBAGE = "atexit.register(lambda: Path(sys.argv[1], 'reply.json').write_text('garbage'))"
+GARBAGE = "atexit.register(lambda: Path(sys.argv[1], 'rank0', 'reply.json').write_text('garbage'))"
 FROZEN = "setup.watch(torch.nn.Linear(4, 4).requires_grad_(False))"
 STILL = "model = torch.nn.Linear(4, 4); optimizer = torch.optim.SGD(model.parameters(), lr=0.0); setup.watch(model)"
 
@@ -155,7 +155,7 @@ def test_no_folder_of_a_worker_is_left(project: Project, monkeypatch: pytest.Mon
     monkeypatch.setattr("tempfile.tempdir", str(aside))
     project.write(test_broken_code=FAULTY.format(build="pass", step="os._exit(3)"))
     assert list(failures(project.run())) == ["test_faulty"]
-    assert [path for path in aside.iterdir() if path.name.startswith("gputrain-") and path.name != "gputrain-locks"] == []
+    assert [path for path in aside.iterdir() if path.name.startswith("gputrain-") and path.name != "gputrain-leases"] == []
 
 
 def test_a_syntax_error_in_a_file_the_worker_alone_reads_is_told(project: Project) -> None:

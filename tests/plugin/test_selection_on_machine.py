@@ -139,9 +139,9 @@ def test_a_sharded_case_gets_its_gpus_and_a_process_on_each(h100: Project) -> No
     assert (launched["processes"], len(launched["gpus"])) == (2, 2)
 
 
-def test_servers_run_beside_the_workers_on_a_cpu_only_if_asked(cpu: Project) -> None:
+def test_servers_run_beside_the_workers_on_a_cpu(cpu: Project) -> None:
     cpu.write(test_served=SERVED)
-    assert list(skips(cpu.run()).values()) == [
+    assert list(skips(cpu.run("--gpu-processes=1")).values()) == [
         "needs 12 processes; --gpu-processes=2 runs two workers and two servers at most on a CPU"
     ]
     cpu.run("--gpu-processes=3").assert_outcomes(passed=1)
@@ -151,7 +151,7 @@ def test_servers_run_beside_the_workers_on_a_cpu_only_if_asked(cpu: Project) -> 
 
 def test_one_worker_and_one_server_are_two_processes(cpu: Project) -> None:
     cpu.write(test_served=SERVED.replace("gpus=8, servers=4", "gpus=1, servers=1"))
-    assert list(skips(cpu.run()).values()) == [
+    assert list(skips(cpu.run("--gpu-processes=1")).values()) == [
         "needs 2 processes; --gpu-processes=2 runs two workers and two servers at most on a CPU"
     ]
 
@@ -164,12 +164,19 @@ def test_servers_take_no_gpus(h100: Project) -> None:
     assert (launched["processes"], launched["servers"], len(launched["gpus"])) == (8, 4, 8)
 
 
-def test_a_case_of_two_gpus_runs_on_a_cpu_only_if_asked(cpu: Project) -> None:
+def test_a_case_of_eight_gpus_runs_as_two_processes_on_a_cpu_or_as_the_option_says(cpu: Project) -> None:
+    cpu.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
+    cpu.run().assert_outcomes(passed=1)
+    cpu.run("--gpu-processes=4").assert_outcomes(passed=1)
+    cpu.run("--gpu-processes=16").assert_outcomes(passed=1)
+    assert [launched["processes"] for launched in cpu.launches] == [2, 4, 8]
+
+
+def test_a_case_of_several_gpus_skips_on_a_cpu_that_is_to_run_one_process(cpu: Project) -> None:
     cpu.write(test_sharded=FSDP)
-    assert list(skips(cpu.run()).values()) == ["needs 2 processes; --gpu-processes=2 runs two of them on a CPU"]
-    cpu.run("--gpu-processes=8").assert_outcomes(passed=1)
-    (launched,) = cpu.launches
-    assert launched["processes"] == 2
+    result = cpu.run("--gpu-processes=1")
+    assert list(skips(result).values()) == ["needs 2 processes; --gpu-processes=2 runs two of them on a CPU"]
+    assert cpu.launches == []
 
 
 def test_deepspeed_s_fp16_skips_on_a_cpu(cpu: Project) -> None:

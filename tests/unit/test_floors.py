@@ -41,6 +41,7 @@ FLOORS = {
     "selection": 2,
     "launch": 3,
     "studies": 4,
+    "outcome": 4,
     "runner": 4,
     "report": 4,
     "fixtures": 5,

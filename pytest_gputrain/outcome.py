@@ -1,0 +1,54 @@
+"""What became of a case, for readers: derived figures, or why there are none. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Final
+
+from pytest_gputrain import spread
+from pytest_gputrain.hardware import catalog
+from pytest_gputrain.hardware.machine import Machine
+from pytest_gputrain.judge import describe_failure
+from pytest_gputrain.records import Case, Measurement, Reply, Result, Summary
+from pytest_gputrain.scaling import efficiency
+from pytest_gputrain.studies import failed_curves
+
+_DETAIL_LINES: Final = 40
+
+
+def summarise(case: Case, machine: Machine, replies: tuple[Reply, ...]) -> Summary | None:
+    """Figures of the runs that measured; None where none did."""
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    if not measured:
+        return None
+    seconds = statistics.median(run.median_step_seconds for run in measured)
+    first = measured[0]
+    samples = first.batch_size / seconds
+    peak = catalog.peak_flops(machine.platform, case.precision) if machine.gpus else None
+    known = peak is not None and first.flops_per_step is not None
+    return Summary(
+        median_step_seconds=seconds,
+        samples_per_second=samples,
+        tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
+        peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
+        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
+        scaling_efficiency=efficiency(case, measured),
+        ranks=spread.widest(measured),
+    )
+
+
+def failure_of(result: Result) -> str | None:
+    """Why a result is no measurement, None where it is one."""
+    for reply in result.replies:
+        if not isinstance(reply, Measurement):
+            return f"{result.case} {describe_failure(reply)}"
+    return failed_curves(result.case, result.loss_curves)
+
+
+def detail_of(result: Result) -> str:
+    """End of the traceback, stacks or stderr of a case that failed; empty for others."""
+    for reply in result.replies:
+        detail: str = getattr(reply, "detail", "")
+        if detail:
+            return "\n".join(detail.rstrip().splitlines()[-_DETAIL_LINES:])
+    return ""
