@@ -28,6 +28,7 @@ FLOORS = {
     "sweep": 0,
     "search": 0,
     "loss": 0,
+    "stats": 0,
     "scaling": 1,
     "settings": 1,
     "session": 1,
