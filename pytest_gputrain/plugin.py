@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.live import Live
-from pytest_gputrain.runner import Runner, suite_of
+from pytest_gputrain.runner import Expected, Runner, suite_of
 from pytest_gputrain.selection import platforms_of
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
@@ -58,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(plugin, "gputrain-manager")
 
 
+_MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}
+
+
 class GpuTrainPlugin:
     """The hooks of one run.
 
@@ -90,6 +93,19 @@ class GpuTrainPlugin:
                     item.add_marker(self._marks[marker])
                 self.runner.declare(suite_of(item.path), sweep.override(value, knobs))
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        expression = str(self.config.getoption("markexpr", "") or "")
+        expected = []
+        for item in session.items:
+            markers = frozenset(mark.name for mark in item.iter_markers())
+            callspec = getattr(item, "callspec", None)
+            if callspec is None or "gputrain" not in getattr(item, "fixturenames", ()) or markers & _MAY_NOT_RUN:
+                continue
+            knobs = callspec.params.get("gputrain_knobs", {})
+            cases = [value for value in callspec.params.values() if isinstance(value, Case)]
+            expected += [Expected(suite_of(item.path), sweep.override(case, knobs), markers, expression) for case in cases]
+        self.runner.expected = expected
+
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
@@ -97,7 +113,7 @@ class GpuTrainPlugin:
             return
         uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
         self._live = Live(self.config.get_terminal_writer().fullwidth, uncaptured)
-        self.runner.watch = self._live.show
+        self.runner.bench.watch = self._live.show
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -135,7 +151,7 @@ class GpuTrainPlugin:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_unconfigure(self) -> None:
-        self.runner.close()
+        self.runner.bench.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.book is None or not (self.book.results or self.book.notes):

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 from pytest_gputrain.loss import LEAST_STEPS
 from pytest_gputrain.records import MAX_RUNS
+from pytest_gputrain.stats import MOST_RUNS
 from pytest_gputrain.sweep import Axes, parse_axes
 from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio, parse_seconds
 
@@ -36,8 +37,10 @@ class Settings:
     """``measured``, ``published``, or the path of a report to compare with."""
     time_tolerance: float
     memory_tolerance: MemoryTolerance
-    runs: int
-    """Fresh processes per case."""
+    runs: int | None
+    """Fresh processes per case; None for one, or five where a baseline of a GPU is recorded."""
+    reruns: int
+    """Most fresh processes more, where the first leave doubt."""
     strict: bool | None
     """None: strict where CI is set and there are baselines of the device, or a report to compare with."""
     steps: int | None
@@ -141,6 +144,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         time_tolerance=values["time-tolerance"],
         memory_tolerance=values["memory-tolerance"],
         runs=values["runs"],
+        reruns=values["reruns"],
         strict=values["strict"],
         steps=values["steps"],
         warmup=values["warmup"],
@@ -171,7 +175,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
         against = {
             "--gpu-baseline-update": values["baseline-update"],
             "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
-            f"--gpu-runs={values['runs']}": values["runs"] > 1,
+            f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             "--gpu-isolation=inline": values["isolation"] == "inline",
         }
         for other in (flag for flag, asked in against.items() if asked):
@@ -277,9 +281,18 @@ OPTIONS: Final = (
     Option(
         name="runs",
         parse=_whole(1, MAX_RUNS),
-        default="1",
         metavar="K",
-        help="fresh processes per case; the median of their medians counts (default: 1)",
+        help="fresh processes per case (default: 1; 5 where a baseline is recorded on a GPU)",
+    ),
+    Option(
+        name="reruns",
+        parse=_whole(0, MAX_RUNS - 1),
+        default=str(MOST_RUNS - 1),
+        metavar="N",
+        help=(
+            "most fresh processes more for a case that looks slower, faster, bigger or out of memory, until they agree; "
+            f"0 judges by the first alone, against a wider limit (default: {MOST_RUNS - 1})"
+        ),
     ),
     Option(
         name="strict",
@@ -287,8 +300,8 @@ OPTIONS: Final = (
         parse=_switch,
         default="auto",
         help=(
-            "fail cases that are new or not comparable (default: where CI is set and there are baselines of the device, "
-            "or a report)"
+            "fail cases that are new, inconclusive or not comparable (default: where CI is set and there are baselines of "
+            "the device, or a report)"
         ),
     ),
     Option(name="steps", parse=_whole(1), metavar="N", help="timed steps of every case (default: each case's own)"),

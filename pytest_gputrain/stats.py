@@ -58,6 +58,10 @@ class Decision:
     outcome: Outcome
     settled: bool
     """Whether further runs would be of no use; if not, `outcome` is what they mean if there are to be none."""
+    suspicious: bool
+    """Whether it was not plain at a glance."""
+    centre: float
+    """Of the baseline's runs, in their unit: the exponential of c."""
     ratios: tuple[float, ...]
     """r_j of every run, in its order."""
     sd: float
@@ -109,14 +113,15 @@ def decide(
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
     needed = max(min(AGREEING, most), most // 2 + 1)
     middle = statistics.median(ratios)
+    suspicious = any(ratio < -limit for ratio in faster) or any(ratio > limit / 2 for ratio in slower)
     outcome: Outcome = "pass"
     settled = True
     if above >= needed:
         outcome = "regressed"
     elif below >= needed:
         outcome = "improved"
-    elif all(-limit <= ratio for ratio in faster) and all(ratio <= limit / 2 for ratio in slower):
-        # Nothing to look into. What only the suite's shift explains is no pass.
+    elif not suspicious:
+        # What only the suite's shift explains is no pass.
         outcome = "inconclusive" if middle > limit else "pass"
     else:
         outcome = "inconclusive" if middle > within else "pass"
@@ -124,6 +129,8 @@ def decide(
     return Decision(
         outcome=outcome,
         settled=settled,
+        suspicious=suspicious,
+        centre=float(f"{math.exp(centre):.12g}"),  # so that equal times differ by nothing
         ratios=ratios,
         sd=sd,
         limit=limit,

@@ -22,7 +22,7 @@ def _run(seconds: float, alone: float | None = 1.0) -> Measurement:
 
 
 def _judged(seconds: float, alone: float | None = 1.0, known: Baseline = EIGHTY) -> tuple[Verdict, MetricVerdict | None]:
-    verdict = judge(CASE, [_run(seconds, alone)], known, WIDE)
+    verdict = judge(CASE, [_run(seconds, alone)] * 3, known, WIDE).verdict
     return verdict, verdict.metric("scaling_efficiency")
 
 
@@ -54,7 +54,7 @@ def test_efficiency_of_other_devices_is_not_compared(environment: object) -> Non
     reply = measurement(one_worker_seconds=1.0, environment=environment)
     if environment != cpu_environment():
         reply = measurement(one_worker_seconds=1.0)
-    metric = judge(CASE, [reply], known, WIDE).metric("scaling_efficiency")
+    metric = judge(CASE, [reply], known, WIDE).verdict.metric("scaling_efficiency")
     assert metric is not None
     assert (metric.status, metric.value) == ("not-comparable", 1.0)
 
