@@ -66,7 +66,7 @@ class GpuTrain:
 
         Args:
             scaling: judge the scaling efficiency of a case of several GPUs, too: its throughput over that of as many single
-                workers. One worker alone is measured for it, once for all tests. A case of one GPU is what the others are
+                workers. One worker alone is measured for it, as often as the case. A case of one GPU is what the others are
                 compared with; it has none.
 
         Under ``--gpu-find-batch`` and ``--gpu-loss`` nothing is judged: the test fails where there are no figures, or where
