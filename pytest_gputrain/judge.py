@@ -329,6 +329,8 @@ def _conclude(
     if better := told("improved"):
         return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
     notes = [metric.note for metric in metrics if metric.note]
-    return Verdict(
-        status="pass", sentence=f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}", metrics=metrics
-    )
+    caught = next((metric.sensitivity for metric in metrics if metric.sensitivity is not None), None)
+    if caught is not None:
+        notes.append(f"a slowdown of {format_percent(caught, signed=False)} would be caught 99 times in 100")
+    sentence = f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}"
+    return Verdict(status="pass", sentence=sentence, metrics=metrics)

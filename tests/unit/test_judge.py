@@ -290,6 +290,10 @@ def test_a_pass_that_took_several_processes_is_told() -> None:
     assert "measured 4 times: +20.0 %, +0.0 %, +1.0 %, +0.0 %" in verdict.sentence
 
 
+def test_a_pass_tells_which_slowdown_would_have_been_caught() -> None:
+    assert _judged([_took(1.0)], FIVE).verdict.sentence.endswith(": a slowdown of 6.0 % would be caught 99 times in 100")
+
+
 def test_a_noisier_suite_takes_more_to_fail() -> None:
     known = baseline()
     assert _judged([_took(1.1)] * 3, known).verdict.status == "regressed"
