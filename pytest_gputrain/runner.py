@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import statistics
 import sys
@@ -104,8 +105,11 @@ class Runner:
         reason = why_skipped(markers | set(declared), expression, self.machine.platform, case.gpus)
         if reason:
             raise CannotRun(reason)
-        if self.machine.gpus and case.gpus > len(self.machine.gpus):
-            raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.machine.gpus)}")
+        here = len(self.machine.gpus)
+        if here and (nodes := self._nodes(case)) > self.settings.nodes:
+            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; {nodes} nodes like this one: --gpu-nodes={nodes}")
+        if here and case.gpus > here and case.gpus % here:
+            raise CannotRun(f"needs {case.gpus} GPUs, found {here}: nodes are taken whole, and {nodes} have {nodes * here}")
         if case.parallel not in ENGINES:
             raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, which this version does not start")
         if self.machine.gpus:
@@ -268,9 +272,16 @@ class Runner:
             self.watch(task.case, event)
 
         visible = self.machine.gpus
-        with _lent(visible[:1] if inline else visible, task.case.gpus if visible else 0) as gpus:
+        nodes = self._nodes(task.case)
+        count = min(task.case.gpus, len(visible))
+        with _lent(visible[:1] if inline else visible, count) as gpus:
             if inline:
                 reply = launch.inline(task, builder)
+            elif nodes > 1:
+                cluster = launch.Cluster(nodes=nodes, shared=self.settings.shared, rendezvous=self.settings.rendezvous)
+                reply = launch.on_nodes(
+                    task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, cluster=cluster, watch=watch
+                )
             else:
                 reply = launch.in_process(
                     task,
@@ -284,6 +295,12 @@ class Runner:
     def _processes(self, case: Case) -> int:
         """On a CPU a parallelism is exercised rather than measured: fewer processes show as much."""
         return case.gpus if self.machine.gpus else min(case.gpus, self.settings.processes)
+
+    def _nodes(self, case: Case) -> int:
+        """That the case takes: as many as have its GPUs, or on a CPU as many as the option allows."""
+        if self.machine.gpus:
+            return math.ceil(case.gpus / len(self.machine.gpus))
+        return min(self.settings.nodes, self._processes(case))
 
     def _scale(self) -> Scale:
         if self.settings.scale != "auto":

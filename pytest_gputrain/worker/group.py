@@ -7,7 +7,6 @@ import datetime
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -23,12 +22,14 @@ class Group:
     Attributes:
         rank: number of this process, from 0.
         size: processes of the case.
-        rendezvous: file through which they find each other.
+        local_rank: number of this process among those of its node: that of its GPU.
+        meeting: through which they find each other, as torch.distributed's init_method.
     """
 
     rank: int = 0
     size: int = 1
-    rendezvous: Path | None = None
+    local_rank: int = 0
+    meeting: str = ""
 
     @contextlib.contextmanager
     def joined(self, device: torch.device, *, even_alone: bool = False) -> Iterator[None]:
@@ -42,12 +43,12 @@ class Group:
             return
         import torch.distributed as dist
 
-        assert self.rendezvous is not None, "several processes need a place to meet"
-        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.size)}
+        assert self.meeting, "several processes need a place to meet"
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank), "WORLD_SIZE": str(self.size)}
         on_gpu = device.type != "cpu"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=self.rendezvous.absolute().as_uri(),
+            init_method=self.meeting,
             rank=self.rank,
             world_size=self.size,
             timeout=_TIMEOUT,
