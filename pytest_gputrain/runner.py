@@ -106,10 +106,12 @@ class Runner:
         if reason:
             raise CannotRun(reason)
         here = len(self.machine.gpus)
-        if here and (nodes := self._nodes(case)) > self.settings.nodes:
-            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; {nodes} nodes like this one: --gpu-nodes={nodes}")
         if here and case.gpus > here and case.gpus % here:
-            raise CannotRun(f"needs {case.gpus} GPUs, found {here}: nodes are taken whole, and {nodes} have {nodes * here}")
+            raise CannotRun(
+                f"needs {case.gpus} GPUs, found {here}; several nodes are taken whole, so no number of them fits"
+            )
+        if here and (nodes := self._nodes(case)) > self.settings.nodes:
+            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; --gpu-nodes={nodes} takes those of {nodes} nodes")
         if case.parallel not in ENGINES:
             raise CannotRun(f"needs {case.gpus} processes under {case.parallel}, which this version does not start")
         if self.machine.gpus:

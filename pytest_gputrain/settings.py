@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,10 +173,9 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     """Raises:
     ValueError: two of the values cannot both be meant.
     """
-    if values["nodes"] > 1 and values["ids"]:
-        raise ValueError("--gpu-nodes takes all GPUs of each node, --gpu-ids some of this one; give one")
-    if values["nodes"] > 1 and values["isolation"] == "inline":
-        raise ValueError("--gpu-nodes and --gpu-isolation=inline contradict each other: several nodes take processes")
+    for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
+        if asked and values["nodes"] > 1:
+            raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:
@@ -241,14 +241,9 @@ def _memory_tolerance(text: str) -> MemoryTolerance:
 
 
 def _endpoint(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if "/" in text or (colon and not (host and ":" not in host and _is_port(port))):
+    if not re.fullmatch(r"[\w.-]+(:[0-9]{1,5})?", text):
         raise ValueError(f"{text!r} is not a host, or a host and a port, as node1 or node1:29400")
     return text
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65_536
 
 
 def _ids(text: str) -> tuple[str, ...]:
@@ -358,13 +353,7 @@ OPTIONS: Final = (
             "libraries (default: auto)"
         ),
     ),
-    Option(
-        name="nodes",
-        parse=_whole(1),
-        default="1",
-        metavar="N",
-        help="most nodes of a case that takes more GPUs than this node has; on a CPU its processes are spread (default: 1)",
-    ),
+    Option(name="nodes", parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
     Option(
         name="shared",
         parse=Path,

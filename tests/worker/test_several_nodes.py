@@ -62,7 +62,8 @@ def second_node(shared, leftovers):
     assert "waits for cases" in node.stdout.readline()
     yield node
     node.send_signal(signal.SIGINT)
-    assert node.wait(timeout=30) == 0
+    node.communicate(timeout=30)
+    assert node.returncode == 0
     assert leftovers.all() == []
 
 
@@ -130,11 +131,10 @@ def test_a_node_that_never_comes_is_missed(shared, leftovers):
 
 def test_a_node_that_is_switched_off_ends_the_case(shared, second_node, leftovers):
     def watch(event):
-        if event.phase == "measure":
+        if event.phase == "count":
             second_node.send_signal(signal.SIGINT)
 
-    case = own_case("hangs")
-    reply = run(case.replace(model="hangs", code="code.py::hangs"), shared, watch=watch)
+    reply = run(own_case("hangs"), shared, watch=watch)
     assert isinstance(reply, Crashed), reply
     assert_nothing_left(leftovers, shared)
 
