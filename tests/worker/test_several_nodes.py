@@ -12,6 +12,7 @@ import pytest
 from leftovers import FAULTS, Leftovers, own_case, wait_for
 
 from pytest_gputrain import Case, launch
+from pytest_gputrain.nodes import SILENCE_SECONDS
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task, TimedOut
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
@@ -139,8 +140,9 @@ def test_a_node_that_is_switched_off_ends_the_case(shared, second_node, leftover
     assert_nothing_left(leftovers, shared)
 
 
-@pytest.mark.slow
-def test_nobody_outlives_a_killed_pytest_on_any_node(shared, second_node, leftovers, tmp_path):
+@pytest.fixture
+def killed_pytest(shared, leftovers, tmp_path):
+    """Runs a pytest over a case of two nodes, and kills it when both ranks have started."""
     (tmp_path / "code_of_mine.py").write_text(FAULTS)
     (tmp_path / "tox.ini").write_text("[pytest]\n")
     (tmp_path / "test_project.py").write_text(
@@ -148,16 +150,31 @@ def test_nobody_outlives_a_killed_pytest_on_any_node(shared, second_node, leftov
         "def test_hangs(gputrain):\n"
         "    gputrain.measure(hangs, parallel='ddp', gpus=2, precision='fp32', steps=2, warmup=0)\n"
     )
-    options = ["--gpu-platform=cpu", "--gpu-nodes=2", f"--gpu-shared={shared}", f"--gpu-rendezvous={FIRST}"]
-    process = subprocess.Popen([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options], cwd=tmp_path)
-    try:
-        wait_for(tmp_path / "started0", tmp_path / "started1")
-        assert len(leftovers.processes(but=[process.pid, second_node.pid])) == 4
-    finally:
-        process.kill()
-        process.wait()
-    # That of the first node goes with pytest, the second one's when it misses the first.
-    assert leftovers.all(but=[second_node.pid], seconds=30) == []
+
+    def run_and_kill(*options):
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpu-platform=cpu", "--gpu-nodes=2"]
+        process = subprocess.Popen([*command, f"--gpu-shared={shared}", *options], cwd=tmp_path)
+        try:
+            wait_for(tmp_path / "started0", tmp_path / "started1")
+            assert len(leftovers.processes(but=[process.pid])) >= 4
+        finally:
+            process.kill()
+            process.wait()
+
+    return run_and_kill
+
+
+@pytest.mark.slow
+def test_nobody_outlives_a_killed_pytest_on_any_node(killed_pytest, second_node, leftovers):
+    killed_pytest(f"--gpu-rendezvous={FIRST}")
+    # Sooner than by its silence: this node's agent goes with pytest, the other's when it misses the first.
+    assert leftovers.all(but=[second_node.pid], seconds=SILENCE_SECONDS / 2) == []
+
+
+@pytest.mark.slow
+def test_agents_that_slurm_started_end_by_the_silence_of_a_killed_pytest(killed_pytest, slurm, leftovers):
+    killed_pytest()
+    assert leftovers.all(seconds=SILENCE_SECONDS + 15) == []
 
 
 @pytest.fixture
