@@ -229,10 +229,10 @@ def start_agent(folder: Path, seat: int, host: str, environment: Mapping[str, st
 def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) -> Fresh:
     """One agent on each of ``count`` nodes of the allocation."""
     environment = {name: value for name, value in environment.items() if name != PARENT}
-    # GPUs go by other names on other nodes: there Slurm, or what the shell said, is to show them.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if environment.pop("CUDA_VISIBLE_DEVICES") and visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = visible
+    if environment["CUDA_VISIBLE_DEVICES"]:
+        # GPUs go by other names on other nodes: there Slurm shows them, or what the shell said before pytest started.
+        del environment["CUDA_VISIBLE_DEVICES"]
+        environment |= {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
     srun = [
         "srun",
         f"--nodes={count}",
