@@ -88,8 +88,9 @@ class _Seat:
     def leave(self) -> None:
         """End the ranks of this node."""
         if self._agent:
-            self._agent.end()
+            # First: the other nodes' ranks will tell no more than that they lost their partners.
             self._tell(f"`gputrain node` on node {self._host} was ended before the case was over")
+            self._agent.end()
 
     def _tell(self, failure: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -106,6 +106,7 @@ def follow(
     """
     began = time.monotonic()
     over = math.inf
+    cause: Crashed | None = None
     while True:
         for event in ranks[0].progress.read():
             watch(event)
@@ -113,8 +114,9 @@ def follow(
         failed = [rank for rank in ended if rank.failed()]
         wrong = trouble()
         now = time.monotonic()
-        if failed or wrong:
-            over = min(over, now + grace_seconds)
+        if over == math.inf and (failed or wrong):
+            # Trouble that comes after a rank's failure is one of its consequences, and the other way round.
+            over, cause = now + grace_seconds, wrong
         if len(ended) == len(ranks) or now >= over:
             break
         if now >= began + timeout_seconds:
@@ -122,11 +124,11 @@ def follow(
         time.sleep(_POLL_SECONDS)
     for event in ranks[0].progress.read():
         watch(event)
+    if cause and len(ended) < len(ranks):
+        return cause
     if failed:
         first = min(failed, key=Rank.order)
         return first.reply() if len(ranks) == 1 else msgspec.structs.replace(first.reply(), rank=first.number)
-    if wrong and len(ended) < len(ranks):
-        return wrong
     return merge([rank.reply() for rank in ranks])
 
 

@@ -62,3 +62,21 @@ def test_trouble_counts_where_no_rank_tells_of_its_cause(tmp_path: Path) -> None
     assert follow([rank], 60, lambda event: None, trouble=lambda: crashed(sentence="srun is gone")) == crashed(
         sentence="srun is gone"
     )
+
+
+@pytest.mark.parametrize(("polls", "sentence"), [(0, "connection closed by peer"), (3, "node-2 was switched off")])
+def test_the_first_bad_news_are_the_cause(tmp_path: Path, polls: int, sentence: str) -> None:
+    """A rank that fails before there is trouble elsewhere, and after."""
+    asked = iter(range(10_000))
+    processes = [Answering(0, polls=polls), Answering(0, polls=10_000)]
+    ranks = [Rank(number, tmp_path, lambda folder, rank: processes[rank]) for number in range(2)]
+    (tmp_path / "rank0" / "reply.json").write_bytes(msgspec.json.encode(crashed(sentence="connection closed by peer")))
+    reply = follow(
+        ranks,
+        60,
+        lambda event: None,
+        trouble=lambda: crashed(sentence="node-2 was switched off") if next(asked) >= 2 else None,
+        grace_seconds=0.3,
+    )
+    assert isinstance(reply, Crashed)
+    assert reply.sentence == sentence

@@ -137,6 +137,7 @@ def test_a_node_that_is_switched_off_ends_the_case(shared, second_node, leftover
 
     reply = run(own_case("hangs"), shared, watch=watch)
     assert isinstance(reply, Crashed), reply
+    assert reply.sentence == f"`gputrain node` on node {SECOND} was ended before the case was over"
     assert_nothing_left(leftovers, shared)
 
 
