@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_gputrain.launch.processes import Process
+from pytest_gputrain.launch.processes import Local
 from pytest_gputrain.records import Task
 
 _POLL_SECONDS: Final = 0.01
@@ -121,7 +121,7 @@ class _Source:
             self._ended[said["ended"]] = said["exit_code"]
 
 
-class Forked(Process):
+class Forked(Local):
     """A worker whose parent is the preloaded process, which tells of its end."""
 
     def __init__(self, source: _Source, pid: int) -> None:

@@ -31,6 +31,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     device_count: int
     device_memory_bytes: int | None
     host: str
+    hosts: tuple[str, ...] = ()
+    """All nodes, in the order of their ranks, where there were several."""
     cpu_model: str
     os: str
     python: str

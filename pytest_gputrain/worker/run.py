@@ -59,7 +59,7 @@ def run(task: Task, progress: Progress, builder: StepBuilder | None = None, grou
     """
     device: Device | None = None
     try:
-        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.rank)
+        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
         torch.manual_seed(SEED)
         with group.joined(device.torch_device, even_alone=task.case.parallel in NEEDS_GROUP):
             return (
