@@ -37,7 +37,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     os: str
     python: str
     packages: dict[str, str]
-    """Version of every training library that the worker had imported."""
+    """Version of every training library that the worker could import."""
     runtime: str | None = None
     """CUDA or ROCm version that torch was built for."""
     driver: str | None = None

@@ -10,9 +10,8 @@ import os
 import platform
 import re
 import socket
-import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -280,10 +279,17 @@ def _environment(device: Device, group: Group) -> Environment:
         cpu_model=_cpu_model(),
         os=platform.platform(terse=True),
         python=platform.python_version(),
-        packages={name: importlib.metadata.version(name) for name in _REPORTED_PACKAGES if name in sys.modules},
+        packages=dict(_versions()),
         runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
         threads=device.threads,
     )
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
+    for name in _REPORTED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
 
 
 def _cpu_model() -> str:

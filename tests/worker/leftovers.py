@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 import time
@@ -116,7 +117,18 @@ class Leftovers:
 
     def _now(self, but: Collection[int]) -> list[str]:
         memory = [name for name in os.listdir("/dev/shm") if name not in self._shared_memory]
-        temporary = [str(path) for path in self._temporary.iterdir()]
+        leases = self._temporary / "gputrain-leases"  # its files stay for the next run; held they must not be
+        temporary = [str(path) for path in self._temporary.iterdir() if path != leases]
+        held = [str(path) for path in leases.glob("*.lock") if _is_held(path)]
         # DeepSpeed's next build would wait for the lock of one that was killed.
         locks = [str(path) for path in self._extensions.rglob("*lock*")]
-        return self.processes(but) + memory + temporary + locks
+        return self.processes(but) + memory + temporary + held + locks
+
+
+def _is_held(path: Path) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from leftovers import FAULTS, Leftovers, own_case, wait_for
+from preloaded_worker import measured, run
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Task, TimedOut
@@ -20,17 +21,6 @@ from pytest_gputrain.worker import recipe
 from pytest_gputrain.worker.run import SEED
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
-
-
-def run(case, *, processes=2, timeout_seconds=120.0, root=".", watch=lambda event: None):
-    task = Task(case=case, scale="tiny", device_type="cpu", processes=processes, root=str(root))
-    return launch.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch)
-
-
-def measured(case, **options):
-    reply = run(case, **options)
-    assert isinstance(reply, Measurement), reply
-    return reply
 
 
 def losses_of_one_process(case, processes):
@@ -110,7 +100,8 @@ def faults(tmp_path, leftovers):
     (tmp_path / "code.py").write_text(FAULTS)
 
     def run_fault(name, **options):
-        return run(own_case(name), root=tmp_path, **options)
+        task = Task(case=own_case(name), scale="tiny", device_type="cpu", processes=2, root=str(tmp_path))
+        return launch.in_process(task, gpus=(), **({"timeout_seconds": 120.0} | options))
 
     return run_fault
 
@@ -259,7 +250,7 @@ def test_a_rank_of_deepspeed_killed_in_mid_step_leaves_nothing(leftovers):
             (second,) = [text for text in leftovers.processes() if text.endswith(" 1")]
             os.kill(int(second.partition(":")[0]), signal.SIGKILL)
 
-    reply = run(LLAMA.replace(parallel="zero2", gpus=2, steps=100_000), watch=watch)
+    reply = run(LLAMA.replace(parallel="zero2", gpus=2, steps=100_000), watch=watch, preloaded=None)
     assert isinstance(reply, Crashed), reply
     assert (reply.rank, reply.phase) == (1, "measure")
     assert "SIGKILL" in reply.sentence

@@ -227,12 +227,12 @@ def test_own_code_that_returns_no_step_is_told(result):
     assert "must build everything and return a function" in reply.sentence
 
 
-def test_the_environment_names_the_libraries_that_were_used():
-    full, lora = measured(LLAMA), measured(LLAMA.replace(method="lora"))
-    assert full.environment.packages["torch"] == torch.__version__
-    assert "peft" in lora.environment.packages
-    assert full.environment.device_type == "cpu"
-    assert full.environment.threads == 1
+def test_the_environment_names_the_libraries_that_are_there():
+    environment = measured(LLAMA).environment
+    assert environment.packages["torch"] == torch.__version__
+    assert {"transformers", "peft"} <= environment.packages.keys()
+    assert environment.device_type == "cpu"
+    assert environment.threads == 1
 
 
 def test_gradients_held_over_the_forward_pass_are_counted():
