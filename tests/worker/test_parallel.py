@@ -157,7 +157,8 @@ PROJECT = """
 from pytest_gputrain import Case
 from code_of_mine import hangs
 
-ZOO = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, gpus=2, steps=100_000, warmup=0)
+# Imports torch alone.
+ZOO = Case(model="ctr-dnn", precision="fp32", batch_size=50, gpus=2, steps=1_000_000, warmup=0)
 
 
 def test_hangs(gputrain):
@@ -228,7 +229,7 @@ def test_nobody_outlives_a_killed_pytest(project, leftovers, tmp_path, name, arg
     process.kill()
     process.wait()
     # Who is killed sweeps no folder.
-    shutil.rmtree(next((tmp_path / "tmp").glob("gputrain-*")))
+    shutil.rmtree(next((tmp_path / "tmp").glob("gputrain-*/case.json")).parent)
     assert leftovers.all() == []
 
 
@@ -250,7 +251,8 @@ def test_a_rank_of_deepspeed_killed_in_mid_step_leaves_nothing(leftovers):
             (second,) = [text for text in leftovers.processes() if text.endswith(" 1")]
             os.kill(int(second.partition(":")[0]), signal.SIGKILL)
 
-    reply = run(LLAMA.replace(parallel="zero2", gpus=2, steps=100_000), watch=watch, preloaded=None)
+    clicks = Case(model="ctr-dnn", precision="fp32", batch_size=50, parallel="zero2", gpus=2, steps=1_000_000)
+    reply = run(clicks, watch=watch, preloaded=None)
     assert isinstance(reply, Crashed), reply
     assert (reply.rank, reply.phase) == (1, "measure")
     assert "SIGKILL" in reply.sentence

@@ -15,7 +15,7 @@ from pytest_gputrain import Case, launch
 from pytest_gputrain.nodes import SILENCE_SECONDS
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task, TimedOut
 
-LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
+CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=50, optimizer="adam", learning_rate=1e-2, steps=4, warmup=1)
 
 # Addresses of the same machine; torch numbers the nodes by them.
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
@@ -81,7 +81,7 @@ def assert_nothing_left(leftovers, shared, *nodes):
 
 @pytest.mark.slow
 def test_two_nodes_train_as_one_does(shared, second_node, leftovers):
-    case = LLAMA.replace(parallel="ddp", gpus=2)
+    case = CLICKS.replace(parallel="ddp", gpus=2)
     events = []
     reply = run(case, shared, watch=events.append)
     assert isinstance(reply, Measurement), reply
