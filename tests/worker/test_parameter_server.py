@@ -121,7 +121,7 @@ def test_the_death_of_one_process_ends_the_case_with_its_own_reason(rank, role):
 
     def kill(event):
         if event.phase == "measure" and not started:
-            started.extend(psutil.Process().children())
+            started.extend(child for child in psutil.Process().children() if child.cmdline()[-1].isdigit())
             next(child for child in started if child.cmdline()[-1] == str(rank)).kill()
 
     reply = run(WORDS.replace(steps=100_000), watch=kill, preloaded=None)

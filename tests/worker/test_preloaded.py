@@ -6,6 +6,7 @@ import time
 
 import psutil
 import pytest
+from preloaded_worker import PRELOADED
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.records import Crashed, Measurement, Task, TimedOut
@@ -17,6 +18,7 @@ LLAMA = Case(model="llama-3.1-8b", method="lora", precision="bf16", batch_size=2
 
 @pytest.fixture(scope="module")
 def preloaded():
+    PRELOADED.close()  # tests here count this process's children
     source = launch.Preloaded()
     yield source
     source.close()
