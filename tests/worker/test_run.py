@@ -62,6 +62,7 @@ def test_adapters_of_another_rank_are_counted_by_it():
     assert wide.trainable_parameters == 2 * base.trainable_parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_figures_other_than_time_are_the_same_on_every_run(method):
     # In fresh processes, as every case has one: libraries keep tables that the first run of a process makes.

@@ -15,6 +15,8 @@ from pytest_gputrain import Case, launch
 from pytest_gputrain.nodes import SILENCE_SECONDS
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task, TimedOut
 
+pytestmark = pytest.mark.slow
+
 CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=50, optimizer="adam", learning_rate=1e-2, steps=4, warmup=1)
 
 # Addresses of the same machine; torch numbers the nodes by them.
@@ -79,7 +81,6 @@ def assert_nothing_left(leftovers, shared, *nodes):
     assert [path.name for path in shared.iterdir()] == []
 
 
-@pytest.mark.slow
 def test_two_nodes_train_as_one_does(shared, second_node, leftovers):
     case = CLICKS.replace(parallel="ddp", gpus=2)
     events = []
@@ -165,14 +166,12 @@ def killed_pytest(shared, leftovers, tmp_path):
     return run_and_kill
 
 
-@pytest.mark.slow
 def test_nobody_outlives_a_killed_pytest_on_any_node(killed_pytest, second_node, leftovers):
     killed_pytest(f"--gpu-rendezvous={FIRST}")
     # Sooner than by its silence: this node's agent goes with pytest, the other's when it misses the first.
     assert leftovers.all(but=[second_node.pid], seconds=SILENCE_SECONDS / 2) == []
 
 
-@pytest.mark.slow
 def test_agents_that_slurm_started_end_by_the_silence_of_a_killed_pytest(killed_pytest, slurm, leftovers):
     killed_pytest()
     assert leftovers.all(seconds=SILENCE_SECONDS + 15) == []
