@@ -171,6 +171,8 @@ class Runner:
         processes, servers = self._processes(case.gpus), self._processes(case.servers)
         if inline and processes + servers > 1:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
+        if inline and case.parallel != "single":
+            raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
         task = Task(
             case=case,
             scale=scale,

@@ -50,7 +50,8 @@ def in_process(
     with folder_of(task) as folder:
         ranks: list[Rank] = []
         try:
-            ranks += [Rank(number, folder, process) for number in range(task.processes + task.servers)]
+            for number in range(task.processes + task.servers):
+                ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
             return follow(ranks, timeout_seconds, watch)
         finally:
             for rank in ranks:

@@ -40,9 +40,12 @@ class Preloaded:
         if self._source is None or not self._source.serves(environment):
             self.close()
             self._source = _Source(environment)
-        forked = self._source.fork(folder, rank, timeout_seconds)
-        if forked is None:
-            self.close()
+        forked = None
+        try:
+            forked = self._source.fork(folder, rank, timeout_seconds)
+        finally:
+            if forked is None:
+                self.close()  # an answer that nobody waited for would be taken for the next one
         return forked
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     """As the driver gives it (``NVIDIA H100 80GB HBM3``), or ``cpu``."""
     device_type: Literal["cpu", "cuda", "rocm"]
     device_count: int
+    """Processes of the case, servers included: as many GPUs, or shares of a CPU."""
     device_memory_bytes: int | None
     host: str
     hosts: tuple[str, ...] = ()

@@ -73,6 +73,16 @@ class Group:
         # Only after success: with a rank lost, leaving would wait for it.
         dist.destroy_process_group()
 
+    def of_all(self, names: tuple[set[str], ...]) -> tuple[set[str], ...]:
+        """Sets of names, each united over the processes that train; all of them must call this."""
+        if self.size == 1:
+            return names
+        import torch.distributed as dist
+
+        given: list[Any] = [None] * self.size
+        dist.all_gather_object(given, names, group=self.trainers)
+        return tuple(set().union(*sets) for sets in zip(*given, strict=True))
+
     def barrier(self) -> None:
         """Wait for the other processes that train."""
         if self.size > 1:

@@ -152,8 +152,9 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         check_losses(losses)
     with count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
         training.step(True)
+    moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
     if movement is not None:
-        movement.check(steps=len(warmup) + len(seconds) + 1, elsewhere=training.elsewhere)
+        movement.check(moved, reached, steps=len(warmup) + len(seconds) + 1, elsewhere=training.elsewhere)
     training.leave()
     return Measurement(
         step_seconds=tuple(seconds),
@@ -273,7 +274,7 @@ def _environment(device: Device, group: Group) -> Environment:
     return Environment(
         device_name=torch.cuda.get_device_name(device.torch_device) if on_gpu else "cpu",
         device_type=device.type,
-        device_count=group.size,
+        device_count=group.size + group.servers,
         device_memory_bytes=properties.total_memory if properties else None,
         host=socket.gethostname(),
         cpu_model=_cpu_model(),

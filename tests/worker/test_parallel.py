@@ -74,6 +74,43 @@ def test_losses_are_those_of_one_process_on_the_whole_batch(knobs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(model="bert-large", precision="fp32", batch_size=2, sequence_length=32), id="fsdp"),
+        pytest.param(
+            Case(model="pangu-350m", precision="bf16", batch_size=2, sequence_length=16),
+            id="zero3",
+            marks=pytest.mark.skipif(not _has_deepspeed(), reason="needs deepspeed"),
+        ),
+    ],
+)
+def test_a_shard_that_no_sample_needs_may_stay_as_it_is(request, case):
+    # The second half of the positions: no gradient, and no change that bf16 could hold.
+    measured(case.replace(parallel=request.node.callspec.id, gpus=2, steps=2, warmup=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [_engine("ddp"), _engine("fsdp"), _engine("zero2"), _engine("zero3")])
+def test_weights_that_do_not_move_are_noticed(knobs):
+    reply = run(LLAMA.replace(precision="bf16", learning_rate=1e-30, gpus=2, steps=2, **knobs))
+    assert isinstance(reply, Crashed), reply
+    assert "trained tensors did not change" in reply.sentence
+
+
+def test_ranks_that_were_started_end_where_the_next_cannot_be(leftovers, monkeypatch):
+    def start(folder, rank, environment, start=launch.start):
+        if rank == 1:
+            raise OSError("no more processes")
+        return start(folder, rank, environment)
+
+    monkeypatch.setattr(launch, "start", start)
+    with pytest.raises(OSError, match="no more processes"):
+        run(LLAMA.replace(parallel="ddp", gpus=2), preloaded=None)
+    assert leftovers.all() == []
+
+
+@pytest.mark.slow
 def test_figures_are_those_of_all_ranks():
     sharded, whole = (measured(LLAMA.replace(parallel=name, gpus=2)) for name in ("fsdp", "ddp"))
     assert sharded.batch_size == whole.batch_size == 4
