@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,10 +114,17 @@ class Bench:
             self.watch(task.case, event, run)
 
         visible = self.machine.gpus
-        with _lent(visible[:1] if inline else visible, task.case.gpus if visible else task.processes + task.servers) as gpus:
+        nodes = self.nodes(task.case)
+        count = min(task.case.gpus, len(visible)) if visible else task.processes + task.servers
+        with _lent(visible[:1] if inline else visible, count) as gpus:
             between = topology.paths(gpus)
             if inline:
                 reply = launch.inline(task, builder)
+            elif nodes > 1:
+                cluster = launch.Cluster(nodes=nodes, shared=self.settings.shared, rendezvous=self.settings.rendezvous)
+                reply = launch.on_nodes(
+                    task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, cluster=cluster, watch=watch
+                )
             else:
                 reply = launch.in_process(
                     task,
@@ -130,6 +138,12 @@ class Bench:
     def processes(self, declared: int) -> int:
         """On a CPU a parallelism is exercised rather than measured: fewer processes show as much."""
         return declared if self.machine.gpus else min(declared, self.settings.processes)
+
+    def nodes(self, case: Case) -> int:
+        """That the case takes: as many as have its GPUs, or on a CPU as many as the option allows."""
+        if self.machine.gpus:
+            return math.ceil(case.gpus / len(self.machine.gpus))
+        return 1 if case.servers else min(self.settings.nodes, self.processes(case.gpus))
 
     def scale(self) -> Scale:
         if self.settings.scale != "auto":

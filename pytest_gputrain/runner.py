@@ -100,8 +100,15 @@ class Runner:
         reason = why_skipped(markers | set(declared), expression, self.bench.machine.platform, case.gpus)
         if reason:
             raise CannotRun(reason)
-        if self.bench.machine.gpus and case.gpus > len(self.bench.machine.gpus):
-            raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.bench.machine.gpus)}")
+        here = len(self.bench.machine.gpus)
+        if here and case.gpus > here and case.gpus % here:
+            raise CannotRun(
+                f"needs {case.gpus} GPUs, found {here}; several nodes are taken whole, so no number of them fits"
+            )
+        if here and case.gpus > here and case.servers:
+            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; a case with parameter servers stays on one node")
+        if here and (nodes := self.bench.nodes(case)) > self.settings.nodes:
+            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; --gpu-nodes={nodes} takes those of {nodes} nodes")
         if self.bench.machine.gpus:
             return
         if scaling and not self._is_study and self.bench.processes(case.gpus) < case.gpus:
@@ -154,6 +161,8 @@ class Runner:
         processes, servers = self.bench.processes(case.gpus), self.bench.processes(case.servers)
         if inline and processes + servers > 1:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
+        if inline and case.parallel != "single":
+            raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
         task = self.bench.task(case, module)
         records = judged and self._records(baseline)
         study = self._study(task, inline, builder, self._runs(records))

@@ -23,7 +23,8 @@ from pytest_gputrain.units import format_bytes, format_percent, format_seconds, 
 def describe_failure(reply: Crashed | TimedOut | OutOfMemory) -> str:
     """What went wrong, as the rest of a sentence that begins with the case."""
     at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
-    place = f"({reply.phase}{at})"
+    rank = "" if isinstance(reply, TimedOut) or reply.rank is None else f", rank {reply.rank}"
+    place = f"({reply.phase}{at}{rank})"
     if isinstance(reply, TimedOut):
         return f"was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
     if isinstance(reply, OutOfMemory):

@@ -10,9 +10,8 @@ import os
 import platform
 import re
 import socket
-import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -59,7 +58,7 @@ def run(task: Task, progress: Progress, builder: StepBuilder | None = None, grou
     """
     device: Device | None = None
     try:
-        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.rank)
+        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
         torch.manual_seed(SEED)
         with group.joined(device.torch_device, even_alone=task.case.parallel in NEEDS_GROUP):
             return (
@@ -153,8 +152,9 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         check_losses(losses)
     with count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
         training.step(True)
+    moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
     if movement is not None:
-        movement.check(steps=len(warmup) + len(seconds) + 1, elsewhere=training.elsewhere)
+        movement.check(moved, reached, steps=len(warmup) + len(seconds) + 1, elsewhere=training.elsewhere)
     training.leave()
     return Measurement(
         step_seconds=tuple(seconds),
@@ -274,16 +274,23 @@ def _environment(device: Device, group: Group) -> Environment:
     return Environment(
         device_name=torch.cuda.get_device_name(device.torch_device) if on_gpu else "cpu",
         device_type=device.type,
-        device_count=group.size,
+        device_count=group.size + group.servers,
         device_memory_bytes=properties.total_memory if properties else None,
         host=socket.gethostname(),
         cpu_model=_cpu_model(),
         os=platform.platform(terse=True),
         python=platform.python_version(),
-        packages={name: importlib.metadata.version(name) for name in _REPORTED_PACKAGES if name in sys.modules},
+        packages=dict(_versions()),
         runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
         threads=device.threads,
     )
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
+    for name in _REPORTED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
 
 
 def _cpu_model() -> str:
