@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pytest_gputrain.cases import differences
+from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -31,7 +32,6 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.scaling import efficiencies
 from pytest_gputrain.sentences import changes, counters, dates, describe_failure, finding
-from pytest_gputrain.settings import MemoryTolerance
 from pytest_gputrain.stats import MOST_RUNS, PRIOR_SD, decide, exceeds, runs_out
 from pytest_gputrain.units import MiB, format_bytes, format_percent
 

@@ -10,23 +10,24 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from pytest_gputrain import settings as options
 from pytest_gputrain import sweep
 from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.live import Live
 from pytest_gputrain.runner import Expected, Runner, suite_of
 from pytest_gputrain.selection import platforms_of
+from pytest_gputrain.settings import read
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gputrain", "GPU training benchmarks")
-    for option in options.OPTIONS:
+    for option in OPTIONS:
         if option.switch:
             group.addoption(option.flag, action="store_true", default=None, help=option.help)
         else:
@@ -40,9 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
         what = "a CPU" if marker == CPU else PLATFORMS[marker].title
         config.addinivalue_line("markers", f"{marker}: gputrain: declared for {what}")
     try:
-        settings = options.read(
-            {option.name: config.getoption(option.flag) for option in options.OPTIONS},
-            {option.name: str(config.getini(option.ini)) for option in options.OPTIONS},
+        settings = read(
+            {option.name: config.getoption(option.flag) for option in OPTIONS},
+            {option.name: str(config.getini(option.ini)) for option in OPTIONS},
             config.rootpath if config.inipath is None else config.inipath.parent,
         )
         if settings.platform not in (None, *MARKERS):

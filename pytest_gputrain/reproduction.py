@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from pytest_gputrain.cases import differences
 from pytest_gputrain.figures import Figure, Figures
 from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance
+from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.published import GATED
 from pytest_gputrain.records import (
     Case,
@@ -29,7 +30,6 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.sentences import describe_failure, finding
-from pytest_gputrain.settings import MemoryTolerance
 
 MEMORY: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
 """Memory of a GPU that a table may print; each is compared with its like."""

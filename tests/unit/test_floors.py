@@ -32,6 +32,7 @@ FLOORS = {
     "loss": 0,
     "stats": 0,
     "scaling": 1,
+    "options": 1,
     "settings": 1,
     "session": 1,
     "spread": 1,

@@ -24,6 +24,7 @@ from unit_examples import (
 )
 
 from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Circumstances, Judgement, Tolerance, judge
+from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Baseline,
     Case,
@@ -36,7 +37,6 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.sentences import describe_failure
-from pytest_gputrain.settings import MemoryTolerance
 from pytest_gputrain.units import GiB, MiB
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
