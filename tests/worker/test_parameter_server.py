@@ -91,7 +91,7 @@ def test_figures_are_those_of_workers_and_servers():
     for step, seconds in enumerate(reply.step_seconds):
         assert seconds == max(worker.step_seconds[step] for worker in workers)
     assert reply.batch_size == 100
-    assert reply.environment.device_count == 2
+    assert reply.environment.device_count == 4, "two workers and two servers"
     assert (reply.parameters, reply.trainable_parameters) == (single.parameters, single.trainable_parameters)
     assert reply.flops_per_step == 2 * single.flops_per_step
     assert reply.peak_allocated_bytes == max(rank.peak_allocated_bytes for rank in reply.ranks)
