@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_gputrain.kernel import die_with_parent
+from pytest_gputrain.nodes import tell
 from pytest_gputrain.records import Crashed, Reply, Served, Task
 from pytest_gputrain.worker.progress import Progress
 
@@ -58,9 +59,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         local_rank = rank if local_rank is None else local_rank
         reply = run(task, progress, group=Group(rank, task.processes, local_rank, meeting, task.servers))
     progress.enter("reply")
-    unfinished = folder / f"{REPLY}.part"
-    unfinished.write_bytes(msgspec.json.encode(reply))
-    os.replace(unfinished, folder / REPLY)
+    tell(folder / REPLY, reply)
     if task.processes + task.servers > 1:
         # A process group that lost a rank may wait for it for ever while it is torn down.
         sys.stdout.flush()
