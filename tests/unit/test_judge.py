@@ -51,11 +51,12 @@ def _judge(
     case: Case = CASE,
     tolerance: Tolerance = TOLERANCE,
     hint: str = "",
+    no_scaling: str = "",
     most: int = 5,
 ) -> Verdict:
     """Of these replies, or of three processes that all give this one: as many as have to agree."""
     several = list(replies) if isinstance(replies, Sequence) else [replies] * 3
-    return judge(case, several, known, tolerance, hint, circumstances=Circumstances(most=most)).verdict
+    return judge(case, several, known, tolerance, hint, no_scaling, Circumstances(most=most)).verdict
 
 
 def _took(seconds: float, **fields: Any) -> Measurement:
@@ -383,7 +384,7 @@ def test_memory_of_several_processes_on_a_cpu_has_a_wider_limit(ratio: float, st
 
 
 def test_a_missing_scaling_efficiency_of_a_new_case_is_told() -> None:
-    verdict = judge(CASE, [measurement()], None, TOLERANCE, no_scaling="one worker alone ran out of device memory")
+    verdict = _judge(measurement(), None, no_scaling="one worker alone ran out of device memory")
     assert verdict.status == "new"
     assert "and no scaling efficiency (one worker alone ran out of device memory)" in verdict.sentence
 
