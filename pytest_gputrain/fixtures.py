@@ -13,6 +13,7 @@ from pytest_gputrain.cases import ALWAYS_IN_ID, did_you_mean
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.marks import terms_of
 from pytest_gputrain.measuring import BadCase
 from pytest_gputrain.outcome import detail_of, failure_of
 from pytest_gputrain.records import Case, Measurement, Result
@@ -25,6 +26,7 @@ RESULTS: Final = pytest.StashKey[list[Result]]()
 
 StepBuilder = Callable[[Any], Callable[[], Any]]
 
+_FAILING_STATUSES: Final = ("failed", "regressed", "over-limit")
 _STRICT_STATUSES: Final = ("new", "inconclusive", "not-comparable")
 
 
@@ -50,11 +52,14 @@ class GpuTrain:
             inline: run in this process: any callable will do, but torch and its state stay.
             knobs: fields of `Case` to set.
 
-        A case without figures (out of memory, crashed, timed out) fails the test with the reason. Under ``--gpu-find-batch``
+        A case without figures (out of memory, crashed, timed out) fails the test with the reason, one over a ``gpu_limit``
+        of the test, too. Under ``--gpu-find-batch``
         the figures are those of the fastest batch.
         """
         result = self._run(what, inline, knobs, judged=False)
         failure = failure_of(result)
+        if not failure and result.verdict is not None and result.verdict.status == "over-limit":
+            failure = result.verdict.sentence
         if failure:
             pytest.fail(failure, pytrace=False)
         return _first_measurement(result)
@@ -83,7 +88,7 @@ class GpuTrain:
                 pytest.fail(failure, pytrace=False)
             return _first_measurement(result)
         strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict()
-        if verdict.status in ("failed", "regressed") or strict:
+        if verdict.status in _FAILING_STATUSES or strict:
             pytest.fail(f"{verdict.sentence}{' (strict)' if strict else ''}", pytrace=False)
         return _first_measurement(result) if result.summary else None
 
@@ -106,6 +111,7 @@ class GpuTrain:
                 inline=inline,
                 builder=own if inline else None,
                 module=getattr(own, "__module__", "") or "",
+                terms=terms_of(self._item),
             )
         except CannotRun as reason:
             raise pytest.skip.Exception(str(reason), _use_item_location=True) from None
@@ -148,6 +154,7 @@ class GpuTrain:
         properties: list[tuple[str, object]] = [("gputrain.case", result.key)]
         if result.verdict is not None:
             properties.append(("gputrain.verdict", result.verdict.status))
+            properties += [(f"gputrain.limit.{limit.metric}", limit.limit) for limit in result.verdict.limits]
         if result.summary is not None:
             properties.append(("gputrain.median_step_seconds", result.summary.median_step_seconds))
             properties.append(("gputrain.peak_allocated_bytes", result.summary.peak_allocated_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, par
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTolerance:
-    """How much more memory passes: a share of the baseline, or bytes."""
+    """How much more memory passes: a share of the baseline, bytes, or a share and bytes on top."""
 
     ratio: float = 0.0
     bytes: int = 0
 
     def __str__(self) -> str:
-        return format_bytes(self.bytes) if self.bytes else format_percent(self.ratio, signed=False)
+        share, more = format_percent(self.ratio, signed=False), format_bytes(self.bytes)
+        return f"{share} + {more}" if self.ratio and self.bytes else more if self.bytes else share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,15 +80,18 @@ def _switch(text: str) -> bool | None:
     return known[text.lower()]
 
 
-def _memory_tolerance(text: str) -> MemoryTolerance:
-    try:
-        return MemoryTolerance(ratio=parse_ratio(text))
-    except ValueError:
-        pass
-    try:
+def parse_memory_tolerance(text: str) -> MemoryTolerance:
+    """The tolerance in ``"2%"``, ``"512MiB"`` or ``"2% + 512MiB"``.
+
+    Raises:
+        ValueError: none of these.
+    """
+    share, plus, more = text.partition("+")
+    with contextlib.suppress(ValueError):
+        return MemoryTolerance(ratio=parse_ratio(share), bytes=parse_bytes(more) if plus else 0)
+    with contextlib.suppress(ValueError):
         return MemoryTolerance(bytes=parse_bytes(text))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02 or 512MiB") from None
+    raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02, 512MiB or 2%+512MiB")
 
 
 def _endpoint(text: str) -> str:
@@ -137,10 +142,22 @@ OPTIONS: Final = (
     ),
     Option(
         name="memory-tolerance",
-        parse=_memory_tolerance,
+        parse=parse_memory_tolerance,
         default="2%",
-        metavar="RATIO|BYTES",
-        help=("growth of peak allocated memory that passes, as 2%% or 512MiB; a GPU gets 64 MiB on top (default: 2%%)"),
+        metavar="RATIO|BYTES|RATIO+BYTES",
+        help=(
+            "growth of peak allocated memory that passes, as 2%%, 512MiB or 2%%+512MiB; a GPU gets 64 MiB on top "
+            "(default: 2%%)"
+        ),
+    ),
+    Option(
+        name="judge-cpu-time",
+        switch=True,
+        parse=_switch,
+        help=(
+            "judge time on a CPU, too, against a baseline of five runs or more of the same host; they are what an update "
+            "records then"
+        ),
     ),
     Option(
         name="runs",

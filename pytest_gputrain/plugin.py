@@ -14,6 +14,7 @@ from pytest_gputrain import sweep
 from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.marks import HELP
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report.book import Book
@@ -40,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         what = "a CPU" if marker == CPU else PLATFORMS[marker].title
         config.addinivalue_line("markers", f"{marker}: gputrain: declared for {what}")
+    for line in HELP:
+        config.addinivalue_line("markers", line)
     try:
         settings = read(
             {option.name: config.getoption(option.flag) for option in OPTIONS},

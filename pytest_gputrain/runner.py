@@ -13,12 +13,14 @@ from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
+from pytest_gputrain.limits import NO_TERMS, Limited, Terms, against, with_limits
 from pytest_gputrain.measuring import BadCase, Bench
 from pytest_gputrain.outcome import summarise
 from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import (
     Baseline,
     Case,
+    LimitVerdict,
     Measurement,
     OutOfMemory,
     Published,
@@ -34,7 +36,7 @@ from pytest_gputrain.studies import Study, record_losses, search_batch
 from pytest_gputrain.suites import Suites
 
 _RECORDED_RUNS: Final = 5
-"""Fresh processes of a baseline of a GPU. A CPU's memory is exact, and its time is not judged: there, one tells all."""
+"""Fresh processes of a baseline. On a CPU whose time is not judged one tells all: its memory is exact."""
 
 
 class CannotRun(Exception):
@@ -59,6 +61,7 @@ class _Judged(NamedTuple):
     key: str
     baseline: Baseline | None
     hint: str
+    tolerance: Tolerance
     scaling: bool
     inline: bool
     builder: Any
@@ -131,6 +134,7 @@ class Runner:
         inline: bool = False,
         builder: Any = None,
         module: str = "",
+        terms: Terms = NO_TERMS,
     ) -> Result:
         """Measure ``case``, unless this session did already, and judge it if asked and if its own figures were wanted.
 
@@ -139,6 +143,7 @@ class Runner:
             inline: run in this process.
             builder: the user's function itself, for an inline run that has no address.
             module: name under which this process imported the file of ``case.code``.
+            terms: limits, which count for a case that is only measured, too, and tolerances of the test.
 
         Raises:
             BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU or the
@@ -167,12 +172,20 @@ class Runner:
         records = judged and self._records(baseline)
         study = self._study(task, inline, builder, self._runs(records))
         case, replies = study.case, study.replies
+        most = len(replies) if records else max(len(replies), 1 + self.settings.reruns)
+        tolerance = self._tolerance(terms)
+        limits: tuple[LimitVerdict, ...] = ()
+        while terms.caps and not self._is_study:
+            limits, settled = self._limited(terms, case, replies, most)
+            if settled:
+                break
+            replies = self.bench.measure(task, inline, builder, len(replies) + 1, replies)
         verdict = row = None
         if judged and self._published is not None:
-            row, verdict = self._against_published(self._published, suite, case, replies)
+            row, verdict = self._against_published(self._published, suite, case, replies, tolerance)
         elif judged:
-            judged_case = _Judged(task, suite, key, baseline, hint, scaling, inline, builder)
-            replies, verdict = self._verdict(judged_case, replies, records)
+            judged_case = _Judged(task, suite, key, baseline, hint, tolerance, scaling, inline, builder)
+            replies, verdict = self._verdict(judged_case, replies, records, most)
         return Result(
             nodeid=nodeid,
             suite=suite,
@@ -183,7 +196,7 @@ class Runner:
             device=self.bench.machine.slug,
             replies=replies,
             summary=summarise(case, self.bench.machine, replies),
-            verdict=verdict,
+            verdict=with_limits(case, verdict, limits),
             published=row,
             search=study.search,
             loss_curves=study.loss_curves,
@@ -210,11 +223,17 @@ class Runner:
         """Fresh processes that a case starts with."""
         if self.settings.runs is not None:
             return self.settings.runs
-        return _RECORDED_RUNS if records and self.bench.machine.gpus else 1
+        time_counts = self.bench.machine.gpus or self.settings.judge_cpu_time
+        return _RECORDED_RUNS if records and time_counts else 1
 
-    def _verdict(self, of: _Judged, replies: tuple[Reply, ...], records: bool) -> tuple[tuple[Reply, ...], Verdict]:
+    def _limited(self, terms: Terms, case: Case, replies: tuple[Reply, ...], most: int) -> Limited:
+        cpu_time = self.settings.judge_cpu_time
+        return against(terms.caps, case, replies, scale=self.bench.scale(), cpu_time=cpu_time, most=most)
+
+    def _verdict(
+        self, of: _Judged, replies: tuple[Reply, ...], records: bool, most: int
+    ) -> tuple[tuple[Reply, ...], Verdict]:
         """What the replies mean, after further fresh processes where that is in doubt."""
-        most = len(replies) if records else max(len(replies), 1 + self.settings.reruns)
         looked = False
         while True:
             measured, no_scaling = replies, ""
@@ -237,11 +256,16 @@ class Runner:
     def _judge(self, of: _Judged, replies: tuple[Reply, ...], most: int, no_scaling: str) -> Judgement:
         baselines = (self._report or self.store).suite(self.bench.machine.slug, of.suite) if of.baseline else {}
         circumstances = Circumstances(most=most, prior=self._suites.prior(of.suite, baselines), shift=self._suites.shift)
-        return judge(of.task.case, replies, of.baseline, self._tolerance, of.hint, no_scaling, circumstances)
+        return judge(of.task.case, replies, of.baseline, of.tolerance, of.hint, no_scaling, circumstances)
 
-    @property
-    def _tolerance(self) -> Tolerance:
-        return Tolerance(time=self.settings.time_tolerance, memory=self.settings.memory_tolerance)
+    def _tolerance(self, terms: Terms = NO_TERMS) -> Tolerance:
+        """The command line counts before what the test says, and that before the ini file."""
+        time, memory, typed = self.settings.time_tolerance, self.settings.memory_tolerance, self.settings.typed
+        if terms.time_tolerance is not None and "time-tolerance" not in typed:
+            time = terms.time_tolerance
+        if terms.memory_tolerance is not None and "memory-tolerance" not in typed:
+            memory = terms.memory_tolerance
+        return Tolerance(time=time, memory=memory, cpu_time=self.settings.judge_cpu_time)
 
     def _look_around(self) -> None:
         """Measure so many other cases once that one can tell whether this one is slower or everything is, today.
@@ -266,7 +290,7 @@ class Runner:
             if baseline is not None and baseline.case.identity() == case.identity():
                 task = self.bench.task(self.bench.with_steps(case), "")
                 replies = self.bench.measure(task, False, None, self._runs(records=False))
-                first = judge(task.case, replies, baseline, self._tolerance).first
+                first = judge(task.case, replies, baseline, self._tolerance()).first
                 self._suites.add(suite, key, first)
 
     def _baseline(self, suite: str, key: str) -> tuple[Baseline | None, str]:
@@ -289,12 +313,12 @@ class Runner:
         return baseline, f"this machine is {device}; there are some for {', '.join(others)}" if others else ""
 
     def _against_published(
-        self, store: PublishedStore, suite: str, case: Case, replies: tuple[Reply, ...]
+        self, store: PublishedStore, suite: str, case: Case, replies: tuple[Reply, ...], tolerance: Tolerance
     ) -> tuple[Published | None, Verdict]:
         """The row that the case can be compared with, and what the comparison says."""
         scale, elsewhere = self.bench.scale(), store.platforms_of(suite, str(case))
         row = store.get(self.bench.machine.platform, suite, str(case))
-        verdict = reproduce(case, replies, row, self._tolerance, scale=scale, elsewhere=elsewhere)
+        verdict = reproduce(case, replies, row, tolerance, scale=scale, elsewhere=elsewhere)
         return None if why_not_comparable(case, row, scale) else row, verdict
 
     def is_strict(self) -> bool:

@@ -23,6 +23,7 @@ class Settings:
     """``measured``, ``published``, or the path of a report to compare with."""
     time_tolerance: float
     memory_tolerance: MemoryTolerance
+    judge_cpu_time: bool
     runs: int | None
     """Fresh processes per case; None for one, or five where a baseline of a GPU is recorded."""
     reruns: int
@@ -56,6 +57,8 @@ class Settings:
     loss_steps: int | None
     """Steps of the loss curves, None where there are to be none."""
     root: Path
+    typed: tuple[str, ...]
+    """Names of the options that the command line gives: they count before what a test says of itself."""
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
@@ -111,6 +114,8 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         baseline=baseline,
         time_tolerance=values["time-tolerance"],
         memory_tolerance=values["memory-tolerance"],
+        judge_cpu_time=bool(values["judge-cpu-time"]),
+        typed=tuple(sorted(name for name, value in options.items() if value not in (None, False))),
         runs=values["runs"],
         reruns=values["reruns"],
         strict=values["strict"],

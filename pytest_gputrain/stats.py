@@ -186,15 +186,15 @@ def suite_shift(first: Sequence[float]) -> float | None:
     return statistics.median(first) if len(first) >= MANY_CASES else None
 
 
-def exceeds(peaks: Sequence[int], limit: float, most: int = AGREEING) -> bool | None:
-    """Whether memory is above ``limit`` in every one of three processes; None where too few were asked to tell.
+def exceeds(values: Sequence[float], limit: float, most: int = AGREEING) -> bool | None:
+    """Whether a figure is above ``limit`` in every one of three processes; None where too few were asked to tell.
 
     Args:
         most: processes that there may be.
     """
-    if any(peak <= limit for peak in peaks):
+    if any(value <= limit for value in values):
         return False
-    return True if len(peaks) >= min(AGREEING, most) else None
+    return True if len(values) >= min(AGREEING, most) else None
 
 
 def runs_out(out: int, runs: int, most: int = AGREEING) -> bool | None:

@@ -96,14 +96,14 @@ def parse_ratio(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in ``"90"``, ``"90s"``, ``"15min"`` or ``"2h"``.
+    """Seconds in ``"90"``, ``"350ms"``, ``"90s"``, ``"15min"`` or ``"2h"``.
 
     Raises:
         ValueError: not a positive number with one of these units.
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h)?\s*", text)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|min|h)?\s*", text)
     if match:
-        seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600, None: 1}[match[2]]
+        seconds = float(match[1]) * {"ms": 1e-3, "s": 1, "min": 60, "h": 3600, None: 1}[match[2]]
         if 0 < seconds < math.inf:
             return seconds
     raise ValueError(f"{text!r} is not a time; write it as 90s, 15min or 2h")

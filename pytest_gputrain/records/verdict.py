@@ -14,7 +14,9 @@ from pytest_gputrain.records.reply import Environment, Reply
 MAX_RUNS: Final = 20
 """Runs that a baseline keeps of one case."""
 
-Status = Literal["pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded"]
+Status = Literal[
+    "pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded", "over-limit"
+]
 MetricName = Literal[
     "step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "scaling_efficiency"
 ]
@@ -96,6 +98,22 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     """Of those, the ones beyond the limit, on the side that has more."""
 
 
+class LimitVerdict(Struct, frozen=True, kw_only=True):
+    """One figure of a case against what its test allows at most."""
+
+    metric: MetricName
+    status: Literal["pass", "over-limit", "not-judged"]
+    value: float | None
+    """Median of the runs (the higher of the middle two); None where there are no figures."""
+    limit: float
+    stated: str
+    """Where: ``gpu_limit on test_tuning``."""
+    note: str = ""
+    """Why it was not judged."""
+    runs: int = 0
+    """Fresh processes that gave a figure."""
+
+
 class Verdict(Struct, frozen=True, kw_only=True):
     """What a case's runs mean. ``failed`` stands for a case that gave no number (a crash, a time-out)."""
 
@@ -103,6 +121,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     sentence: str
     """One sentence for people: case, value, baseline, delta, limit, what changed in the environment."""
     metrics: tuple[MetricVerdict, ...] = ()
+    limits: tuple[LimitVerdict, ...] = ()
+    """Of ``gpu_limit``."""
 
     def metric(self, name: MetricName) -> MetricVerdict | None:
         return next((metric for metric in self.metrics if metric.metric == name), None)

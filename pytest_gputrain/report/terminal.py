@@ -73,6 +73,9 @@ def explain(results: Sequence[Result]) -> list[str]:
         for metric in result.verdict.metrics if result.verdict else ():
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
                 reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
+        for limit in result.verdict.limits if result.verdict else ():
+            if limit.status == "not-judged":
+                reasons[f"the limit of {_METRICS[limit.metric]} not judged: {limit.note}"] += 1
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
     noted = [
         f"{result.case}: {_METRICS[metric.metric]} {metric.note}"

@@ -239,7 +239,10 @@ def test_tests_without_cases_need_no_baseline_folder(suite: Project) -> None:
         ("--gpu-time-tolerance=3", "--gpu-time-tolerance: '3' is not a tolerance; write it as 3% or 0.03"),
         ("--gpu-time-tolerance=-1%", "--gpu-time-tolerance: '-1%' is not a tolerance; write it as 3% or 0.03"),
         ("--gpu-time-tolerance=nan", "--gpu-time-tolerance: 'nan' is not a tolerance; write it as 3% or 0.03"),
-        ("--gpu-memory-tolerance=512", "--gpu-memory-tolerance: '512' is not a tolerance; write it as 2%, 0.02 or 512MiB"),
+        (
+            "--gpu-memory-tolerance=512",
+            "--gpu-memory-tolerance: '512' is not a tolerance; write it as 2%, 0.02, 512MiB or 2%+512MiB",
+        ),
         ("--gpu-runs=0", "--gpu-runs: '0' is not a whole number from 1 to 20"),
         ("--gpu-runs=two", "--gpu-runs: 'two' is not a whole number from 1 to 20"),
         ("--gpu-steps=0", "--gpu-steps: '0' is not a whole number from 1 on"),

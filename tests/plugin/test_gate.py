@@ -272,6 +272,16 @@ def test_ci_is_strict_where_the_device_has_baselines_of_any_suite(
     h100.run().assert_outcomes(**{"failed" if strict else "passed": 3})
 
 
+def test_time_on_a_cpu_is_judged_on_request_against_five_runs(project: Project) -> None:
+    project.machine(None)
+    project.write(test_tuning=SUITE)
+    project.run("--gpu-baseline-update", "--gpu-judge-cpu-time").assert_outcomes(passed=3)
+    assert [len(entry["runs"]) for entry in project.baselines("tuning").values()] == [5] * 3
+    project.answer(recorded("cpu_measured", slower=1.2), to=GEMMA)
+    project.run().assert_outcomes(passed=3)
+    assert "is 20.0 % slower" in only_sentence(project.run("--gpu-judge-cpu-time"), f"test_tuning[{GEMMA}]")
+
+
 # Further processes
 
 

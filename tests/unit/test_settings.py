@@ -53,9 +53,10 @@ LAYERS = [
         "memory-tolerance",
         "memory_tolerance",
         ("512MiB", MemoryTolerance(bytes=512 * MiB)),
-        ("5%", MemoryTolerance(ratio=0.05)),
+        ("5 % + 1GiB", MemoryTolerance(ratio=0.05, bytes=1024 * MiB)),
         MemoryTolerance(ratio=0.02),
     ),
+    Layers("judge-cpu-time", "judge_cpu_time", (True, True), ("true", True), False),
     Layers("runs", "runs", ("5", 5), ("3", 3), None),
     Layers("reruns", "reruns", ("0", 0), ("2", 2), 4),
     Layers("strict", "strict", (True, True), ("false", False), None),
@@ -89,8 +90,12 @@ def test_the_layers_cover_every_option_but_the_one_that_wants_a_file() -> None:
 
 
 def test_every_field_is_fed_by_an_option() -> None:
-    fed = {layers.field for layers in LAYERS} | {"baseline", "baseline_dir_named", "root"}
+    fed = {layers.field for layers in LAYERS} | {"baseline", "baseline_dir_named", "root", "typed"}
     assert fed == {field.name for field in dataclasses.fields(Settings)}
+
+
+def test_only_what_the_command_line_gives_counts_as_typed() -> None:
+    assert _read({"runs": "2", "strict": False}, {"time-tolerance": "5%"}).typed == ("runs",)
 
 
 def test_a_folder_counts_as_named_wherever_it_is() -> None:
@@ -284,7 +289,12 @@ def test_help_tells_the_default(option: Option) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "shown"), [(MemoryTolerance(ratio=0.02), "2.0 %"), (MemoryTolerance(bytes=512 * MiB), "512 MiB")]
+    ("tolerance", "shown"),
+    [
+        (MemoryTolerance(ratio=0.02), "2.0 %"),
+        (MemoryTolerance(bytes=512 * MiB), "512 MiB"),
+        (MemoryTolerance(ratio=0.02, bytes=512 * MiB), "2.0 % + 512 MiB"),
+    ],
 )
 def test_memory_tolerance_is_shown_as_it_was_meant(tolerance: MemoryTolerance, shown: str) -> None:
     assert str(tolerance) == shown

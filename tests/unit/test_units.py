@@ -146,10 +146,11 @@ def test_ratios_without_a_clear_meaning_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("15min", 900), ("2h", 7200), ("0.5 h", 1800), (" 1.5 ", 1.5)]
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("15min", 900), ("2h", 7200), ("0.5 h", 1800), (" 1.5 ", 1.5), ("350 ms", 0.35)],
 )
 def test_seconds_are_read_with_their_unit(text: str, seconds: float) -> None:
-    assert parse_seconds(text) == seconds
+    assert parse_seconds(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "0s", "1d", "1 m", "1h30", "nan", "inf", "1e3"])

@@ -1,0 +1,118 @@
+"""Absolute limits of a case's figures, whatever its baseline says. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import msgspec
+
+from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.records import Case, LimitVerdict, Measurement, MetricName, Reply, Scale, Verdict
+from pytest_gputrain.sentences import count
+from pytest_gputrain.stats import exceeds
+from pytest_gputrain.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cap:
+    """What one figure of a case may be at most."""
+
+    metric: MetricName
+    """``peak_allocated_bytes`` or ``step_seconds``."""
+    most: float
+    stated: str
+    """Where: ``gpu_limit on test_tuning``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What a test asks for its own cases."""
+
+    caps: tuple[Cap, ...] = ()
+    time_tolerance: float | None = None
+    """Instead of the run's; None for that."""
+    memory_tolerance: MemoryTolerance | None = None
+
+
+NO_TERMS: Final = Terms()
+
+
+class Limited(NamedTuple):
+    limits: tuple[LimitVerdict, ...]
+    settled: bool
+    """Whether further fresh processes could not change them."""
+
+
+def against(
+    caps: Sequence[Cap], case: Case, replies: Sequence[Reply], *, scale: Scale, cpu_time: bool, most: int
+) -> Limited:
+    """What ``replies`` (one per fresh process) mean for each of ``caps``.
+
+    A figure is over its limit if it is in every one of three processes: one that is bad must not fail a case. Where a CPU
+    counts bytes, all of them count the same.
+
+    Args:
+        cpu_time: whether time on a CPU is judged.
+        most: processes that there may be.
+    """
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    limits, settled = [], True
+    for cap in caps:
+        values = [_value(cap, reply) for reply in measured]
+        reason = "there are no figures" if not values else _why_not_judged(cap, case, measured[0], scale, cpu_time)
+        over: bool | None = False
+        if not reason:
+            exact = cap.metric == "peak_allocated_bytes" and measured[0].environment.device_type == "cpu"
+            over = exceeds(values, cap.most, 1 if exact else most)
+        limits.append(
+            LimitVerdict(
+                metric=cap.metric,
+                status="not-judged" if reason else "pass" if over is False else "over-limit",
+                value=statistics.median_high(values) if values else None,
+                limit=cap.most,
+                stated=cap.stated,
+                note=reason,
+                runs=len(values),
+            )
+        )
+        settled = settled and over is not None
+    return Limited(tuple(limits), settled)
+
+
+def _value(cap: Cap, reply: Measurement) -> float:
+    return reply.median_step_seconds if cap.metric == "step_seconds" else reply.peak_allocated_bytes
+
+
+def _why_not_judged(cap: Cap, case: Case, reply: Measurement, scale: Scale, cpu_time: bool) -> str:
+    """Why a limit says nothing of what was measured; empty where it does. Own code has the size that it has."""
+    if scale == "tiny" and not case.code:
+        return "it is for the model, and this is the tiny scale"
+    if cap.metric == "step_seconds" and reply.environment.device_type == "cpu" and not cpu_time:
+        return "time on a CPU is shown, not judged"
+    return ""
+
+
+def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict, ...]) -> Verdict | None:
+    """``verdict`` with what the limits add to it; None for a case without either."""
+    if not limits:
+        return verdict
+    over = " and ".join(_told(limit) for limit in limits if limit.status == "over-limit")
+    if verdict is None:
+        verdict = Verdict(status="pass", sentence=f"{case} was measured within its limits")
+    if not over:
+        return msgspec.structs.replace(verdict, limits=limits)
+    if verdict.status in ("failed", "regressed"):
+        return msgspec.structs.replace(verdict, sentence=f"{verdict.sentence}; it also {over}", limits=limits)
+    return msgspec.structs.replace(verdict, status="over-limit", sentence=f"{case} {over}", limits=limits)
+
+
+def _told(limit: LimitVerdict) -> str:
+    assert limit.value is not None
+    if limit.metric == "step_seconds":
+        what = f"takes {format_seconds(limit.value)} a step, over its limit of {format_seconds(limit.limit)}"
+    else:
+        what = f"needs {format_bytes(limit.value)} peak allocated, over its limit of {format_bytes(limit.limit)}"
+    return f"{what} in {count(limit.runs, 'fresh run')} ({limit.stated})"

@@ -1,0 +1,179 @@
+"""Limits and tolerances that a test states of itself."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
+
+from pytest_gputrain import GiB
+
+TEST = f"test_tuning[{GEMMA}]"
+
+
+def _marked(project: Project, *marks: str, file: str = "", case: str = "") -> None:
+    """The suite with ``marks`` on its test, in the file, and on the parameters of one case."""
+    on_test = "".join(f"@pytest.mark.{mark}\n" for mark in marks)
+    text = SUITE.replace("@pytest.mark.parametrize", f"{on_test}@pytest.mark.parametrize")
+    text = text.replace("CASES = ", f"{f'pytestmark = pytest.mark.{file}' if file else ''}\nCASES = ")
+    if case:
+        text = text.replace(
+            "\n\n\n@pytest", f"\nCASES[1] = pytest.param(CASES[1], marks=pytest.mark.{case})\n\n\n@pytest", 1
+        )
+    project.write(test_tuning=text)
+
+
+def test_a_limit_fails_without_a_baseline_and_says_where_it_stands(suite: Project) -> None:
+    _marked(suite, "gpu_limit(memory='24 GiB')")
+    suite.answer(recorded(bigger=-20 * GiB))
+    suite.answer(recorded(), to=GEMMA)
+    result = suite.run("--gpu-json=report.json", "--junitxml=junit.xml")
+    assert only_sentence(result, TEST) == (
+        f"{GEMMA} needs 35.0 GiB peak allocated, over its limit of 24.0 GiB in 3 fresh runs (gpu_limit on test_tuning)"
+    )
+    assert suite.verdicts() == {GEMMA: "over-limit", LLAMA: "new", LLAMA_2: "new"}
+    result.stdout.fnmatch_lines(["*Gemma*over-limit*"])
+    limits = {one["key"]: one["verdict"]["limits"][0] for one in suite.report()["results"]}
+    assert [limits[key]["status"] for key in (GEMMA, LLAMA)] == ["over-limit", "pass"]
+    assert (limits[GEMMA]["value"], limits[GEMMA]["limit"]) == (35 * GiB, 24 * GiB)
+    entries = next(case for case in ElementTree.parse(suite.path / "junit.xml").getroot()[0] if case.get("name") == TEST)
+    properties = {entry.get("name"): entry.get("value") for entry in entries.iter("property")}
+    assert properties["gputrain.verdict"] == "over-limit"
+    assert properties["gputrain.limit.peak_allocated_bytes"] == str(24 * GiB)
+
+
+def test_a_step_over_its_limit_fails_though_it_is_as_slow_as_ever(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    _marked(suite, "gpu_limit(step='500 ms')")
+    result = suite.run("-k", "gemma")
+    assert only_sentence(result, TEST) == (
+        f"{GEMMA} takes 4.70 s a step, over its limit of 500 ms in 3 fresh runs (gpu_limit on test_tuning)"
+    )
+
+
+def test_one_bad_process_is_not_over_the_limit(suite: Project) -> None:
+    _marked(suite, "gpu_limit(step='5s')")
+    suite.answer(recorded(slower=1.3), recorded(), to=GEMMA)
+    suite.run().assert_outcomes(passed=3)
+
+
+def test_a_limit_holds_for_figures_that_are_only_measured(suite: Project) -> None:
+    _marked(suite, "gpu_limit(memory='24 GiB')")
+    test = suite.path / "test_tuning.py"
+    test.write_text(test.read_text().replace("gputrain.check", "gputrain.measure"))
+    assert "over its limit of 24.0 GiB" in only_sentence(suite.run("-k", "gemma"), TEST)
+    suite.answer(recorded(bigger=-20 * GiB))
+    suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)
+
+
+def test_what_is_over_its_limit_becomes_no_baseline(suite: Project) -> None:
+    _marked(suite, "gpu_limit(memory='24 GiB')")
+    suite.run("--gpu-baseline-update").assert_outcomes(failed=3)
+    assert not suite.baseline_file("tuning", "nvidia-h100-80gb-hbm3").exists()
+
+
+def test_at_tiny_scale_a_limit_is_told_as_not_judged(project: Project) -> None:
+    project.machine(None)
+    _marked(project, "gpu_limit(memory='1 KiB', step='1 ms')")
+    result = project.run()
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(
+        [
+            "3 cases with the limit of peak memory not judged: it is for the model, and this is the tiny scale",
+            "3 cases with the limit of step time not judged: it is for the model, and this is the tiny scale",
+        ]
+    )
+
+
+def test_own_code_is_limited_on_a_cpu_too(project: Project) -> None:
+    mark = "@pytest.mark.gpu_limit(memory='10 KiB')\n"
+    test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"
+    project.write(test_mine=f"import pytest\n{BUILD}\n\n{mark}{test}")
+    assert only_sentence(project.run(), "test_mine") == (
+        "build-fp32 needs 80.0 KiB peak allocated, over its limit of 10.0 KiB in 1 fresh run (gpu_limit on test_mine)"
+    )
+
+
+def test_the_nearest_marker_counts_for_each_keyword(suite: Project) -> None:
+    _marked(
+        suite, "gpu_limit(memory='30 GiB')", file="gpu_limit(memory='1 GiB', step='4s')", case="gpu_limit(memory='40 GiB')"
+    )
+    found = failures(suite.run("--gpu-reruns=0"))
+    assert sorted(found) == sorted(f"test_tuning[{name}]" for name in (LLAMA, GEMMA, LLAMA_2))
+    assert (
+        found[TEST] == f"{GEMMA} takes 4.70 s a step, over its limit of 4.00 s in 1 fresh run (gpu_limit in test_tuning.py)"
+    )
+    assert "30.0 GiB in 1 fresh run (gpu_limit on test_tuning) and takes 4.70 s" in found[f"test_tuning[{LLAMA}]"]
+
+
+def test_a_class_may_state_a_limit(suite: Project) -> None:
+    suite.write(
+        test_tuning=SUITE.replace("@pytest", "@pytest.mark.gpu_limit(step='1s')\nclass TestTuning:\n    @pytest")
+        .replace("def test_tuning(gputrain", "    def test_tuning(self, gputrain")
+        .replace("    gputrain.check", "        gputrain.check")
+    )
+    (sentence,) = failures(suite.run("-k", "gemma")).values()
+    assert sentence.endswith("(gpu_limit on the class TestTuning)")
+
+
+@pytest.mark.parametrize(
+    ("marks", "sentence"),
+    [
+        (["gpu_limit(memory='24')"], "gpu_limit on test_tuning: memory: '24' is not an amount of memory; *"),
+        (["gpu_limit(memory='5 s')"], "gpu_limit on test_tuning: memory: '5 s' is not an amount of memory; *"),
+        (["gpu_limit(step='5 GiB')"], "gpu_limit on test_tuning: step: '5 GiB' is not a time; *"),
+        (["gpu_limit(step=0.5)"], "gpu_limit on test_tuning: step=0.5 is no text with a unit, as @pytest.mark.gpu_limit*"),
+        (["gpu_limit(memroy='1GiB')"], "gpu_limit on test_tuning knows no 'memroy' (did you mean 'memory'?); it takes *"),
+        (["gpu_limit('24 GiB')"], "gpu_limit on test_tuning takes memory= and step=, as @pytest.mark.gpu_limit(memory=*"),
+        (["gpu_limit()"], "gpu_limit on test_tuning takes memory= and step=, as @pytest.mark.gpu_limit(memory=*"),
+        (["gpu_limit(step='1s')", "gpu_limit(step='2s')"], "2 markers gpu_limit are on test_tuning; give one with all *"),
+        (["gpu_tolerance(time='3')"], "gpu_tolerance on test_tuning: time: '3' is not a tolerance; *"),
+        (["gpu_tolerance(memory='3%+3%')"], "gpu_tolerance on test_tuning: memory: '3%+3%' is not a tolerance; *"),
+        (["gpu_limits(memory='24 GiB')"], "there is no marker 'gpu_limits' (did you mean 'gpu_limit'?)"),
+    ],
+    ids=lambda marks: marks[0] if isinstance(marks, list) else "",
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnknownMarkWarning")
+def test_a_marker_that_makes_no_sense_fails_its_test_with_one_sentence(
+    suite: Project, marks: list[str], sentence: str
+) -> None:
+    _marked(suite, *marks)
+    text = only_sentence(suite.run("-k", "gemma"), TEST)
+    pytest.LineMatcher([text]).fnmatch_lines([sentence.replace("[", "[[]")])
+    assert suite.launches == []
+
+
+@pytest.fixture
+def slower(suite: Project) -> Project:
+    """A case that is 6 % slower than its baseline and needs 4 % more memory."""
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=1.06, bigger=round(1.4 * GiB)), to=GEMMA)
+    return suite
+
+
+def test_a_tolerance_of_the_test_lets_more_pass(slower: Project) -> None:
+    assert list(failures(slower.run())) == [TEST]
+    _marked(slower, "gpu_tolerance(time='10 %')")
+    assert "more memory" in only_sentence(slower.run(), TEST)
+    assert "slower" not in only_sentence(slower.run(), TEST)
+    _marked(slower, "gpu_tolerance(time='10 %', memory='2 % + 1 GiB')")
+    slower.run().assert_outcomes(passed=3)
+
+
+def test_a_tolerance_of_one_case_is_that_of_no_other(slower: Project) -> None:
+    _marked(slower, case="gpu_tolerance(time='10 %', memory='5%')")
+    slower.answer(recorded(slower=1.06), to=LLAMA)
+    assert list(failures(slower.run())) == [f"test_tuning[{LLAMA}]"]
+
+
+def test_a_tolerance_of_the_test_counts_before_the_ini_file_and_after_the_command_line(slower: Project) -> None:
+    slower.ini("gpu_time_tolerance = 3%", "gpu_memory_tolerance = 3%")
+    _marked(slower, "gpu_tolerance(time='10 %', memory='5%')")
+    slower.run().assert_outcomes(passed=3)
+    assert "slower" in only_sentence(slower.run("--gpu-time-tolerance=3%"), TEST)
+    assert "more memory" in only_sentence(slower.run("--gpu-memory-tolerance=3%"), TEST)
+
+
+def test_both_markers_are_registered_with_their_help(project: Project) -> None:
+    project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.gpu_limit(memory=*", "@pytest.mark.gpu_tolerance(time=*"])

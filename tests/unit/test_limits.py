@@ -1,0 +1,104 @@
+"""Absolute limits: when a figure is over one, and when that cannot be said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from unit_examples import CASE, cpu_environment, measurement, out_of_memory
+
+from pytest_gputrain.limits import Cap, Limited, against, with_limits
+from pytest_gputrain.records import Reply, Verdict
+from pytest_gputrain.units import GiB
+
+STATED = "gpu_limit on test_it"
+MEMORY = Cap(metric="peak_allocated_bytes", most=24 * GiB, stated=STATED)
+STEP = Cap(metric="step_seconds", most=0.5, stated=STATED)
+OWN = CASE.replace(code="test_it.py::build", method="custom")
+
+
+def _run(seconds: float = 0.4, gib: float = 20, **fields: Any) -> Reply:
+    return measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=round(gib * GiB), **fields)
+
+
+def _against(cap: Cap, *replies: Reply, case: Any = CASE, most: int = 5, **how: Any) -> Limited:
+    return against([cap], case, replies, **{"scale": "full", "cpu_time": False, "most": most, **how})
+
+
+@pytest.mark.parametrize(("cap", "over"), [(MEMORY, {"gib": 25}), (STEP, {"seconds": 0.6})])
+def test_three_of_three_processes_over_a_limit_decide(cap: Cap, over: dict[str, float]) -> None:
+    one = _run(**over)
+    assert [_against(cap, *[one] * runs).settled for runs in (1, 2, 3)] == [False, False, True]
+    assert _against(cap, one, one, one).limits[0].status == "over-limit"
+    assert _against(cap, one, _run()) == _against(cap, one, _run())._replace(settled=True)
+    assert _against(cap, one, _run()).limits[0].status == "pass"
+
+
+def test_one_process_decides_where_there_may_be_no_more() -> None:
+    found = _against(STEP, _run(seconds=0.6), most=1)
+    assert (found.limits[0].status, found.settled) == ("over-limit", True)
+
+
+def test_what_is_exactly_the_limit_passes() -> None:
+    assert _against(MEMORY, _run(gib=24)).limits[0].status == "pass"
+
+
+def test_a_cpu_counts_exactly_so_one_process_decides() -> None:
+    found = _against(MEMORY, _run(gib=25, environment=cpu_environment()))
+    assert (found.limits[0].status, found.settled) == ("over-limit", True)
+
+
+def test_a_model_at_tiny_scale_is_not_what_was_limited() -> None:
+    found = _against(MEMORY, _run(gib=25), scale="tiny")
+    assert (found.limits[0].status, found.settled) == ("not-judged", True)
+    assert found.limits[0].note == "it is for the model, and this is the tiny scale"
+
+
+def test_own_code_has_its_own_size_at_any_scale() -> None:
+    assert _against(MEMORY, *[_run(gib=25)] * 3, case=OWN, scale="tiny").limits[0].status == "over-limit"
+
+
+def test_time_on_a_cpu_is_judged_on_request_only() -> None:
+    slow = _run(seconds=0.6, environment=cpu_environment())
+    assert _against(STEP, slow, case=OWN).limits[0].status == "not-judged"
+    assert _against(STEP, slow, slow, slow, case=OWN, cpu_time=True).limits[0].status == "over-limit"
+
+
+def test_a_case_without_figures_is_not_within_its_limit() -> None:
+    assert _against(MEMORY, out_of_memory()).limits[0].status == "not-judged"
+
+
+def test_the_sentence_names_figure_limit_and_where_it_is_stated() -> None:
+    limits = against([MEMORY, STEP], CASE, [_run(0.6, 25)] * 3, scale="full", cpu_time=False, most=5).limits
+    verdict = with_limits(CASE, None, limits)
+    assert verdict is not None
+    assert verdict.status == "over-limit"
+    assert verdict.sentence == (
+        f"{CASE} needs 25.0 GiB peak allocated, over its limit of 24.0 GiB in 3 fresh runs ({STATED}) and "
+        f"takes 600 ms a step, over its limit of 500 ms in 3 fresh runs ({STATED})"
+    )
+
+
+@pytest.mark.parametrize("status", ["pass", "new", "improved", "recorded", "inconclusive", "not-comparable"])
+def test_a_limit_counts_whatever_the_baseline_says(status: Any) -> None:
+    limits = _against(MEMORY, *[_run(gib=25)] * 3).limits
+    verdict = with_limits(CASE, Verdict(status=status, sentence="it is so"), limits)
+    assert verdict is not None
+    assert (verdict.status, verdict.limits) == ("over-limit", limits)
+
+
+def test_a_regression_stays_one_and_tells_of_the_limit_too() -> None:
+    limits = _against(MEMORY, *[_run(gib=25)] * 3).limits
+    verdict = with_limits(CASE, Verdict(status="regressed", sentence="it is slower"), limits)
+    assert verdict is not None
+    assert verdict.status == "regressed"
+    assert verdict.sentence.startswith("it is slower; it also needs 25.0 GiB peak allocated, over")
+
+
+def test_limits_that_hold_leave_the_verdict() -> None:
+    verdict = Verdict(status="new", sentence="it is new")
+    held = with_limits(CASE, verdict, _against(MEMORY, _run()).limits)
+    assert held is not None
+    assert (held.status, held.sentence, held.limits[0].status) == ("new", "it is new", "pass")
+    assert with_limits(CASE, verdict, ()) == verdict
+    assert with_limits(CASE, None, ()) is None
