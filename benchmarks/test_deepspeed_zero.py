@@ -62,3 +62,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_deepspeed_zero(gputrain, case):
     gputrain.check(case)
+
+
+BF16 = LARGE.replace(precision="bf16", gradient_accumulation=1, steps=4, warmup=2, platforms=("a100", "h100", "h200"))
+
+
+@pytest.mark.parametrize("below", grid(BF16, parallel=["zero0", "zero1", "zero2"], gpus=[2]), ids=str)
+def test_the_next_stage_allocates_no_more(compared, below):
+    if compared.scale == "tiny" and below.parallel != "zero0":
+        pytest.skip("at tiny scale buffers outweigh the gradients and weights that stages 2 and 3 shard")
+    above = {"zero0": "zero1", "zero1": "zero2", "zero2": "zero3"}[below.parallel]
+    stored, more_sharded = compared.measure(below), compared.measure(below, parallel=above)
+    assert more_sharded.peak_allocated_bytes <= stored.peak_allocated_bytes

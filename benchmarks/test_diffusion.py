@@ -51,3 +51,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_diffusion(gputrain, case):
     gputrain.check(case)
+
+
+@pytest.mark.parametrize("full", grid(SDXL.replace(**BF16), method=["full"]), ids=str)
+def test_lora_allocates_less_than_full(compared, full):
+    lora = compared.measure(full, method="lora")
+    assert lora.peak_allocated_bytes < compared.measure(full).peak_allocated_bytes

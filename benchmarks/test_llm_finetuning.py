@@ -34,3 +34,18 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_llm_finetuning(gputrain, case):
     gputrain.check(case)
+
+
+@pytest.mark.parametrize("full", [case for case in CASES if case.method == "full" and case.parallel == "single"], ids=str)
+def test_lora_allocates_less_than_full(compared, full):
+    if compared.scale == "tiny":
+        pytest.skip("at tiny scale activations are most of the memory, and adapters add to them")
+    lora = compared.measure(ADAPTERS, model=full.model, method="lora")
+    assert lora.peak_allocated_bytes < compared.measure(full).peak_allocated_bytes
+
+
+@pytest.mark.parametrize("qlora", grid(ADAPTERS, model=["llama-3.1-8b", "gemma-7b"], method=["qlora"]), ids=str)
+def test_qlora_stores_less_than_half_of_lora(compared, qlora):
+    # At tiny scale embeddings and adapters, which keep their 16 bits, are most of the model: there it stores less at all.
+    share = 1 / 2 if compared.scale == "full" else 1
+    assert compared.measure(qlora).model_bytes < share * compared.measure(qlora, method="lora").model_bytes

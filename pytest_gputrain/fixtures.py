@@ -16,7 +16,7 @@ from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.marks import terms_of
 from pytest_gputrain.measuring import BadCase
 from pytest_gputrain.outcome import detail_of, failure_of
-from pytest_gputrain.records import Case, Measurement, Result
+from pytest_gputrain.records import Case, Measurement, Result, Scale
 from pytest_gputrain.runner import CannotRun, Runner, suite_of
 from pytest_gputrain.studies import diverged
 from pytest_gputrain.sweep import override
@@ -41,6 +41,14 @@ class GpuTrain:
         self._item = item
         self._runner = runner
         self._overridden = overridden
+
+    @property
+    def scale(self) -> Scale:
+        """``full``, or ``tiny`` for the stand-ins that a CPU trains: not all that holds for models holds for them."""
+        try:
+            return self._runner.bench.scale()
+        except BadCase as error:
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
 
     def measure(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement:
         """The figures of a case, or of a function that builds a step, without judging them.
