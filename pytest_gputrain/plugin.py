@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from pytest_gputrain import sweep
+from pytest_gputrain import late, sweep
 from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
@@ -120,10 +120,43 @@ class GpuTrainPlugin:
         self.runner.bench.watch = self._live.show
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        ended = yield
+        if session.shouldfail or session.shouldstop:  # a worker of xdist was told to stop
+            return ended
+        if self.runner.rounds and self.book is not None:
+            late.announce(self.config, self.runner.rounds)
+        for result in self.runner.rounds.complete():
+            self._take_in(result)
+        if self.book is not None:
+            regressed, sentence = self.book.shift()
+            if regressed:
+                late.fail(self.config, late.ALL_CASES, sentence)
+        return ended
+
+    def _take_in(self, result: Result) -> None:
+        """A result with a further run of its baseline."""
+        if self._live is not None:
+            self._live.clear()
+        if self.book is None:
+            late.leave(self.config, result)
+            return
+        self.book.update(result)
+        if result.verdict is not None and result.verdict.status != "recorded":
+            late.fail(self.config, result.nodeid, result.verdict.sentence, result)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        for result in late.left_by(node):
+            self._take_in(result)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        if report.failed:
+            self.runner.rounds.forget(item.nodeid)
         results = item.stash.get(RESULTS, None)
         if results:  # of whatever phase: a fixture may measure too
             # An attribute of plain JSON travels from an xdist worker with the report.

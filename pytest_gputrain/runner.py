@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +32,7 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
+from pytest_gputrain.rounds import Rounds
 from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.settings import Settings
 from pytest_gputrain.studies import Study, record_losses, search_batch
@@ -53,18 +56,25 @@ class Expected(NamedTuple):
     """Of ``-m``."""
 
 
-class _Judged(NamedTuple):
-    """A case whose replies are compared with its baseline."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What a test asks of a case."""
 
-    task: Task
+    nodeid: str
     suite: str
     key: str
+    task: Task
+    judged: bool
+    records: bool
+    """Whether its figures become a baseline."""
+    wanted: int
+    """Fresh processes, where they leave no doubt."""
     baseline: Baseline | None
     hint: str
-    tolerance: Tolerance
     scaling: bool
     inline: bool
     builder: Any
+    terms: Terms
 
 
 class Runner:
@@ -82,6 +92,7 @@ class Runner:
         self._report = ReportStore(Path(settings.baseline)) if report else None
         self._keys: dict[tuple[str, str], Case] = {}
         self._suites = Suites()
+        self.rounds = Rounds()
         self.expected: Sequence[Expected] = ()
 
     def declare(self, suite: str, case: Case) -> Case:
@@ -154,8 +165,7 @@ class Runner:
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))
         case = self.bench.with_steps(case)
-        scale = self.bench.scale()
-        key = key_of(case, scale)
+        key = key_of(case, self.bench.scale())
         # Read first: a broken file is better told before the case has run for minutes.
         baseline, hint = self._baseline(suite, key) if judged and self._published is None else (None, "")
         inline = inline or self.settings.isolation == "inline"
@@ -168,30 +178,48 @@ class Runner:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
         if inline and case.parallel != "single":
             raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
-        task = self.bench.task(case, module)
         records = judged and self._records(baseline)
-        study = self._study(task, inline, builder, self._runs(records))
-        case, replies = study.case, study.replies
-        most = len(replies) if records else max(len(replies), 1 + self.settings.reruns)
-        tolerance = self._tolerance(terms)
-        limits: tuple[LimitVerdict, ...] = ()
-        while terms.caps and not self._is_study:
-            limits, settled = self._limited(terms, case, replies, most)
-            if settled:
-                break
-            replies = self.bench.measure(task, inline, builder, len(replies) + 1, replies)
-        verdict = row = None
-        if judged and self._published is not None:
-            row, verdict = self._against_published(self._published, suite, case, replies, tolerance)
-        elif judged:
-            judged_case = _Judged(task, suite, key, baseline, hint, tolerance, scaling, inline, builder)
-            replies, verdict = self._verdict(judged_case, replies, records, most)
-        return Result(
+        asked = _Asked(
             nodeid=nodeid,
             suite=suite,
             key=key,
+            task=self.bench.task(case, module),
+            judged=judged,
+            records=records,
+            wanted=self._runs(records),
+            baseline=baseline,
+            hint=hint,
+            scaling=scaling,
+            inline=inline,
+            builder=builder,
+            terms=terms,
+        )
+        # A closure may be of no use when its test is over.
+        if not records or inline:
+            return self._result(asked, asked.wanted)
+        return self.rounds.add(self._result(asked, 1), asked.wanted, functools.partial(self._result, asked))
+
+    def _result(self, asked: _Asked, runs: int) -> Result:
+        """What so many fresh processes of a case tell, and those that it takes further."""
+        study = self._study(asked, runs)
+        case, replies = study.case, study.replies
+        limits: tuple[LimitVerdict, ...] = ()
+        while asked.terms.caps and not self._is_study:
+            limits, settled = self._limited(asked, replies)
+            if settled:
+                break
+            replies = self.bench.measure(asked.task, asked.inline, asked.builder, len(replies) + 1, replies)
+        verdict = row = None
+        if asked.judged and self._published is not None:
+            row, verdict = self._against_published(self._published, asked, case, replies)
+        elif asked.judged:
+            replies, verdict = self._verdict(asked, replies)
+        return Result(
+            nodeid=asked.nodeid,
+            suite=asked.suite,
+            key=asked.key,
             case=case,
-            scale=scale,
+            scale=asked.task.scale,
             platform=self.bench.machine.platform,
             device=self.bench.machine.slug,
             replies=replies,
@@ -207,8 +235,10 @@ class Runner:
         """Whether an option wants to know something else than the cases' own figures."""
         return self.settings.find_batch or self.settings.loss_steps is not None
 
-    def _study(self, task: Task, inline: bool, builder: Any, runs: int) -> Study:
+    def _study(self, asked: _Asked, runs: int) -> Study:
         """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
+
+        task, inline, builder = asked.task, asked.inline, asked.builder
 
         def launch(task: Task) -> Reply:
             return self.bench.measure(task, inline, builder, 1)[0]
@@ -226,14 +256,14 @@ class Runner:
         time_counts = self.bench.machine.gpus or self.settings.judge_cpu_time
         return _RECORDED_RUNS if records and time_counts else 1
 
-    def _limited(self, terms: Terms, case: Case, replies: tuple[Reply, ...], most: int) -> Limited:
+    def _limited(self, of: _Asked, replies: tuple[Reply, ...]) -> Limited:
+        most = max(of.wanted, 1 + self.settings.reruns)
         cpu_time = self.settings.judge_cpu_time
-        return against(terms.caps, case, replies, scale=self.bench.scale(), cpu_time=cpu_time, most=most)
+        return against(of.terms.caps, of.task.case, replies, scale=of.task.scale, cpu_time=cpu_time, most=most)
 
-    def _verdict(
-        self, of: _Judged, replies: tuple[Reply, ...], records: bool, most: int
-    ) -> tuple[tuple[Reply, ...], Verdict]:
+    def _verdict(self, of: _Asked, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], Verdict]:
         """What the replies mean, after further fresh processes where that is in doubt."""
+        most = len(replies) if of.records else max(len(replies), 1 + self.settings.reruns)
         looked = False
         while True:
             measured, no_scaling = replies, ""
@@ -243,7 +273,7 @@ class Runner:
             judgement = self._judge(of, measured, most, no_scaling)
             if judgement.settled:
                 verdict = judgement.verdict
-                if records:
+                if of.records:
                     verdict = self._recorded(verdict, of.task.case, measured, of.baseline, no_scaling)
                 return measured, verdict
             if judgement.first is not None and not looked:
@@ -253,10 +283,10 @@ class Runner:
             # Not those of the replies with one worker's seconds: these are found anew.
             replies = self.bench.measure(of.task, of.inline, of.builder, len(replies) + 1, replies)
 
-    def _judge(self, of: _Judged, replies: tuple[Reply, ...], most: int, no_scaling: str) -> Judgement:
+    def _judge(self, of: _Asked, replies: tuple[Reply, ...], most: int, no_scaling: str) -> Judgement:
         baselines = (self._report or self.store).suite(self.bench.machine.slug, of.suite) if of.baseline else {}
         circumstances = Circumstances(most=most, prior=self._suites.prior(of.suite, baselines), shift=self._suites.shift)
-        return judge(of.task.case, replies, of.baseline, of.tolerance, of.hint, no_scaling, circumstances)
+        return judge(of.task.case, replies, of.baseline, self._tolerance(of.terms), of.hint, no_scaling, circumstances)
 
     def _tolerance(self, terms: Terms = NO_TERMS) -> Tolerance:
         """The command line counts before what the test says, and that before the ini file."""
@@ -313,12 +343,12 @@ class Runner:
         return baseline, f"this machine is {device}; there are some for {', '.join(others)}" if others else ""
 
     def _against_published(
-        self, store: PublishedStore, suite: str, case: Case, replies: tuple[Reply, ...], tolerance: Tolerance
+        self, store: PublishedStore, asked: _Asked, case: Case, replies: tuple[Reply, ...]
     ) -> tuple[Published | None, Verdict]:
         """The row that the case can be compared with, and what the comparison says."""
-        scale, elsewhere = self.bench.scale(), store.platforms_of(suite, str(case))
-        row = store.get(self.bench.machine.platform, suite, str(case))
-        verdict = reproduce(case, replies, row, tolerance, scale=scale, elsewhere=elsewhere)
+        scale, elsewhere = asked.task.scale, store.platforms_of(asked.suite, str(case))
+        row = store.get(self.bench.machine.platform, asked.suite, str(case))
+        verdict = reproduce(case, replies, row, self._tolerance(asked.terms), scale=scale, elsewhere=elsewhere)
         return None if why_not_comparable(case, row, scale) else row, verdict
 
     def is_strict(self) -> bool:

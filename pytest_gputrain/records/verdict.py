@@ -179,6 +179,8 @@ class Result(Struct, frozen=True, kw_only=True):
     """Of ``--gpu-find-batch``."""
     loss_curves: tuple[LossCurve, ...] = ()
     """Of ``--gpu-loss``; fp32 first."""
+    to_come: int = 0
+    """Runs that its baseline still waits for; none of them is stored before all are there."""
 
 
 class Report(Struct, frozen=True, kw_only=True):

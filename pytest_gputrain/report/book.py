@@ -17,6 +17,7 @@ from pytest_gputrain.cases import same_id
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Measurement, Report, Result
 from pytest_gputrain.report import document
+from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
 from pytest_gputrain.stats import SHIFT_TOLD
@@ -37,7 +38,7 @@ class Book:
         self.results: list[Result] = []
         self.notes: list[str] = []
         self.failed = False
-        """Whether something could not be saved, or the suite regressed as a whole."""
+        """Whether something could not be saved."""
         self._session: Session | None = None
         self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
@@ -57,12 +58,26 @@ class Book:
         Args:
             passed: whether its test did; figures of a test that failed otherwise become no baseline.
         """
-        self.results.append(result)
-        if result.verdict is not None and result.verdict.status == "recorded":
-            if passed:
-                self._record(result)
-            else:
+        if passed:
+            self.results.append(result)
+            self._record_if_complete(result)
+        else:
+            self.results.append(msgspec.structs.replace(result, to_come=0))
+            if _is_recorded(result):
                 self.notes.append(f"not recorded: {result.case}, because its test failed")
+
+    def update(self, result: Result) -> None:
+        """Take in a result again, with a further run of its baseline."""
+        at = [index for index, known in enumerate(self.results) if (known.nodeid, known.key) == (result.nodeid, result.key)]
+        for index in at[-1:]:
+            self.results[index] = result
+            self._record_if_complete(result)
+            if not _is_recorded(result):
+                self.notes.append(f"not recorded: {result.case}, because not all runs of its baseline gave figures")
+
+    def _record_if_complete(self, result: Result) -> None:
+        if _is_recorded(result) and not result.to_come:
+            self._record(result)
         if time.monotonic() - self._saved_at > _SAVE_EVERY_SECONDS:
             self._save_baselines()
 
@@ -80,12 +95,12 @@ class Book:
     def close(self, exit_status: int) -> None:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
         self._save_baselines()
-        self._tell_shift()
+        self._tell_unfinished()
+        if sentence := self.shift()[1]:
+            self.notes.append(sentence)
         exit_status = exit_status or int(self.failed)
-        for path, count in self._recorded.items():
-            self.notes.append(
-                f"{count} baseline{'' if count == 1 else 's'} recorded in {path}; review the difference in git"
-            )
+        for path, number in self._recorded.items():
+            self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
         if any(path.parent.name != CPU for path in self._recorded):
             self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
         if self.settings.json is None:
@@ -96,8 +111,23 @@ class Book:
         except OSError as error:
             self._keep_aside(f"the report {self.settings.json} cannot be written: {error.strerror}", report)
 
-    def _tell_shift(self) -> None:
-        """Tell of a suite that is slower as a whole; its cases are not, each for itself."""
+    def _tell_unfinished(self) -> None:
+        """Tell of baselines whose runs were not all there when the run was ended."""
+        unfinished = [result for result in self.results if result.to_come]
+        if not unfinished:
+            return
+        wanted = len(unfinished[0].replies) + unfinished[0].to_come
+        self.results = [
+            msgspec.structs.replace(result, verdict=None) if result.to_come else result for result in self.results
+        ]
+        trouble = f"not recorded: {count(len(unfinished), 'case')}, because the run was ended before all had {wanted} runs"
+        if self.settings.json is None:
+            self._keep_aside(trouble, self._report(1))
+        else:
+            self.notes.append(f"{trouble}; all figures are in {self.settings.json}")
+
+    def shift(self) -> tuple[bool, str]:
+        """Whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
         suites = Suites()
         for result in self.results:
             metric = result.verdict.metric("step_seconds") if result.verdict else None
@@ -105,15 +135,11 @@ class Book:
             if first and metric and metric.baseline and metric.baseline_runs:
                 suites.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
         if abs(suites.shift) <= SHIFT_TOLD or self.settings.baseline_update == "all":
-            return
+            return False, ""
         shift = format_percent(math.expm1(suites.shift))
         if suites.shift > math.log1p(self.settings.time_tolerance):
-            self.failed = True
-            self.notes.append(
-                f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
-            )
-        else:
-            self.notes.append(f"the median case is {shift} off its baseline: the machine rather than a case")
+            return True, f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
+        return False, f"the median case is {shift} off its baseline: the machine rather than a case"
 
     def _save_baselines(self) -> None:
         self._saved_at = time.monotonic()
@@ -152,3 +178,7 @@ class Book:
             notes=tuple(self.notes),
             results=tuple(self.results),
         )
+
+
+def _is_recorded(result: Result) -> bool:
+    return result.verdict is not None and result.verdict.status == "recorded"

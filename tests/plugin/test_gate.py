@@ -362,11 +362,19 @@ def many(h100: Project) -> Project:
 
 def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: Project) -> None:
     many.answer(recorded(slower=1.05))
-    result = many.run("--gpu-json=report.json")
-    result.assert_outcomes(passed=12)
+    result = many.run("--gpu-json=report.json", "--junitxml=junit.xml")
+    result.assert_outcomes(passed=12, failed=1)
     assert set(many.verdicts().values()) == {"inconclusive"}
-    result.stdout.fnmatch_lines(["*all cases together regressed: the median case is +5.0 % off its baseline*"])
+    sentence = only_sentence(result, "all_cases_together")
+    assert sentence == "all cases together regressed: the median case is +5.0 % off its baseline; what do all share?"
+    result.stdout.fnmatch_lines([f"FAILED gputrain::all_cases_together - {sentence}"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert sentence in many.report()["notes"]
+    suite = ElementTree.parse(many.path / "junit.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures")) == ("13", "1")
+    (entry,) = (case for case in suite if list(case.iter("failure")))
+    assert (entry.get("classname"), entry.get("name")) == ("gputrain", "all_cases_together")
+    assert next(entry.iter("failure")).get("message") == sentence
 
 
 def test_ten_cases_are_asked_before_one_is_called_slower_and_none_twice(many: Project) -> None:

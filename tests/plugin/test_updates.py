@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import BUILD, GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -119,9 +121,100 @@ def test_update_on_a_time_out_records_nothing_for_that_case(suite: Project) -> N
     assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
 
 
+def test_the_runs_of_all_cases_are_recorded_in_turn(suite: Project) -> None:
+    result = suite.run("--gpu-baseline-update", "--gpu-runs=3", "--gpu-json=report.json")
+    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA, LLAMA_2] * 3
+    result.stdout.fnmatch_lines(["gputrain: further runs of 3 baselines, one of each in turn"])
+    assert [(len(one["replies"]), one["to_come"]) for one in suite.report()["results"]] == [(3, 0)] * 3
+    assert set(suite.verdicts().values()) == {"recorded"}
+
+
+def test_runs_that_are_not_recorded_are_made_at_once(suite: Project) -> None:
+    suite.run("--gpu-runs=2").assert_outcomes(passed=3)
+    assert [launched["id"] for launched in suite.launches] == [LLAMA, LLAMA, GEMMA, GEMMA, LLAMA_2, LLAMA_2]
+
+
+def test_the_runs_of_one_worker_are_recorded_in_turn_with_the_case(project: Project) -> None:
+    project.machine(H100, gpus=2)
+    project.write(
+        test_tuning=SUITE.replace("sequence_length=8192", "sequence_length=8192, parallel='ddp', gpus=2, servers=0").replace(
+            "check(case)", "check(case, scaling=True)"
+        )
+    )
+    project.run("--gpu-baseline-update", "--gpu-runs=2", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert [launched["id"] for launched in project.launches] == [f"{GEMMA}-ddp", GEMMA] * 2
+
+
+def test_a_case_whose_test_fails_is_measured_no_further(suite: Project) -> None:
+    suite.write(test_tuning=f"{SUITE}    assert case.model != 'gemma-7b'\n")
+    suite.run("--gpu-baseline-update", "--gpu-runs=2").assert_outcomes(passed=2, failed=1)
+    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2]
+    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
+
+
+def test_a_crash_in_a_later_run_fails_the_run_and_is_an_entry_of_its_own_in_junit(suite: Project) -> None:
+    suite.answer(recorded(), recorded("crashed"), to=GEMMA)
+    result = suite.run("--gpu-baseline-update", "--junitxml=junit.xml", "--gpu-json=report.json")
+    assert "gave no measurement" in only_sentence(result, f"test_tuning[{GEMMA}]")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    entries = ElementTree.parse(suite.path / "junit.xml").getroot()[0]
+    found = [len(list(case.iter("failure"))) for case in entries if case.get("name") == f"test_tuning[{GEMMA}]"]
+    assert found == [0, 1]
+    assert suite.verdicts()[GEMMA] == "failed"
+    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
+
+
+def _end_in_the_launch(project: Project, number: int, how: str) -> None:
+    """From now on, the ``number``-th launch does ``how`` instead."""
+    conftest = project.path / "conftest.py"
+    text = conftest.read_text()
+    at = "        name = str(task.case)\n"
+    assert at in text
+    conftest.write_text(text.replace(at, f"{at}        if sum(asked.values()) == {number - 1}:\n            {how}\n"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--gpu-json=report.json"]], ids=["alone", "with a report"])
+def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite: Project, arguments: list[str]) -> None:
+    suite.run("--gpu-baseline-update", "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
+    before = suite.baselines("tuning", H100_FOLDER)
+    suite.answer(recorded(slower=2))
+    _end_in_the_launch(suite, 3 * 4 + 2, "raise KeyboardInterrupt")
+    result = suite.spawn("--gpu-baseline-update", *arguments)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    (line,) = (line for line in result.outlines if line.startswith("not recorded: "))
+    trouble, _, place = line.partition("; all figures are in ")
+    assert trouble == "not recorded: 2 cases, because the run was ended before all had 5 runs"
+    after = suite.baselines("tuning", H100_FOLDER)
+    assert after[LLAMA_2] == before[LLAMA_2]
+    assert GEMMA not in after
+    assert [run["step_seconds"][0] for run in after[LLAMA]["runs"]] == [recorded(slower=2)["step_seconds"][0]] * 5
+    report = json.loads(Path(place).read_text())
+    assert {one["key"]: len(one["replies"]) for one in report["results"]} == {LLAMA: 5, GEMMA: 4, LLAMA_2: 4}
+    suite.machine(H100)
+    suite.answer(recorded(slower=2))
+    suite.run(f"--gpu-baseline={place}", "--gpu-strict").assert_outcomes(passed=3)
+
+
+def test_an_update_that_stops_at_a_failure_records_nothing_half(suite: Project) -> None:
+    suite.answer(recorded("crashed"), to=GEMMA)
+    result = suite.run("--gpu-baseline-update", "-x")
+    result.assert_outcomes(passed=1, failed=1)
+    assert len(suite.launches) == 2
+    result.stdout.fnmatch_lines(["not recorded: 1 case, because the run was ended before all had 5 runs; all figures *"])
+    assert not suite.baseline_file("tuning", H100_FOLDER).exists()
+
+
+def test_an_inline_case_has_all_its_runs_in_its_test(project: Project) -> None:
+    test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, inline=True)\n"
+    project.write(test_mine=f"{BUILD}\n\n{test}")
+    result = project.run("--gpu-baseline-update", "--gpu-runs=2")
+    assert "further runs" not in result.stdout.str()
+    assert [len(entry["runs"]) for entry in project.baselines("mine").values()] == [2]
+
+
 def test_one_crash_among_several_runs_is_not_recorded(suite: Project) -> None:
     suite.answer(recorded(), recorded("crashed"), to=GEMMA)
-    suite.run("--gpu-baseline-update", "--gpu-runs=2").assert_outcomes(passed=2, failed=1)
+    suite.run("--gpu-baseline-update", "--gpu-runs=2").assert_outcomes(passed=3, failed=1)
     assert GEMMA not in suite.baselines("tuning", H100_FOLDER)
 
 

@@ -37,9 +37,18 @@ def test_two_workers_give_the_report_and_table_of_one(suite: Project) -> None:
 def test_two_workers_record_every_baseline(suite: Project) -> None:
     result = suite.spawn("-n2", "--gpu-baseline-update")
     result.assert_outcomes(passed=3)
-    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, GEMMA, LLAMA_2])
+    entries = suite.baselines("tuning", H100_FOLDER)
+    assert {key: len(entry["runs"]) for key, entry in entries.items()} == {LLAMA: 5, GEMMA: 5, LLAMA_2: 5}
     assert len(re.findall("3 baselines recorded in ", result.stdout.str())) == 1
     suite.spawn("-n2", "--gpu-strict").assert_outcomes(passed=3)
+
+
+def test_a_crash_in_a_later_run_of_a_worker_fails_the_run(suite: Project) -> None:
+    suite.answer(recorded(), recorded("crashed"), to=GEMMA)
+    result = suite.spawn("-n2", "--gpu-baseline-update")
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines([f"FAILED test_tuning.py::test_tuning[[]{GEMMA}[]]*gave no measurement*"])
+    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
 
 
 def test_a_regression_under_two_workers_fails_its_own_test(suite: Project) -> None:

@@ -1,0 +1,59 @@
+"""What is known only when the tests are over, told to the other plugins of pytest, and the way to xdist's controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from pytest_gputrain.outcome import detail_of
+from pytest_gputrain.records import Result
+from pytest_gputrain.rounds import Rounds
+from pytest_gputrain.sentences import count
+
+ALL_CASES: Final = "gputrain::all_cases_together"
+"""Id of the failure of a suite that is slower as a whole."""
+
+_OUTPUT: Final = "gputrain"
+
+
+def announce(config: pytest.Config, rounds: Rounds) -> None:
+    """Say why the run goes on after the last test."""
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        terminal.ensure_newline()
+        terminal.write_line(f"gputrain: further runs of {count(len(rounds), 'baseline')}, one of each in turn")
+
+
+def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | None = None) -> None:
+    """Report a failure beside those of the tests: it counts, is shown, and is an entry of its own in JUnit's XML.
+
+    Args:
+        nodeid: of a test that passed, or of none.
+    """
+    path, _, name = nodeid.partition("::")
+    detail = detail_of(result) if result is not None else ""
+    report = pytest.TestReport(
+        nodeid=nodeid,
+        location=(path, None, name.replace("::", ".")),
+        keywords={},
+        outcome="failed",
+        longrepr=sentence,
+        when="call",
+        sections=[(f"worker of {result.case}", detail)] if result is not None and detail else [],
+    )
+    config.hook.pytest_runtest_logreport(report=report)
+
+
+def leave(config: Any, result: Result) -> None:
+    """On a worker of xdist: leave the latest of a case to the controller."""
+    left = config.workeroutput.setdefault(_OUTPUT, {})
+    left[f"{result.nodeid} {result.key}"] = msgspec.json.encode(result).decode()
+
+
+def left_by(node: Any) -> Iterator[Result]:
+    """On the controller: what a worker left; nothing of one that crashed."""
+    for text in getattr(node, "workeroutput", {}).get(_OUTPUT, {}).values():
+        yield msgspec.json.decode(text, type=Result)

@@ -1,0 +1,66 @@
+"""The runs of baselines, spread over the cases of a run: the second of all, then the third of all, and so on.
+
+A machine drifts while a suite is recorded. Five runs of a case one after the other would all be of one mood of it, and those
+of the next case of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from pytest_gputrain.measuring import BadCase
+from pytest_gputrain.records import Result, Verdict
+
+
+@dataclass(kw_only=True, slots=True)
+class _Waiting:
+    result: Result
+    wanted: int
+    again: Callable[[int], Result]
+
+
+class Rounds:
+    """Cases of one pytest process whose baselines wait for further runs."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Waiting] = []
+
+    def add(self, result: Result, wanted: int, again: Callable[[int], Result]) -> Result:
+        """Take in the first runs of a case, and return them with how many are to come.
+
+        Args:
+            wanted: runs of the baseline.
+            again: measures until there are so many runs, and judges them.
+        """
+        result = _marked(result, wanted)
+        if result.to_come:
+            self._waiting.append(_Waiting(result=result, wanted=wanted, again=again))
+        return result
+
+    def forget(self, nodeid: str) -> None:
+        """Drop the cases of a test that failed: they become no baselines."""
+        self._waiting = [waiting for waiting in self._waiting if waiting.result.nodeid != nodeid]
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def complete(self) -> Iterator[Result]:
+        """Measure what is to come, one run of each case in turn; after each the case's result with all its runs so far."""
+        while self._waiting:
+            for waiting in list(self._waiting):
+                try:
+                    result = waiting.again(len(waiting.result.replies) + 1)
+                except BadCase as error:
+                    verdict = Verdict(status="failed", sentence=str(error))
+                    result = msgspec.structs.replace(waiting.result, verdict=verdict)
+                waiting.result = _marked(result, waiting.wanted)
+                yield waiting.result
+            self._waiting = [waiting for waiting in self._waiting if waiting.result.to_come]
+
+
+def _marked(result: Result, wanted: int) -> Result:
+    recorded = result.verdict is not None and result.verdict.status == "recorded"
+    return msgspec.structs.replace(result, to_come=max(0, wanted - len(result.replies)) if recorded else 0)
