@@ -200,6 +200,7 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         peak_allocated_bytes=reply.peak_allocated_bytes,
         peak_reserved_bytes=reply.peak_reserved_bytes,
         peak_host_bytes=reply.peak_host_bytes,
+        free_bytes=reply.free_bytes,
         model_bytes=reply.model_bytes,
         flops_per_step=reply.flops_per_step,
         one_worker_seconds=None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),

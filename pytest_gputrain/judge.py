@@ -166,6 +166,9 @@ def _out_of_memory(
         ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, known))} memory"
         return Judgement(Verdict(status="failed", sentence=f"{what}; {ran_out}"))
     peak = max((run.peak_allocated_bytes or 0 for run in baseline.runs), default=0)
+    if crowded := next(filter(None, (_crowded(reply, baseline) for reply in out)), ""):
+        sentence = f"{what}; {crowded}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
+        return Judgement(Verdict(status="inconclusive", sentence=sentence))
     some = f" in {len(out)} of {runs} runs" if runs > 1 else ""
     decided = runs_out(len(out), runs, most)
     status: Status = "inconclusive" if decided is False else "regressed"
@@ -175,6 +178,17 @@ def _out_of_memory(
     )
     metric = MetricVerdict(metric="peak_allocated_bytes", status=status, baseline=peak)
     return Judgement(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
+
+
+def _crowded(reply: OutOfMemory, baseline: Baseline) -> str:
+    """What took the memory of a case that ran out of it; empty where nothing else did."""
+    if reply.other_processes:
+        number = reply.other_processes
+        return f"{number} other {'process' if number == 1 else 'processes'} computed on the GPU when it started"
+    known = [run.free_bytes for run in baseline.runs if run.free_bytes is not None]
+    if known and reply.free_bytes is not None and reply.free_bytes < min(known) - GPU_MEMORY_FLOOR_BYTES:
+        return f"{format_bytes(reply.free_bytes)} were free when it started, {format_bytes(min(known))} for its baseline"
+    return ""
 
 
 def _time(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pytest_gputrain import launch
-from pytest_gputrain.hardware import topology
+from pytest_gputrain.hardware import nvidia, topology
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease, lease_cores
 from pytest_gputrain.hardware.machine import Machine, detect
@@ -117,7 +117,7 @@ class Bench:
         nodes = self.nodes(task.case)
         count = min(task.case.gpus, len(visible)) if visible else task.processes + task.servers
         with _lent(visible[:1] if inline else visible, count) as gpus:
-            between = topology.paths(gpus)
+            between, before = topology.paths(gpus), nvidia.occupancy(gpus)
             if inline:
                 reply = launch.inline(task, builder)
             elif nodes > 1:
@@ -133,7 +133,7 @@ class Bench:
                     watch=watch,
                     preloaded=self._preloaded,
                 )
-            return _with_hardware(reply, gpus[0].driver, between) if gpus else reply
+            return _with_hardware(reply, gpus[0].driver, between, before) if gpus else reply
 
     def processes(self, declared: int) -> int:
         """On a CPU a parallelism is exercised rather than measured: fewer processes show as much."""
@@ -165,9 +165,11 @@ def _lent(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
         raise BadCase(str(error)) from None
 
 
-def _with_hardware(reply: Reply, driver: str, between: tuple[tuple[str, ...], ...]) -> Reply:
+def _with_hardware(reply: Reply, driver: str, between: tuple[tuple[str, ...], ...], before: nvidia.Occupancy) -> Reply:
     """The reply with what only the parent knows of the machine."""
     if isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None:
         environment = msgspec.structs.replace(reply.environment, driver=driver, topology=between)
-        return msgspec.structs.replace(reply, environment=environment)
+        return msgspec.structs.replace(
+            reply, environment=environment, free_bytes=before.free_bytes, other_processes=before.processes
+        )
     return reply

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 
@@ -36,6 +37,33 @@ def gpus() -> tuple[Gpu, ...]:
                 )
             )
         return tuple(found)
+
+
+class Occupancy(NamedTuple):
+    """What else is on GPUs."""
+
+    free_bytes: int | None
+    """Of the one that has least; None where nobody tells."""
+    processes: int | None
+    """Other processes that compute on any of them; None likewise."""
+
+
+def occupancy(gpus: Sequence[Gpu]) -> Occupancy:
+    """What is on ``gpus`` beside this process now.
+
+    Raises:
+        HardwareError: the driver does not answer.
+    """
+    with library() as nvml:
+        if nvml is None or not gpus:
+            return Occupancy(None, None)
+        handles = [nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus]
+        free = min(int(nvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles)
+        try:
+            found = {process.pid for handle in handles for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        except nvml.NVMLError:  # not supported, or not permitted
+            return Occupancy(free, None)
+        return Occupancy(free, len(found - {os.getpid()}))
 
 
 @contextlib.contextmanager

@@ -117,6 +117,10 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """In the reply of one of several processes: see `Rank`."""
     one_worker_seconds: float | None = None
     """Seconds of an update by one worker alone, added by the parent where a test asks how the case scales."""
+    free_bytes: int | None = None
+    """Free on the fullest of the case's GPUs before it started; this and the next from the parent."""
+    other_processes: int | None = None
+    """That computed on its GPUs then."""
     environment: Environment
 
     @property
@@ -153,6 +157,9 @@ class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_fi
     rank: int | None = None
     """Of several processes, the one it happened to."""
     peak_allocated_bytes: int | None = None
+    free_bytes: int | None = None
+    """As in `Measurement`, and the next."""
+    other_processes: int | None = None
     environment: Environment | None = None
 
 

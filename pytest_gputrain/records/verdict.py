@@ -43,6 +43,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     flops_per_step: int | None = None
     one_worker_seconds: float | None = None
     """As in `Measurement`: what the scaling efficiency of this run is derived from."""
+    free_bytes: int | None = None
+    """As in `Measurement`."""
     final_loss: float | None = None
 
 

@@ -65,6 +65,11 @@ def paths(gpus):
     return tuple(tuple("X" if one is other else "NV18" for other in gpus) for one in gpus)
 
 
+def occupancy(gpus):
+    state = HERE / "occupancy.json"
+    return nvidia.Occupancy(*json.loads(state.read_text())) if state.exists() else nvidia.Occupancy(None, None)
+
+
 def pytest_configure(config):
     gpus = tuple(Gpu(**gpu) for gpu in json.loads((HERE / "gpus.json").read_text()))
     asked = {}
@@ -91,6 +96,7 @@ def pytest_configure(config):
 
     patch = pytest.MonkeyPatch()
     patch.setattr(nvidia, "gpus", lambda: gpus)
+    patch.setattr(nvidia, "occupancy", occupancy)
     patch.setattr(topology, "paths", paths)
     patch.setattr(launch, "in_process", in_process)
     patch.setattr(launch, "on_nodes", in_process)
@@ -147,6 +153,10 @@ class Project:
         file = self.path / "replies.json"
         known = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(known | {to: replies}))
+
+    def occupied(self, *, free_bytes: int, processes: int = 0) -> None:
+        """From now on, this is what is on the GPUs before a case starts."""
+        (self.path / "occupancy.json").write_text(json.dumps([free_bytes, processes]))
 
     @property
     def launches(self) -> list[dict[str, Any]]:

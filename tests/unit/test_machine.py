@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         nvml.nvmlDeviceGetHandleByIndex = lambda index: gpus[index]
         nvml.nvmlDeviceGetUUID = lambda gpu: encode(gpu[0])
         nvml.nvmlDeviceGetName = lambda gpu: encode(gpu[1])
-        nvml.nvmlDeviceGetMemoryInfo = lambda gpu: types.SimpleNamespace(total=gpu[2])
+        nvml.nvmlDeviceGetMemoryInfo = lambda gpu: types.SimpleNamespace(total=gpu[2], free=gpu[2] - GiB)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         return calls
 
@@ -374,3 +375,28 @@ def test_slugs_name_folders(name: str, folder: str) -> None:
 def test_any_device_name_becomes_one_plain_folder(name: str) -> None:
     assert set(slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
     assert slug(name) == slug(slug(name)) != ""
+
+
+def _process(pid: int) -> Any:
+    return types.SimpleNamespace(pid=pid)
+
+
+def test_occupancy_is_the_least_free_memory_and_the_other_processes(driver: Driver) -> None:
+    driver(H200, T4)
+    found = {H200[0]: [_process(7), _process(os.getpid())], T4[0]: [_process(7), _process(8)]}
+    sys.modules["pynvml"].nvmlDeviceGetComputeRunningProcesses = lambda gpu: found[gpu[0]]
+    both = nvidia.gpus()
+    assert nvidia.occupancy(both) == (15 * GiB, 2)
+    assert nvidia.occupancy(both[:1]) == (140 * GiB, 1)
+    assert nvidia.occupancy(()) == (None, None)
+
+
+def test_processes_that_the_driver_does_not_list_are_unknown(driver: Driver) -> None:
+    driver(H200)
+    nvml = sys.modules["pynvml"]
+
+    def refused(gpu: object) -> object:
+        raise nvml.NVMLError("Not Supported")
+
+    nvml.nvmlDeviceGetComputeRunningProcesses = refused
+    assert nvidia.occupancy(nvidia.gpus()) == (140 * GiB, None)
