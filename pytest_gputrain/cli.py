@@ -1,4 +1,4 @@
-"""The command ``gputrain``: published tables and reports, printed; and another node of a case."""
+"""The command ``gputrain``: published tables and reports, printed; two versions compared; another node of a case."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from pytest_gputrain.ab import command as ab
 from pytest_gputrain.baselines import BaselineError, decode
 from pytest_gputrain.published import PublishedStore, PublishedTable
 from pytest_gputrain.records import Report, Result
@@ -23,8 +24,13 @@ _UNBOUNDED = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 for bad input."""
-    options = _parser().parse_args(arguments)
+    """Run the command and return its exit code: 0, 1 for a regression, or 2 for bad input."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "ab":
+        return ab.main(options, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return _print_table(options) if options.command == "table" else _serve(options)
 
 
@@ -63,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--report", type=Path, metavar="REPORT", help="report whose figures to put beside the published ones")
     table.add_argument("--format", choices=get_args(sheet.Format), default="terminal", help="default: terminal")
     table.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
+    ab.add_to(commands)
     node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
     node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")
     node.add_argument(

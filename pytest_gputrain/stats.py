@@ -186,6 +186,26 @@ def suite_shift(first: Sequence[float]) -> float | None:
     return statistics.median(first) if len(first) >= MANY_CASES else None
 
 
+def levelled(base: Sequence[float], head: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Both sides of an A/B comparison without what the two processes of a round have in common, which is the machine's.
+
+        d_j    = log head_j - log base_j;   D = median(d_j);   m = mean of all logarithms
+        base_j = m - D / 2 - (d_j - D) / sqrt 2
+        head_j = m + D / 2 + (d_j - D) / sqrt 2
+
+    What is left is the difference of the sides. A difference of two processes varies sqrt 2 times as much as one of them,
+    so its deviations are scaled to those of one, which `decide` expects.
+
+    Args:
+        base: seconds, one a round, as ``head``.
+    """
+    differences = [math.log(new) - math.log(known) for known, new in zip(base, head, strict=True)]
+    middle = statistics.median(differences)
+    level = statistics.fmean(map(math.log, (*base, *head)))
+    halves = [middle / 2 + (difference - middle) / math.sqrt(2) for difference in differences]
+    return [math.exp(level - half) for half in halves], [math.exp(level + half) for half in halves]
+
+
 def exceeds(values: Sequence[float], limit: float, most: int = AGREEING) -> bool | None:
     """Whether a figure is above ``limit`` in every one of three processes; None where too few were asked to tell.
 

@@ -54,6 +54,7 @@ FLOORS = {
     "rounds": 4,
     "runner": 4,
     "late": 5,
+    "ab": 5,
     "report": 4,
     "fixtures": 5,
     "plugin": 6,

@@ -1,0 +1,112 @@
+"""The runs of head judged against those of base, round by round. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from pytest_gputrain.baselines import to_baseline
+from pytest_gputrain.judge import Circumstances, Tolerance, judge
+from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.records import Baseline, BaselineRun, Measurement, Report, Result, Verdict
+from pytest_gputrain.sentences import finding
+from pytest_gputrain.stats import levelled, suite_prior
+
+_Run = TypeVar("_Run", BaselineRun, Measurement)
+
+_Key = tuple[str, str]
+"""Suite and key of a case."""
+
+
+def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
+    """What passes, from a report's settings. Time on a CPU is judged: both sides are of one host and of the same minutes."""
+    memory = msgspec.convert(settings["memory_tolerance"], MemoryTolerance)
+    return Tolerance(time=settings["time_tolerance"], memory=memory, cpu_time=True)
+
+
+def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[Result]:
+    """Head's results with all their runs and what these mean against base.
+
+    Args:
+        base: a report a round, as ``head``.
+        told: how to name base.
+    """
+    before, after = [_by_case(report) for report in base], [_by_case(report) for report in head]
+    keys = list(dict.fromkeys(key for round_ in after for key in round_))
+    baselines = {key: _baseline(key, base, before) for key in keys}
+    sides = {key: _level(baselines[key], [round_[key] for round_ in after if key in round_]) for key in keys}
+    prior = suite_prior([_medians(baseline) for baseline, _ in sides.values() if baseline and baseline.runs])
+    tolerance = tolerance_of(head[-1].settings)
+    results = []
+    for key, (baseline, results_of) in sides.items():
+        replies = tuple(reply for result in results_of for reply in result.replies)
+        case = results_of[0].case
+        if baseline is None or not baseline.runs:
+            why = "has no such case" if baseline is None else "has no figures of it"
+            verdict = Verdict(status="new" if baseline is None else "not-comparable", sentence=f"{case}: {told} {why}")
+        else:
+            circumstances = Circumstances(most=len(replies), prior=prior)
+            verdict = judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
+        if verdict.status == "improved" and verdict.metrics:
+            better = " and ".join(finding(metric) for metric in verdict.metrics if metric.status == "improved")
+            verdict = msgspec.structs.replace(verdict, sentence=f"{case} {better}")
+        raw = tuple(reply for round_ in after if key in round_ for reply in round_[key].replies)
+        results.append(msgspec.structs.replace(results_of[-1], replies=raw, verdict=verdict))
+    return results
+
+
+def missing(base: Sequence[Report], head: Sequence[Report]) -> list[str]:
+    """Cases that head does not have any more."""
+    after = {key for report in head for key in _by_case(report)}
+    return list(dict.fromkeys(key for report in base for _, key in (set(_by_case(report)) - after)))
+
+
+def _by_case(report: Report) -> dict[_Key, Result]:
+    """The first result of each case: another test may have measured it again, or asked for its figures."""
+    found: dict[_Key, Result] = {}
+    for result in report.results:
+        if result.search is None and not result.loss_curves:
+            found.setdefault((result.suite, result.key), result)
+    return found
+
+
+def _baseline(key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Result]]) -> Baseline | None:
+    found = [
+        to_baseline(round_[key], date=report.created, session=report.session, commit=report.commit)
+        for report, round_ in zip(reports, rounds, strict=True)
+        if key in round_
+    ]
+    return msgspec.structs.replace(found[0], runs=tuple(run for one in found for run in one.runs)) if found else None
+
+
+def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseline | None, list[Result]]:
+    """Both sides without what their rounds have in common, where every round has figures of both."""
+    runs = baseline.runs if baseline else ()
+    replies = [reply for result in results for reply in result.replies]
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    if baseline is None or not len(runs) == len(measured) == len(replies) or not all(run.step_seconds for run in runs):
+        return baseline, list(results)
+    known, found = levelled(_medians(baseline), [reply.median_step_seconds for reply in measured])
+    level = tuple(_at(run, seconds) for run, seconds in zip(runs, known, strict=True))
+    new = [
+        msgspec.structs.replace(result, replies=(_at(reply, seconds),))
+        for result, reply, seconds in zip(results, measured, found, strict=True)
+    ]
+    return msgspec.structs.replace(baseline, runs=level), new
+
+
+def _at(run: _Run, seconds: float) -> _Run:
+    """The run as if its median step took so long."""
+    factor, alone = seconds / statistics.median(run.step_seconds), run.one_worker_seconds
+    return msgspec.structs.replace(
+        run,
+        step_seconds=tuple(step * factor for step in run.step_seconds),
+        one_worker_seconds=None if alone is None else alone * factor,
+    )
+
+
+def _medians(baseline: Baseline) -> list[float]:
+    return [statistics.median(run.step_seconds) for run in baseline.runs if run.step_seconds]

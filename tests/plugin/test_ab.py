@@ -1,0 +1,186 @@
+"""``gputrain ab``: two versions of the code against each other, each in its place, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from plugin_project import BUILD, GEMMA, LLAMA, Project, recorded
+
+from pytest_gputrain import MiB
+from pytest_gputrain.cli import main
+
+Ab = Callable[..., int]
+
+
+def _git(project: Project, *arguments: str) -> str:
+    named = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    return subprocess.run(
+        ["git", "-C", str(project.path), *named, *arguments], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def _commit(project: Project, tag: str) -> None:
+    _git(project, "add", ".")
+    _git(project, "commit", "--allow-empty", "-qm", tag)
+    _git(project, "tag", tag)
+
+
+@pytest.fixture
+def ab(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Ab:
+    """The command, in this folder and with a temporary folder of its own, which it leaves empty."""
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+
+    def run(*arguments: str) -> int:
+        status = main(["ab", *arguments])
+        assert [path.name for path in scratch.iterdir() if path.name.startswith("gputrain-ab-")] == []
+        return status
+
+    return run
+
+
+@pytest.fixture
+def repository(suite: Project) -> Project:
+    """Two commits: under ``slow`` a case takes 6 % longer than under ``main``."""
+    (suite.path / ".gitignore").write_text("launches.jsonl\n__pycache__\n.pytest_cache\n")
+    _git(suite, "init", "-q", "-b", "trunk")
+    _commit(suite, "fast")
+    suite.answer(recorded(slower=1.06), to=GEMMA)
+    _commit(suite, "slow")
+    return suite
+
+
+def _only_worktree(project: Project) -> bool:
+    return len(_git(project, "worktree", "list").splitlines()) == 1
+
+
+def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
+    repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ab("--base", "fast", "--head", "slow", "--rounds=2", "--json=ab.json", "-k", "gemma or llama-3") == 1
+    told = capsys.readouterr()
+    assert f"\n{GEMMA} is 6.0 % slower at " in told.out
+    assert re.search(rf"Llama 3.1 8B .* {re.escape('pass')}", told.out)
+    assert re.findall("round . of 2: (base|head)", told.err) == ["base", "head", "head", "base"]
+    assert _only_worktree(repository)
+    report = json.loads((repository.path / "ab.json").read_text())
+    assert report["exit_status"] == 1
+    assert report["settings"]["base"].startswith("fast (")
+    assert {one["key"]: (one["verdict"]["status"], len(one["replies"])) for one in report["results"]} == {
+        GEMMA: ("regressed", 2),
+        LLAMA: ("pass", 2),
+    }
+
+
+def test_the_working_tree_counts_as_it_is(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+    repository.answer(recorded(slower=2), to=GEMMA)
+    assert ab("--base", "slow", "--rounds=1", "-k", "gemma") == 1
+    told = capsys.readouterr()
+    assert "head, . (with uncommitted changes)" in told.err
+    assert ab("--base", "fast", "--head", "fast", "--rounds=1", "-k", "gemma") == 0
+    assert "files here differ from the last commit; neither side has these changes" in capsys.readouterr().err
+
+
+def test_a_case_that_base_does_not_have_is_told_and_fails_when_strict(
+    repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test = repository.path / "test_tuning.py"
+    test.write_text(test.read_text().replace('"gemma-7b"', '"gemma-2-9b"'))
+    assert ab("--base", "fast", "--rounds=1", "-k", "gemma", "--strict") == 1
+    told = capsys.readouterr().out
+    assert re.search(r"gemma-2-9b-lora-bf16: fast \(\w+\) has no such case", told)
+    assert re.search(rf"{GEMMA}: only fast \(\w+\) has it", told)
+
+
+def test_an_environment_runs_by_its_own_python(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+    python = repository.path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho run >> {repository.path}/calls.txt\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert ab("--base", "venv", "--rounds=1", "-k", "gemma") == 0
+    assert (repository.path / "calls.txt").read_text() == "run\n" * 2  # once to ask what it has
+    python.write_text("#!/bin/sh\nexit 1\n")
+    assert ab("--base", "venv") == 2
+    assert capsys.readouterr().err.endswith("gputrain: --base: venv has no pytest-gputrain; install it there\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--base=gone"],
+            "--base: 'gone' is neither a folder, a virtual environment nor a revision of a git repository here",
+        ),
+        (["--base=fast", "--head=gone"], "--head: 'gone' is neither a folder, a virtual environment nor a revision of *"),
+        (["--base=fast", "--rounds=1", "-k", "nothing"], "fast (*) has no test that -k nothing selects"),
+        (["--base=fast", "--rounds=1", "-m", "a100"], "no test of fast (*) measured a case:*3 skipped*"),
+        (["--base=fast", "--rounds=1", "--nonsense"], "pytest of fast (*) ended with status 4 *unrecognized*--nonsense*"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_run_is_told(
+    repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert ab(*arguments) == 2
+    error = capsys.readouterr().err.partition("gputrain: " + sentence[:2])
+    text = " ".join(f"{sentence[:2]}{error[2]}".split())
+    pytest.LineMatcher([text]).fnmatch_lines([sentence])
+    assert _only_worktree(repository)
+
+
+def test_a_number_of_rounds_that_cannot_be_is_refused(ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ab("--base=fast", "--rounds=0")
+    assert ended.value.code == 2
+    assert "'0' is not a whole number from 1 to 20" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path: Path, number: int) -> None:
+    conftest = repository.path / "conftest.py"
+    waits = f"        Path({str(tmp_path / 'reached')!r}).touch()\n        __import__('time').sleep(60)\n"
+    at = "        name = str(task.case)\n"
+    conftest.write_text(conftest.read_text().replace(at, waits + at))
+    _commit(repository, "hanging")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-c", "import sys; from pytest_gputrain.cli import main; sys.exit(main())"]
+    child = subprocess.Popen(
+        [*command, "ab", "--base=hanging", "--head=fast"],
+        cwd=repository.path,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "reached").exists() and time.monotonic() < deadline and child.poll() is None:
+        time.sleep(0.1)
+    child.send_signal(number)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 130, said
+    assert said.endswith("gputrain: interrupted; nothing was judged\n")
+    assert _only_worktree(repository)
+    assert list(scratch.glob("gputrain-ab-*")) == []
+
+
+def test_more_memory_is_found_by_real_runs(project: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+    test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, warmup=1)\n"
+    project.write(test_mine=f"{BUILD}\n\n{test}")
+    _git(project, "init", "-q", "-b", "trunk")
+    _commit(project, "small")
+    project.write(test_mine=f"{BUILD.replace('64, 64', '512, 512')}\n\n{test}")
+    assert ab("--base=small", "--rounds=1", "--json=ab.json") == 1
+    assert "build-fp32 needs " in capsys.readouterr().out
+    (result,) = project.report("ab.json")["results"]
+    assert result["summary"]["peak_allocated_bytes"] > MiB
+    assert result["verdict"]["status"] == "regressed"
