@@ -55,11 +55,10 @@ RUNS = st.builds(
     flops_per_step=FIGURES,
     final_loss=st.none() | st.floats(-1e9, 1e9),
 )
-KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
-WRITTEN = st.dictionaries(
-    KEYS,
-    st.lists(RUNS | st.just(oom_run()), min_size=1, max_size=4).map(lambda runs: baseline(*runs)),
-    max_size=3,
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
+KEYS = NAMES | NAMES.map(lambda name: f"{name}@tiny")
+WRITTEN = st.dictionaries(KEYS, st.lists(RUNS | st.just(oom_run()), min_size=1, max_size=4), max_size=3).map(
+    lambda runs: {key: baseline(*of, scale="tiny" if key.endswith("@tiny") else "full") for key, of in runs.items()}
 )
 
 
