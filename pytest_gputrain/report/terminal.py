@@ -34,8 +34,11 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
     from rich.text import Text
 
     groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    judged_keys = {(result.suite, result.key) for result in results if result.verdict}
     for result in results:
-        groups[result.suite, _device(result), result.scale].append(result)
+        # A case that another test only measured, too, is no news.
+        if result.verdict or (result.suite, result.key) not in judged_keys:
+            groups[result.suite, _device(result), result.scale].append(result)
     console, file = layout.console(width, colour)
     for (suite, device, scale), members in groups.items():
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)

@@ -103,6 +103,13 @@ def test_a_case_that_was_only_measured_says_so() -> None:
     assert "measured" in _render(result(verdict=None))
 
 
+def test_a_case_that_was_judged_is_not_shown_again_where_another_test_measured_it() -> None:
+    other = result(CASE.replace(method="full"), verdict=None)
+    text = _render(result(verdict=None), result(), other)
+    assert len(re.findall("Llama 3.1 8B .* LoRA .* pass", text)) == 1
+    assert len(re.findall("measured", text)) == 1
+
+
 def test_tiny_figures_are_said_to_be_no_models_own() -> None:
     text = _render(result(scale="tiny", device="cpu", platform="cpu"))
     assert "llm on CPU, tiny scale (tiny stand-ins for the models named)" in text
