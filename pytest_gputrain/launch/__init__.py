@@ -24,9 +24,9 @@ from pytest_gputrain.launch.merge import merge
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import Process, start
 from pytest_gputrain.launch.ranks import Rank, timed_out
-from pytest_gputrain.records import Event, Reply, Served, Task
+from pytest_gputrain.records import Event, Prediction, Reply, Served, Task
 
-__all__ = ["Preloaded", "Watch", "in_process", "inline"]
+__all__ = ["Preloaded", "Watch", "in_process", "inline", "predict"]
 
 _POLL_SECONDS = 0.02
 
@@ -49,6 +49,29 @@ def in_process(
         watch: called with every progress event of the first rank, on this thread.
         preloaded: where the processes are forked from; fresh interpreters without it.
     """
+    reply = _launched(task, gpus, timeout_seconds, watch, preloaded)
+    assert not isinstance(reply, Prediction), "nobody asked for one"
+    return reply
+
+
+def predict(
+    task: Task, *, timeout_seconds: float, watch: Watch = lambda event: None, preloaded: Preloaded | None = None
+) -> Prediction | Reply:
+    """Run ``task``, which names a target, on fake tensors in a process of its own: it may abort, and it patches libraries.
+
+    Args:
+        timeout_seconds, watch, preloaded: as in `in_process`.
+
+    Returns:
+        The prediction; another reply where there is none.
+    """
+    assert task.target is not None, "a prediction is for a device"
+    return _launched(task, (), timeout_seconds, watch, preloaded)
+
+
+def _launched(
+    task: Task, gpus: Sequence[Gpu], timeout_seconds: float, watch: Watch, preloaded: Preloaded | None
+) -> Prediction | Reply:
     refuse_recursion()
     environment = worker_environment(task, gpus)
 
@@ -90,7 +113,9 @@ def _folder_of(task: Task) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(folder: Path, count: int, process: Callable[[Path, int], Process], timeout_seconds: float, watch: Watch) -> Reply:
+def _run(
+    folder: Path, count: int, process: Callable[[Path, int], Process], timeout_seconds: float, watch: Watch
+) -> Prediction | Reply:
     deadline = time.monotonic() + timeout_seconds
     ranks: list[Rank] = []
     try:
@@ -114,6 +139,7 @@ def _run(folder: Path, count: int, process: Callable[[Path, int], Process], time
     if failed:
         first = min(failed, key=Rank.order)
         reply = first.reply()
-        assert not isinstance(reply, Served)
+        assert not isinstance(reply, Served | Prediction)
         return reply if count == 1 else msgspec.structs.replace(reply, rank=first.number)
-    return merge([rank.reply() for rank in ranks])
+    replies = [rank.reply() for rank in ranks]
+    return replies[0] if isinstance(replies[0], Prediction) else merge(replies)

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.launch.processes import Process
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Reply, Served, TimedOut
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, TimedOut
 
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
@@ -38,7 +38,7 @@ class Rank:
 
     def failed(self) -> bool:
         """Whether the ended process left no figures."""
-        return not isinstance(self.reply(), Measurement | Served)
+        return not isinstance(self.reply(), Measurement | Served | Prediction)
 
     def order(self) -> tuple[bool, bool, int]:
         """Sorts failed ranks by how likely each is the cause of the others' failures.
@@ -50,7 +50,7 @@ class Rank:
         written = reply.stat().st_mtime_ns if reply.exists() else 0
         return bool(written), not isinstance(self.reply(), OutOfMemory), written
 
-    def reply(self) -> Reply | Served:
+    def reply(self) -> Reply | Served | Prediction:
         """What the ended process left behind."""
         self.progress.read()
         return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, self._kills_before)
@@ -77,7 +77,7 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail)
 
 
-def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply | Served:
+def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply | Served | Prediction:
     """What the ended process left behind, as a reply."""
 
     output = "".join(_tail(folder / name) for name in ("stdout.txt", "stderr.txt", "stacks.txt"))
@@ -88,7 +88,9 @@ def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) ->
     reply_file = folder / "reply.json"
     if reply_file.exists():
         try:
-            reply: Reply | Served = msgspec.json.decode(reply_file.read_bytes(), type=Reply | Served)
+            reply: Reply | Served | Prediction = msgspec.json.decode(
+                reply_file.read_bytes(), type=Reply | Served | Prediction
+            )
         except msgspec.DecodeError as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:

@@ -7,6 +7,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.prediction import LiveTensor, Prediction, Target, TrainingPhase
 from pytest_gputrain.records.reply import (
     Crashed,
     Environment,
@@ -44,11 +45,13 @@ __all__ = [
     "Crashed",
     "Environment",
     "Event",
+    "LiveTensor",
     "Measurement",
     "MetricName",
     "MetricVerdict",
     "OutOfMemory",
     "Phase",
+    "Prediction",
     "Published",
     "Rank",
     "RankSpread",
@@ -59,8 +62,10 @@ __all__ = [
     "Served",
     "Status",
     "Summary",
+    "Target",
     "Task",
     "TimedOut",
+    "TrainingPhase",
     "Verdict",
     "knob_text",
     "update_seconds",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_gputrain.records import Crashed, Reply, Served, Task
+from pytest_gputrain.records import Crashed, Prediction, Reply, Served, Task
 from pytest_gputrain.worker.progress import Progress
 
 CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "reply.json", "stacks.txt", "rendezvous"
@@ -34,7 +34,7 @@ def main(case_folder: Path, rank: int) -> None:
     task = msgspec.json.decode((case_folder / CASE).read_bytes(), type=Task)
     sys.path += [path for path in task.import_paths if path not in sys.path]
     progress.enter("import")
-    reply: Reply | Served
+    reply: Reply | Served | Prediction
     try:
         from pytest_gputrain.worker.libraries import load
 
@@ -49,7 +49,12 @@ def main(case_folder: Path, rank: int) -> None:
         )
     else:
         random.seed(0)
-        reply = run(task, progress, group=Group(rank, task.processes, case_folder / RENDEZVOUS, task.servers))
+        if task.target is None:
+            reply = run(task, progress, group=Group(rank, task.processes, case_folder / RENDEZVOUS, task.servers))
+        else:
+            from pytest_gputrain.worker.dry_run.predict import predict
+
+            reply = predict(task, progress)
     progress.enter("reply")
     unfinished = folder / f"{REPLY}.part"
     unfinished.write_bytes(msgspec.json.encode(reply))

@@ -1,0 +1,192 @@
+"""What a fake tensor needs to pass for a real one, and what CUDA does otherwise than a CPU: every patch, with its reason.
+
+Fakes are labelled ``cpu``, so that a torch without CUDA can run them. All patches are global: a dry run has a process of its
+own, and undoes them for tests that share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pytest_gputrain.records import Target
+from pytest_gputrain.worker.dry_run import attention
+
+_AUTOCAST_FP32: Final = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar rms_norm group_norm cosine_similarity poisson_nll_loss nll_loss nll_loss2d
+    cosine_embedding_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist cdist renorm logsumexp
+"""
+"""Operators that CUDA's autocast runs in fp32 (AT_FORALL_FP32 of ATen/autocast_mode.h); a CPU's leaves most alone."""
+
+_AUTOCAST_FP32_RESULT: Final = "prod softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList"
+"""Operators whose ``dtype`` it sets to fp32, where none is given (AT_FORALL_FP32_SET_OPT_DTYPE)."""
+
+
+@contextlib.contextmanager
+def patched(target: Target) -> Iterator[None]:
+    """A context in which the recipe runs on fakes as it would on ``target``."""
+    with contextlib.ExitStack() as stack:
+        for patch in _for_fakes():
+            stack.enter_context(patch)
+        if target.kind == "cuda":
+            for patch in _for_cuda():
+                stack.enter_context(patch)
+            library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+            _register_cuda(library, target)
+        yield
+
+
+def _for_fakes() -> Iterator[Any]:
+    # Module.to() swaps fakes instead of setting their data, and refuses those with weak references, as ours all have.
+    yield mock.patch.object(nn.Module, "_apply", _apply)
+    # Foreach optimizers, the default on a GPU, know two types of tensors only, and fakes are of a third.
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        types = sys.modules[module]._foreach_supported_types
+        yield mock.patch.object(sys.modules[module], "_foreach_supported_types", [*types, FakeTensor])
+    if "transformers" in sys.modules:
+        # Takes fakes for tracing, for which it makes masks that a real run leaves out.
+        import transformers.utils.import_utils as transformers_utils
+
+        yield mock.patch.object(transformers_utils, "is_fake_tensor", return_value=False)
+    if "bitsandbytes" in sys.modules:
+        import bitsandbytes
+
+        # A subclass of Parameter cannot be made of a fake: a plain one stands in, with the attributes that are read.
+        for module in (bitsandbytes.nn, bitsandbytes.nn.modules):
+            yield mock.patch.object(module, "Params4bit", _four_bits)
+        # A table of tensors, filled when first used: fakes must neither stay in it nor meet real ones there.
+        yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
+
+
+def _for_cuda() -> Iterator[Any]:
+    # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])
+
+
+def _register_cuda(library: Any, target: Target) -> None:
+    """CUDA's operators, where those of a CPU allocate otherwise."""
+    with warnings.catch_warnings():
+        # torch tells that a kernel is overridden, which is what this is for.
+        warnings.simplefilter("ignore", UserWarning)
+        # The kernel of attention decides whether the scores are ever whole in memory.
+        library.impl("scaled_dot_product_attention", attention.chooser(target), "AutogradCPU")
+        # A GPU keeps a mask of bool; a CPU one of the activations' type.
+        library.impl("dropout", _dropout, "AutogradCPU")
+        for name in _AUTOCAST_FP32.split():
+            _register_cast(library, name, _in_fp32)
+        for name in _AUTOCAST_FP32_RESULT.split():
+            _register_cast(library, name, _to_fp32)
+
+
+def _register_cast(library: Any, name: str, adapt: Callable[[Any, Any, Any], Any]) -> None:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return adapt(operator, args, kwargs)
+
+    library.impl(name, kernel, "AutocastCPU")
+
+
+def _in_fp32(operator: Any, args: Any, kwargs: Any) -> Any:
+    cast = [value.float() if _is_half(value) else value for value in args]
+    with torch._C._DisableAutocast():
+        return operator(*cast, **kwargs)
+
+
+def _to_fp32(operator: Any, args: Any, kwargs: Any) -> Any:
+    place = next(index for index, argument in enumerate(operator._schema.arguments) if argument.name == "dtype")
+    given = args[place] if place < len(args) else kwargs.get("dtype")
+    if given is None and _is_half(args[0]):
+        kwargs = {**kwargs, "dtype": torch.float32}
+        args = args[:place]
+    with torch._C._DisableAutocast():
+        return operator(*args, **kwargs)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0:
+        return values
+    kept: Tensor = torch.native_dropout(values, p, True)[0]
+    return kept
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`torch.nn.Module._apply` for tensors that keep their identity, as all but fakes do."""
+    if recurse:
+        for module in self.children():
+            module._apply(fn)
+    for parameter in self._parameters.values():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            applied = fn(parameter)
+        quantise = getattr(parameter, "quantise", None)
+        if quantise is not None and applied.device.type != "meta":
+            quantise()
+        elif applied is not parameter:
+            parameter.data = applied
+        if parameter.grad is not None:
+            with torch.no_grad():
+                parameter.grad.data = fn(parameter.grad)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
+
+
+def _four_bits(
+    data: Tensor,
+    requires_grad: bool = False,
+    quant_state: Any = None,
+    blocksize: int = 64,
+    compress_statistics: bool = True,
+    quant_type: str = "fp4",
+    quant_storage: torch.dtype = torch.uint8,
+    module: Any = None,
+    bnb_quantized: bool = False,
+) -> nn.Parameter:
+    """What ``bitsandbytes.nn.Params4bit`` makes; moving it to its device quantises it, see `_apply`."""
+    parameter: Any = nn.Parameter(data, requires_grad=requires_grad)
+
+    def quantise() -> None:
+        import bitsandbytes
+
+        packed, state = bitsandbytes.functional.quantize_4bit(
+            parameter.data,
+            blocksize=blocksize,
+            compress_statistics=compress_statistics,
+            quant_type=quant_type,
+            quant_storage=quant_storage,
+        )
+        parameter.data = packed
+        parameter.quant_state = state
+        parameter.bnb_quantized = True
+        parameter.quantise = None
+        if module is not None:
+            module.quant_state = state
+
+    parameter.quantise = None if bnb_quantized else quantise
+    parameter.quant_state = quant_state
+    parameter.blocksize = blocksize
+    parameter.compress_statistics = compress_statistics
+    parameter.quant_type = quant_type
+    parameter.quant_storage = quant_storage
+    parameter.bnb_quantized = bnb_quantized
+    made: nn.Parameter = parameter
+    return made

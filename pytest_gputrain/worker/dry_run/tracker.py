@@ -1,0 +1,294 @@
+"""Follows the storages of fake tensors, and adds up the work of the operators."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_gputrain.records import LiveTensor, TrainingPhase
+from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
+from pytest_gputrain.worker.dry_run.shapes import Shapes
+from pytest_gputrain.worker.dry_run.values import compute
+from pytest_gputrain.worker.flops import formulas, recomputation_told_to
+
+Temporaries = Callable[[tuple[Any, ...]], int]
+"""Bytes that an operator's kernel takes and gives back, from the operator's arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a storage was made by and for."""
+
+    bytes: int
+    operator: str
+    phase: TrainingPhase
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True)
+class Work:
+    """Of one step."""
+
+    flops: int = 0
+    recomputed: int = 0
+    bytes: int = 0
+    operators: int = 0
+    roofline_seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return self.flops
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What the tracker looks up of an operator once."""
+
+    name: str
+    flops: Callable[..., int] | None
+    moves: bool
+    """Whether it reads and writes memory: a view does not."""
+    temporaries: Temporaries | None
+
+
+class Tracker(TorchDispatchMode):
+    """Entered inside a FakeTensorMode.
+
+    Args:
+        rounding: bytes that every storage is rounded up to a multiple of.
+        temporaries: of the operators that have any.
+        peak_flops: FLOP/s by dtype; an empty one leaves the roofline at zero.
+        bandwidth: bytes per second.
+
+    Attributes:
+        trace: an allocation's number where it is made, its complement where it is freed; see `allocator.replay`.
+        allocations: by number.
+        live_bytes: now.
+        phase_peaks: highest ``live_bytes`` by phase.
+        work: since the last `begin_step`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rounding: int = 1,
+        temporaries: dict[Any, Temporaries] | None = None,
+        peak_flops: dict[torch.dtype, float] | None = None,
+        bandwidth: float | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rounding = rounding
+        self._temporaries = temporaries or {}
+        self._rates = peak_flops or {}
+        self._seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
+        self._formulas = formulas()
+        self._known: dict[Any, _Operator] = {}
+        self._shapes = Shapes()
+        self._numbers: dict[int, int] = {}
+        """Allocation by address of the storage."""
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._nbytes: dict[int, int] = {}
+        self.trace = array("q")
+        self.allocations: list[Allocation] = []
+        self.live_bytes = 0
+        self.phase: TrainingPhase = "build"
+        self.phase_peaks: dict[TrainingPhase, int] = {"build": 0}
+        self._peak = 0
+        self._peak_at = 0
+        self.peak_phase: TrainingPhase = "build"
+        self.work = Work()
+
+    def begin_step(self) -> None:
+        """A step starts: its phases and its work are counted anew."""
+        if self.phase == "build":
+            self.trace.append(EMPTY_CACHE)
+            self._peak = 0
+        self._enter("forward")
+        self.work = Work()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest ``live_bytes`` since the first step began."""
+        return self._peak
+
+    def largest_at_peak(self, count: int) -> tuple[LiveTensor, ...]:
+        """What lived at the peak, alike storages together."""
+        live: set[int] = set()
+        for event in self.trace[: self._peak_at]:
+            if event >= 0:
+                live.add(event)
+            elif event != EMPTY_CACHE:
+                live.remove(~event)
+        alike: dict[Allocation, int] = {}
+        for number in sorted(live):
+            allocation = self.allocations[number]
+            alike[allocation] = alike.get(allocation, 0) + 1
+        rows = [live_tensor(allocation, times) for allocation, times in alike.items()]
+        return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = self._known.get(func) or self._look_up(func)
+        self._follow_phase()
+        read = list(tensors_in((*args, *kwargs.values())))
+        result = compute(func, args, kwargs, read, self._shapes)
+        if operator.temporaries is not None:
+            self._pass(operator.temporaries(args), operator.name)
+        moved = 0
+        for tensor in tensors_in((result,)):
+            if tensor.device.type == "cpu":
+                for part in parts_of(tensor):
+                    moved += self._see(part, operator.name)
+        self._count(operator, read, result, moved, args, kwargs)
+        return result
+
+    def __enter__(self) -> Tracker:
+        self._telling = recomputation_told_to(lambda: self.work)
+        self._telling.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._telling.__exit__(*exc_info)
+        # No callbacks into a tracker that nobody reads any more.
+        self._references.clear()
+
+    def _look_up(self, func: Any) -> _Operator:
+        packet = func.overloadpacket
+        name = str(packet)
+        reads_nothing = name.startswith(("aten.empty", "aten.new_empty")) or name == "aten.detach"
+        known = _Operator(
+            name=name,
+            flops=self._formulas.get(packet),
+            moves=not (func.is_view or reads_nothing),
+            temporaries=self._temporaries.get(packet),
+        )
+        self._known[func] = known
+        return known
+
+    def _follow_phase(self) -> None:
+        phase = self.phase
+        if phase == "build":
+            return
+        # True for all of a backward pass, between its nodes too.
+        if torch._C._current_graph_task_id() != -1:
+            if phase != "backward":
+                self._enter("backward")
+        elif phase == "backward":
+            self._enter("optimizer")
+
+    def _enter(self, phase: TrainingPhase) -> None:
+        self.phase = phase
+        self._mark_peak()
+
+    def _mark_peak(self) -> None:
+        live, phase = self.live_bytes, self.phase
+        if live > self.phase_peaks.get(phase, -1):
+            self.phase_peaks[phase] = live
+        if live > self._peak:
+            self._peak, self._peak_at, self.peak_phase = live, len(self.trace), phase
+
+    def _see(self, tensor: Tensor, operator: str) -> int:
+        """Bytes of the tensor's elements, after its storage was looked at."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._nbytes.get(key)
+        if known is None:
+            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+        if known != size:
+            before = self._numbers.get(key)
+            self._nbytes[key] = size
+            self._numbers[key] = self._allocate(size, operator, tensor)
+            if before is not None:
+                self._free(before)
+            self._mark_peak()
+        return min(tensor.numel() * tensor.element_size(), size)
+
+    def _forget(self, key: int) -> None:
+        self._references.pop(key, None)
+        self._nbytes.pop(key, None)
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self._free(number)
+
+    def _allocate(self, size: int, operator: str, tensor: Tensor | None) -> int:
+        held = -(-size // self._rounding) * self._rounding
+        number = len(self.allocations)
+        shape = () if tensor is None else tuple(tensor.shape)
+        dtype = "bytes" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        self.allocations.append(Allocation(held, operator, self.phase, shape, dtype))
+        self.trace.append(number)
+        self.live_bytes += held
+        return number
+
+    def _free(self, number: int) -> None:
+        self.trace.append(~number)
+        self.live_bytes -= self.allocations[number].bytes
+
+    def _pass(self, size: int, operator: str) -> None:
+        """A kernel's own memory, taken and given back."""
+        if size:
+            number = self._allocate(size, operator, None)
+            self._mark_peak()
+            self._free(number)
+
+    def _count(self, operator: _Operator, read: list[Tensor], result: Any, written: int, args: Any, kwargs: Any) -> None:
+        work = self.work
+        work.operators += 1
+        moved = 0
+        if operator.moves:
+            moved = written + sum(
+                min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+                for tensor in read
+                if tensor.layout == torch.strided
+            )
+            work.bytes += moved
+        seconds = moved * self._seconds_per_byte
+        if operator.flops is not None:
+            flops = operator.flops(*args, **kwargs, out_val=result)
+            work.flops += flops
+            rate = self._rates.get(read[0].dtype)
+            if rate:
+                seconds = max(seconds, flops / rate)
+        work.roofline_seconds += seconds
+
+
+def live_tensor(allocation: Allocation, count: int = 1) -> LiveTensor:
+    """As reports show it."""
+    return LiveTensor(
+        bytes=allocation.bytes * count,
+        count=count,
+        operator=allocation.operator,
+        phase=allocation.phase,
+        shape=allocation.shape,
+        dtype=allocation.dtype,
+    )
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors among the values, in lists and tuples too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the storages of one that may be sparse."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor,)
+
+
+TENSOR_RATES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Name of the arithmetic by dtype."""

@@ -1,0 +1,88 @@
+"""A dry run by the rules of a CPU, against what the worker counts there in real steps."""
+
+import msgspec
+import pytest
+from zoo_examples import EXAMPLES, example, run
+
+from pytest_gputrain import launch
+from pytest_gputrain.cases import PRECISIONS
+from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
+from pytest_gputrain.units import GiB
+from pytest_gputrain.worker.dry_run.predict import predict
+from pytest_gputrain.worker.progress import Progress
+
+CPU = Target(marker="cpu", kind="cpu")
+H100 = Target(
+    marker="h100",
+    kind="cuda",
+    memory_bytes=80 * GiB,
+    peak_flops={"fp32": 67e12, "bf16": 989.4e12, "fp16": 989.4e12},
+    bandwidth=3.35e12,
+)
+
+LLAMA = example("llama-3.1-8b", activation_checkpointing=True)
+
+
+def predicted(case, target=CPU, builder=None, scale="tiny"):
+    task = Task(case=case, scale=scale, device_type="cpu", root=".", target=target)
+    reply = predict(task, Progress(None), builder)
+    assert isinstance(reply, Prediction), reply
+    return reply
+
+
+def compare(case, builder=None):
+    real = run(case.replace(steps=1, warmup=0), builder)
+    assert isinstance(real, Measurement), real
+    prediction = predicted(case, builder=builder)
+    assert prediction.peak_allocated_bytes == pytest.approx(real.peak_allocated_bytes, rel=0.005)
+    assert prediction.model_bytes == real.model_bytes
+    assert prediction.parameters == real.parameters
+    assert prediction.trainable_parameters == real.trainable_parameters
+    assert prediction.flops_per_step == (real.flops_per_step or 0)
+    assert prediction.recomputed_flops_per_step == (real.recomputed_flops_per_step or 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXAMPLES, ids=str)
+def test_every_model_and_method(case):
+    compare(case)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_and_method(precision, method):
+    compare(LLAMA.replace(precision=precision, method=method))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adam", "momentum", "sgd"])
+def test_every_optimizer(optimizer):
+    compare(LLAMA.replace(optimizer=optimizer, precision="fp32"))
+
+
+@pytest.mark.parametrize("share", [False, 0.5])
+def test_partial_checkpointing(share):
+    compare(LLAMA.replace(activation_checkpointing=share))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_accumulation(method):
+    compare(LLAMA.replace(method=method, gradient_accumulation=4))
+
+
+def test_the_same_in_every_process():
+    task = Task(case=LLAMA.replace(method="lora"), scale="tiny", device_type="cpu", root=".", target=H100)
+    first, second = (launch.predict(task, timeout_seconds=120) for _ in range(2))
+    assert isinstance(first, Prediction), first
+    assert msgspec.json.encode(first) == msgspec.json.encode(second)
+
+
+def test_a_wrong_model_is_no_prediction(monkeypatch):
+    monkeypatch.setattr("pytest_gputrain.worker.recipe.check_parameters", _complain)
+    task = Task(case=LLAMA, scale="tiny", device_type="cpu", root=".", target=CPU)
+    reply = predict(task, Progress(None))
+    assert isinstance(reply, Crashed)
+    assert (reply.sentence, reply.phase) == ("ValueError: not this one", "build")
+
+
+def _complain(*args):
+    raise ValueError("not this one")
