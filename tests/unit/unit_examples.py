@@ -157,6 +157,8 @@ def _strategy(info: Any) -> st.SearchStrategy[Any]:
             return st.one_of(*map(_strategy, info.types))
         case msgspec.inspect.VarTupleType():
             return st.lists(_strategy(info.item_type), max_size=3).map(tuple)
+        case msgspec.inspect.TupleType():
+            return st.tuples(*map(_strategy, info.item_types))
         case msgspec.inspect.DictType():
             return st.dictionaries(_strategy(info.key_type), _strategy(info.value_type), max_size=3)
         case msgspec.inspect.LiteralType():

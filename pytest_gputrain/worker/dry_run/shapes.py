@@ -74,7 +74,7 @@ def _key(values: Any) -> Any:
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.device))
+            found.append((value.shape, value.stride(), value.storage_offset(), value.dtype, device_of(value)))
         elif isinstance(value, list | tuple):
             found.append(_key(value))
         else:
@@ -102,7 +102,7 @@ def _described(result: Any, tensors: list[Tensor]) -> Any:
             return _Result(base=number, size=size, stride=stride, offset=offset, dtype=result.dtype)
     with torch._C._DisableTorchDispatch():
         again = torch.empty_strided(size, stride, dtype=result.dtype, device="meta")
-    if offset or again.untyped_storage().nbytes() != storage.nbytes() or result.device.type != tensors[0].device.type:
+    if offset or again.untyped_storage().nbytes() != storage.nbytes() or result.fake_device != device_of(tensors[0]):
         return None
     return _Result(size=size, stride=stride, dtype=result.dtype)
 
@@ -119,4 +119,10 @@ def _made(known: Any, tensors: list[Tensor], mode: FakeTensorMode) -> Any:
             element.set_(tensors[known.base].untyped_storage(), known.offset, known.size, known.stride)
         else:
             element = torch.empty_strided(known.size, known.stride, dtype=known.dtype, device="meta")
-    return FakeTensor(mode, element, tensors[0].device)
+    return FakeTensor(mode, element, device_of(tensors[0]))
+
+
+def device_of(fake: Any) -> torch.device:
+    """The label of a fake; its ``device`` takes a way through all modes."""
+    device: torch.device = fake.fake_device
+    return device

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
@@ -17,6 +18,8 @@ from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
 from pytest_gputrain.worker.dry_run.shapes import Shapes
 from pytest_gputrain.worker.dry_run.values import compute
 from pytest_gputrain.worker.flops import formulas, recomputation_told_to
+
+_DEVICE_OF: Final = torch.ops.prim.device.default
 
 Temporaries = Callable[[tuple[Any, ...]], int]
 """Bytes that an operator's kernel takes and gives back, from the operator's arguments."""
@@ -106,6 +109,11 @@ class Tracker(TorchDispatchMode):
         self.peak_phase: TrainingPhase = "build"
         self.work = Work()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch wraps the dispatch of a mode to keep its compiler out, which costs as much as the rest. Nothing compiles here.
+        return False
+
     def begin_step(self) -> None:
         """A step starts: its phases and its work are counted anew."""
         if self.phase == "build":
@@ -135,6 +143,9 @@ class Tracker(TorchDispatchMode):
         return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:
+            # Autograd asks for it more often than all operators are called together.
+            return args[0].fake_device
         kwargs = kwargs or {}
         operator = self._known.get(func) or self._look_up(func)
         self._follow_phase()
@@ -144,9 +155,11 @@ class Tracker(TorchDispatchMode):
             self._pass(operator.temporaries(args), operator.name)
         moved = 0
         for tensor in tensors_in((result,)):
-            if tensor.device.type == "cpu":
-                for part in parts_of(tensor):
-                    moved += self._see(part, operator.name)
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cpu":
+                if tensor.layout is torch.strided:
+                    moved += self._see(tensor, operator.name)
+                else:
+                    moved += sum(self._see(part, operator.name) for part in sparse_parts(tensor))
         self._count(operator, read, result, moved, args, kwargs)
         return result
 
@@ -211,7 +224,7 @@ class Tracker(TorchDispatchMode):
             if before is not None:
                 self._free(before)
             self._mark_peak()
-        return min(tensor.numel() * tensor.element_size(), size)
+        return min(tensor.numel() * tensor.itemsize, size)
 
     def _forget(self, key: int) -> None:
         self._references.pop(key, None)
@@ -246,11 +259,11 @@ class Tracker(TorchDispatchMode):
         work.operators += 1
         moved = 0
         if operator.moves:
-            moved = written + sum(
-                min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-                for tensor in read
-                if tensor.layout == torch.strided
-            )
+            moved = written
+            for tensor in read:
+                if tensor.layout is torch.strided:
+                    # Of an expanded tensor no more than the storage.
+                    moved += min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
             work.bytes += moved
         seconds = moved * self._seconds_per_byte
         if operator.flops is not None:
@@ -283,11 +296,9 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the storages of one that may be sparse."""
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    return (tensor,)
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the storages of a sparse one; only torch's sparse gradients are followed."""
+    return (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else ()
 
 
 TENSOR_RATES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
