@@ -19,7 +19,7 @@ import msgspec
 
 from pytest_gputrain import launch
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.published import PublishedTable
+from pytest_gputrain.published import GATED, PublishedTable
 from pytest_gputrain.records import Case, Prediction, Target, Task
 from pytest_gputrain.units import GiB
 
@@ -83,8 +83,10 @@ def main() -> int:
         if not isinstance(reply, Prediction):
             print(f"{row.case}: {reply}")
             return 1
-        figures = row.figures.get("pytorch", {})
-        expected, model, step = (figures.get(name) for name in ("peak_reserved_bytes", "model_bytes", "step_seconds"))
+        figures = row.figures.get(GATED)
+        expected, model, step = (
+            getattr(figures, name, None) for name in ("peak_reserved_bytes", "model_bytes", "step_seconds")
+        )
         assert reply.peak_reserved_bytes is not None
         total = reply.peak_reserved_bytes + (conditions.context_bytes if conditions.printed_with_context else 0)
         shown, error = f"{total / GiB:.1f}/{expected.low / GiB:.0f}" if expected else f"{total / GiB:.1f}/OOM", ""

@@ -111,7 +111,7 @@ class Tracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch wraps the dispatch of a mode to keep its compiler out, which costs as much as the rest. Nothing compiles here.
+        # torch wraps the dispatch of a mode to keep its compiler out, which costs as much as the rest. Nothing compiles.
         return False
 
     def begin_step(self) -> None:
