@@ -23,6 +23,9 @@ from pytest_gputrain.published import GATED, PublishedTable
 from pytest_gputrain.records import Case, Prediction, Target, Task
 from pytest_gputrain.units import GiB
 
+USABLE_BYTES: Final = {"h100": int(79.1 * GiB), "a100": int(79.15 * GiB), "rtx_pro_6000": int(94.97 * GiB)}
+"""What torch calls the total capacity of such a card, as in its messages of memory that ran out."""
+
 TABLES: Final = Path(__file__).resolve().parent.parent / "baselines" / "published"
 
 
@@ -37,6 +40,9 @@ class Conditions:
     qlora_precision: str = "bf16"
     """Of the layers that are not quantised, and of the arithmetic: transformers' default for a quantised model is fp32."""
 
+    grouped_queries: bool = True
+    """See `Target`."""
+
     def case(self, case: Case) -> Case:
         return case.replace(precision=self.qlora_precision) if case.method == "qlora" else case
 
@@ -44,19 +50,22 @@ class Conditions:
         counted = "counted" if self.printed_with_context else "not counted"
         return (
             f"native allocator, loss in the logits' dtype, optimizer over lists of tensors, context of "
-            f"{self.context_bytes / GiB:.2f} GiB ({counted} in the figures), QLoRA in {self.qlora_precision}"
+            f"{self.context_bytes / GiB:.2f} GiB ({counted} in the figures), QLoRA in {self.qlora_precision}, "
+            f"grouped queries {'kept' if self.grouped_queries else 'repeated'}"
         )
 
 
 CONDITIONS: Final = {
-    "llm-trainer": Conditions(context_bytes=int(0.55 * GiB), printed_with_context=True, qlora_precision="fp32"),
+    "llm-trainer": Conditions(
+        context_bytes=int(0.55 * GiB), printed_with_context=True, qlora_precision="fp32", grouped_queries=False
+    ),
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", default="llm-trainer", choices=CONDITIONS)
-    parser.add_argument("--platform", default="h100", choices=PLATFORMS)
+    parser.add_argument("--platform", default="h100", choices=USABLE_BYTES)
     parser.add_argument("--only", default="", help="rows whose id has this in it")
     arguments = parser.parse_args()
     table = msgspec.json.decode((TABLES / f"{arguments.table}.json").read_bytes(), type=PublishedTable)
@@ -64,7 +73,8 @@ def main() -> int:
     target = Target(
         marker=platform.marker,
         kind="cuda",
-        memory_bytes=platform.memory_bytes,
+        memory_bytes=USABLE_BYTES[platform.marker],
+        grouped_queries=conditions.grouped_queries,
         context_bytes=conditions.context_bytes,
         capability=(7, 0) if platform.marker == "v100" else (8, 0),
         peak_flops=platform.peak_flops,

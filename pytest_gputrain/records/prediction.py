@@ -17,13 +17,16 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: Literal["cpu", "cuda"]
     """Whose rules decide on kernels, optimizer loops and rounding."""
     memory_bytes: int | None = None
-    """None for no limit."""
+    """What the driver has to give: some hundred MiB less than a card is sold with. None for no limit."""
     context_bytes: int = 0
     """Of the memory, what the driver's context and loaded kernels take."""
     expandable_segments: bool = False
     """Whether the caching allocator grows its segments in place, instead of asking for new ones."""
     capability: tuple[int, int] = (9, 0)
     """CUDA's compute capability: before 8.0 there is no flash attention."""
+    grouped_queries: bool = True
+    """Whether transformers hands attention its fewer keys and values as they are, as version 5 does. False repeats them for
+    every head before, as version 4 did. In fp32 no fused kernel takes the former."""
     peak_flops: dict[str, float] = {}
     """FLOP/s by arithmetic: ``fp32``, ``bf16``, ``fp16``."""
     bandwidth: float | None = None

@@ -7,7 +7,7 @@ from zoo_examples import EXAMPLES, example, run
 from pytest_gputrain import launch
 from pytest_gputrain.cases import PRECISIONS
 from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
-from pytest_gputrain.units import GiB
+from pytest_gputrain.units import GiB, MiB
 from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
@@ -67,6 +67,52 @@ def test_partial_checkpointing(share):
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_accumulation(method):
     compare(LLAMA.replace(method=method, gradient_accumulation=4))
+
+
+def test_a_gpu_s_optimizer_works_on_lists_of_tensors():
+    lists, fused = (predicted(LLAMA.replace(optimizer=name), H100) for name in ("adamw", "adamw-fused"))
+    temporary = lists.phase_peak_bytes["optimizer"] - fused.phase_peak_bytes["optimizer"]
+    # One copy of all weights, in blocks of 512 bytes.
+    assert temporary == pytest.approx(2 * lists.parameters, rel=0.05)
+
+
+def test_grouped_queries_in_fp32_hold_the_scores():
+    case = LLAMA.replace(precision="fp32", activation_checkpointing=False)
+    scores = 4 * 2 * 4 * 128 * 128
+    grouped, repeated = (
+        predicted(case, msgspec.structs.replace(H100, grouped_queries=grouped)).phase_peak_bytes["forward"]
+        for grouped in (True, False)
+    )
+    assert grouped > repeated + scores
+
+
+def test_bf16_needs_no_scores():
+    case = LLAMA.replace(activation_checkpointing=False)
+    new, old = (
+        predicted(case, msgspec.structs.replace(H100, capability=capability)).phase_peak_bytes["forward"]
+        for capability in ((9, 0), (7, 0))
+    )
+    assert new < old
+
+
+def test_too_little_memory_is_told_with_what_it_was_for():
+    prediction = predicted(LLAMA, msgspec.structs.replace(H100, memory_bytes=2 * MiB))
+    assert prediction.fits is False
+    assert prediction.peak_reserved_bytes > 2 * MiB
+    assert prediction.refused.phase in ("forward", "backward", "optimizer")
+    assert prediction.refused.bytes > 0
+
+
+def test_what_is_held_covers_what_is_allocated():
+    prediction = predicted(LLAMA, H100)
+    assert prediction.fits is True
+    assert prediction.refused is None
+    assert prediction.peak_allocated_bytes <= prediction.peak_reserved_bytes
+    assert prediction.peak_allocated_bytes == max(
+        size for phase, size in prediction.phase_peak_bytes.items() if phase != "build"
+    )
+    assert prediction.phase_peak_bytes[prediction.peak_phase] == prediction.peak_allocated_bytes
+    assert sum(row.bytes for row in prediction.largest) <= prediction.peak_allocated_bytes
 
 
 def test_the_same_in_every_process():

@@ -36,7 +36,7 @@ _AUTOCAST_FP32_RESULT: Final = "prod softmax.int log_softmax.int cumprod cumsum 
 def patched(target: Target) -> Iterator[None]:
     """A context in which the recipe runs on fakes as it would on ``target``."""
     with contextlib.ExitStack() as stack:
-        for patch in _for_fakes():
+        for patch in _for_fakes(target):
             stack.enter_context(patch)
         if target.kind == "cuda":
             for patch in _for_cuda():
@@ -46,7 +46,7 @@ def patched(target: Target) -> Iterator[None]:
         yield
 
 
-def _for_fakes() -> Iterator[Any]:
+def _for_fakes(target: Target) -> Iterator[Any]:
     # Module.to() swaps fakes instead of setting their data, and refuses those with weak references, as ours all have.
     yield mock.patch.object(nn.Module, "_apply", _apply)
     # Foreach optimizers, the default on a GPU, know two types of tensors only, and fakes are of a third.
@@ -57,7 +57,12 @@ def _for_fakes() -> Iterator[Any]:
         # Takes fakes for tracing, for which it makes masks that a real run leaves out.
         import transformers.utils.import_utils as transformers_utils
 
-        yield mock.patch.object(transformers_utils, "is_fake_tensor", return_value=False)
+        yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
+        if not target.grouped_queries:
+            # An older release is predicted for.
+            import transformers.integrations.sdpa_attention as transformers_attention
+
+            yield mock.patch.object(transformers_attention, "use_gqa_in_sdpa", _no)
     if "bitsandbytes" in sys.modules:
         import bitsandbytes
 
@@ -66,6 +71,11 @@ def _for_fakes() -> Iterator[Any]:
             yield mock.patch.object(module, "Params4bit", _four_bits)
         # A table of tensors, filled when first used: fakes must neither stay in it nor meet real ones there.
         yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
+
+
+def _no(*values: object) -> bool:
+    # A mock would remember its arguments, and keep them alive.
+    return False
 
 
 def _for_cuda() -> Iterator[Any]:
