@@ -1,3 +1,17 @@
-"""Only this file may name plugins for the test session: pytester runs pytest inside of the plugin's own tests."""
+"""For the project's own tests. Only this file may name plugins for the session: pytester runs pytest inside of them."""
+
+import pytest
 
 pytest_plugins = ["pytester"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run tests that take more than ten seconds, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    slow = {item for item in items if item.get_closest_marker("slow")}
+    config.hook.pytest_deselected(items=list(slow))
+    items[:] = [item for item in items if item not in slow]

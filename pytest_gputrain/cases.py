@@ -159,6 +159,11 @@ def _bad_parallelism(case: Case) -> str | None:
     if case.parallel == "ps":
         return _bad_parameter_server(case)
     if case.parallel == "single" and case.gpus > 1:
+        if case.code:
+            return (
+                f"asks for {case.gpus} GPUs, but parallel='single' uses one; choose parallel='ddp', under which "
+                "torch.distributed is ready for what your code exchanges"
+            )
         return f"asks for {case.gpus} GPUs, but parallel='single' uses one; choose a parallelism"
     return None
 

@@ -1,10 +1,12 @@
-"""The command ``gputrain``: published tables and reports, printed."""
+"""The command ``gputrain``: published tables and reports, printed; and another node of a case."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +25,18 @@ _UNBOUNDED = 1000
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, or 2 for bad input."""
     options = _parser().parse_args(arguments)
+    return _print_table(options) if options.command == "table" else _serve(options)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from pytest_gputrain.launch.node import serve
+
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(options.shared.absolute(), options.host, lambda line: print(f"gputrain: {line}", flush=True))
+    return 0
+
+
+def _print_table(options: argparse.Namespace) -> int:
     try:
         text, notes = _table(options)
     except (BaselineError, ValueError) as error:
@@ -40,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gputrain", description="Published tables and reports of pytest-gputrain.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     table = commands.add_parser("table", help="print a report, or published tables with a report's figures beside them")
     table.add_argument("measured", nargs="?", type=Path, metavar="REPORT", help="report of --gpu-json to print")
     table.add_argument(
@@ -49,6 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--report", type=Path, metavar="REPORT", help="report whose figures to put beside the published ones")
     table.add_argument("--format", choices=get_args(sheet.Format), default="terminal", help="default: terminal")
     table.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
+    node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
+    node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")
+    node.add_argument(
+        "--host",
+        default=socket.gethostname(),
+        metavar="HOST",
+        help="name or address that the other nodes reach this one by (default: its name)",
+    )
     return parser
 
 

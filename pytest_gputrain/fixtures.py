@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_gputrain.cases import did_you_mean
+from pytest_gputrain.cases import ALWAYS_IN_ID, did_you_mean
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
@@ -130,7 +130,7 @@ class GpuTrain:
             name += f"[{callspec.id}]" if callspec else ""
         else:
             code = _address(what, self._runner.settings.root)
-        shown = tuple(knob for knob in knobs if knob not in ("model", "precision", "steps", "warmup", "platforms"))
+        shown = tuple(knob for knob in knobs if knob not in (*ALWAYS_IN_ID, "steps", "warmup", "platforms"))
         return Case(**{"model": name, "method": "custom", "code": code, "named": shown, **knobs})
 
     def _override(self, case: Case) -> Case:

@@ -36,6 +36,10 @@ from pytest_gputrain.units import MiB, format_bytes, format_percent, format_seco
 GPU_MEMORY_FLOOR_BYTES: Final = 64 * MiB
 """Added to the memory limit on a GPU, whose allocator differs by a few segments from run to run. A CPU's count is exact."""
 
+SHARED_CPU_RATIO: Final = 0.1
+"""Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
+the peak of tiny models under FSDP2 by up to 6 % from run to run."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
@@ -65,7 +69,7 @@ def judge(
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
     if baseline is None:
-        return _without_baseline(case, out, hint)
+        return _without_baseline(case, out, hint, no_scaling)
     if baseline.case.identity() != case.identity():
         change = differences(baseline.case, case)
         return Verdict(
@@ -97,7 +101,8 @@ def judge(
 def describe_failure(reply: Crashed | TimedOut | OutOfMemory) -> str:
     """What went wrong, as the rest of a sentence that begins with the case."""
     at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
-    place = f"({reply.phase}{at})"
+    rank = "" if isinstance(reply, TimedOut) or reply.rank is None else f", rank {reply.rank}"
+    place = f"({reply.phase}{at}{rank})"
     if isinstance(reply, TimedOut):
         return f"was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
     if isinstance(reply, OutOfMemory):
@@ -108,13 +113,14 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory) -> str:
 _RECORD: Final = "record it with --gpu-baseline-update"
 
 
-def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str) -> Verdict:
+def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scaling: str) -> Verdict:
     if out:
         return Verdict(
             status="failed",
             sentence=f"{case} {describe_failure(out[0])}; if that is expected, {_RECORD}",
         )
-    return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}; {_RECORD}")
+    beside = f", and no scaling efficiency ({no_scaling})" if no_scaling else ""
+    return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}{beside}; {_RECORD}")
 
 
 def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
@@ -163,10 +169,12 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun]) -> st
     other = _other_device(here, fitted)
     if other:
         return other
-    for there in (run.environment for run in fitted):
-        if there.device_count != here.device_count:
-            return f"recorded on {there.device_count} devices, here {here.device_count}"
-    return ""
+    return _other_count(here, fitted)
+
+
+def _other_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
+    counts = {run.environment.device_count for run in fitted} - {here.device_count}
+    return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
 
 
 def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance) -> MetricVerdict:
@@ -174,20 +182,27 @@ def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tole
     peaks = [run.peak_allocated_bytes for run in fitted if run.peak_allocated_bytes is not None]
     here = measured[0].environment
     foreign = next((run.environment for run in fitted if run.environment.device_type != here.device_type), None)
-    if foreign or not peaks:
-        reason = f"recorded on {foreign.device_name}, here {here.device_name}" if foreign else "the baseline has no peak"
+    reason = _other_count(here, fitted)
+    if foreign:
+        reason = f"recorded on {foreign.device_name}, here {here.device_name}"
+    elif not peaks:
+        reason = "the baseline has no peak"
+    if reason:
         return MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
     highest, lowest = max(peaks), min(peaks)
     floor = 0 if here.device_type == "cpu" else GPU_MEMORY_FLOOR_BYTES
     slack = tolerance.bytes + floor
-    limit = highest * (1 + tolerance.ratio) + slack
+    on_cpu = here.device_type == "cpu"
+    exact = on_cpu and here.device_count == 1
+    ratio = max(tolerance.ratio, SHARED_CPU_RATIO) if on_cpu and not exact else tolerance.ratio
+    limit = highest * (1 + ratio) + slack
     status: Status = "pass"
     if value > limit:
         status = "regressed"
-    elif value < lowest / (1 + tolerance.ratio) - slack:
+    elif value < lowest / (1 + ratio) - slack:
         status = "improved"
     # A CPU's peak is an exact count: within the limit a change still says that something changed.
-    changed = here.device_type == "cpu" and status == "pass" and not lowest <= value <= highest
+    changed = exact and status == "pass" and not lowest <= value <= highest
     note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
     return MetricVerdict(metric="peak_allocated_bytes", status=status, value=value, baseline=highest, limit=limit, note=note)
 

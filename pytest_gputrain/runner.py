@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import statistics
 import sys
@@ -108,8 +109,15 @@ class Runner:
         reason = why_skipped(markers | set(declared), expression, self.machine.platform, case.gpus)
         if reason:
             raise CannotRun(reason)
-        if self.machine.gpus and case.gpus > len(self.machine.gpus):
-            raise CannotRun(f"needs {case.gpus} GPUs, found {len(self.machine.gpus)}")
+        here = len(self.machine.gpus)
+        if here and case.gpus > here and case.gpus % here:
+            raise CannotRun(
+                f"needs {case.gpus} GPUs, found {here}; several nodes are taken whole, so no number of them fits"
+            )
+        if here and case.gpus > here and case.servers:
+            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; a case with parameter servers stays on one node")
+        if here and (nodes := self._nodes(case)) > self.settings.nodes:
+            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; --gpu-nodes={nodes} takes those of {nodes} nodes")
         if self.machine.gpus:
             return
         if scaling and not self._is_study and self._processes(case.gpus) < case.gpus:
@@ -163,6 +171,8 @@ class Runner:
         processes, servers = self._processes(case.gpus), self._processes(case.servers)
         if inline and processes + servers > 1:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
+        if inline and case.parallel != "single":
+            raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
         task = Task(
             case=case,
             scale=scale,
@@ -306,10 +316,17 @@ class Runner:
             self.watch(task.case, event)
 
         visible = self.machine.gpus
-        with _lent(visible[:1] if inline else visible, task.case.gpus if visible else task.processes + task.servers) as gpus:
+        nodes = self._nodes(task.case)
+        count = min(task.case.gpus, len(visible)) if visible else task.processes + task.servers
+        with _lent(visible[:1] if inline else visible, count) as gpus:
             between = topology.paths(gpus)
             if inline:
                 reply = launch.inline(task, builder)
+            elif nodes > 1:
+                cluster = launch.Cluster(nodes=nodes, shared=self.settings.shared, rendezvous=self.settings.rendezvous)
+                reply = launch.on_nodes(
+                    task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, cluster=cluster, watch=watch
+                )
             else:
                 reply = launch.in_process(
                     task,
@@ -323,6 +340,12 @@ class Runner:
     def _processes(self, declared: int) -> int:
         """On a CPU a parallelism is exercised rather than measured: fewer processes show as much."""
         return declared if self.machine.gpus else min(declared, self.settings.processes)
+
+    def _nodes(self, case: Case) -> int:
+        """That the case takes: as many as have its GPUs, or on a CPU as many as the option allows."""
+        if self.machine.gpus:
+            return math.ceil(case.gpus / len(self.machine.gpus))
+        return 1 if case.servers else min(self.settings.nodes, self._processes(case.gpus))
 
     def _scale(self) -> Scale:
         if self.settings.scale != "auto":

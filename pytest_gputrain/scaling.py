@@ -12,9 +12,11 @@ def one_worker(case: Case) -> Case:
     """The same work by one worker alone.
 
     DistributedDataParallel of one process is a plain training, which may be declared and measured anyway. Engines that
-    shard or offload keep doing so: without them the model may not fit, and their knobs are no other engine's.
+    shard or offload keep doing so: without them the model may not fit, and their knobs are no other engine's. Own code keeps
+    its process group, in which it may exchange what it wants.
     """
-    return case.replace(gpus=1, parallel="single" if case.parallel == "ddp" else case.parallel)
+    plain = case.parallel == "ddp" and not case.code
+    return case.replace(gpus=1, parallel="single" if plain else case.parallel)
 
 
 def efficiency(case: Case, runs: Iterable[Measurement | BaselineRun]) -> float | None:

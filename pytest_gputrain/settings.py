@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,12 @@ class Settings:
     gpu_ids: tuple[str, ...] | None
     """Indices or UUIDs of the GPUs to use, None for all visible ones."""
     isolation: Literal["auto", "process", "inline"]
+    nodes: int
+    """Most nodes of a case."""
+    shared: Path
+    """Folder that all nodes see."""
+    rendezvous: str
+    """``HOST`` or ``HOST:PORT`` of this node for the others; empty for its name, or for Slurm to start them all."""
     json: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
@@ -150,6 +157,9 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         processes=values["processes"],
         gpu_ids=values["ids"],
         isolation=values["isolation"],
+        nodes=values["nodes"],
+        shared=values["shared"].absolute(),
+        rendezvous=values["rendezvous"] or "",
         json=None if values["json"] is None else values["json"].absolute(),
         sweep=values["set"] or (),
         find_batch=bool(values["find-batch"]),
@@ -163,6 +173,9 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     """Raises:
     ValueError: two of the values cannot both be meant.
     """
+    for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
+        if asked and values["nodes"] > 1:
+            raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:
@@ -225,6 +238,12 @@ def _memory_tolerance(text: str) -> MemoryTolerance:
         return MemoryTolerance(bytes=parse_bytes(text))
     except ValueError:
         raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02 or 512MiB") from None
+
+
+def _endpoint(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(:[0-9]{1,5})?", text):
+        raise ValueError(f"{text!r} is not a host, or a host and a port, as node1 or node1:29400")
+    return text
 
 
 def _ids(text: str) -> tuple[str, ...]:
@@ -333,6 +352,20 @@ OPTIONS: Final = (
             "auto: as process, but on a CPU the models' cases are forked from a process that has only imported their "
             "libraries (default: auto)"
         ),
+    ),
+    Option(name="nodes", parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
+    Option(
+        name="shared",
+        parse=Path,
+        default=".gputrain",
+        metavar="DIR",
+        help="folder that all nodes share, for cases of several nodes (default: .gputrain beside the ini file)",
+    ),
+    Option(
+        name="rendezvous",
+        parse=_endpoint,
+        metavar="HOST[:PORT]",
+        help="this node as the others reach it, where they are no Slurm allocation (default: its name, any free port)",
     ),
     Option(
         name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"

@@ -45,7 +45,7 @@ def lease(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Iterat
         return
     if held:
         raise HardwareError(f"{count} GPUs cannot be lent to a test that holds {len(held)} already; drop its gpu fixture")
-    with _locked([gpu.uuid for gpu in gpus], count, folder) as names:
+    with _locked("gpu", [gpu.uuid for gpu in gpus], count, folder) as names:
         yield tuple(gpu for gpu in gpus if gpu.uuid in names)
 
 
@@ -59,7 +59,7 @@ def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
     if any(name in _mine for name in cores):
         yield
         return
-    with _locked(cores, min(count, len(cores)), folder):
+    with _locked("core", cores, min(count, len(cores)), folder):
         yield
 
 
@@ -78,7 +78,7 @@ def held_locks() -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _locked(names: Sequence[str], count: int, folder: Path | None) -> Iterator[set[str]]:
+def _locked(pool: str, names: Sequence[str], count: int, folder: Path | None) -> Iterator[set[str]]:
     folder = folder or Path(tempfile.gettempdir()) / "gputrain-leases"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(PermissionError):  # another user made it, for all
@@ -86,7 +86,7 @@ def _locked(names: Sequence[str], count: int, folder: Path | None) -> Iterator[s
     taken: dict[str, int] = {}
     try:
         # Who gathers several devices goes first: two cases taking one each of two GPUs would wait for each other.
-        queue = _lock(folder / "queue.lock", wait=True)
+        queue = _lock(folder / f"{pool}-queue.lock", wait=True)
         assert queue is not None
         try:
             while len(taken) < count:

@@ -1,34 +1,25 @@
 """A task in, a reply out: the case runs in processes of its own, and whatever becomes of them is a reply.
 
-The ranks of a case are started directly: that gives a true exit code for each, and half the start-up time of torchrun. They
-meet through a file in the case's folder, so no port is taken that another case might want.
-
-Not covered: several nodes.
+The ranks of a case on this node are started directly: that gives a true exit code for each, and half the start-up time of
+torchrun. They meet through a file in the case's folder, so no port is taken that another case might want. A case that takes
+several nodes is started by torchrun's agents, one a node (`on_nodes`).
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
-from pytest_gputrain.launch.merge import merge
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import Process, start
-from pytest_gputrain.launch.ranks import Rank, timed_out
+from pytest_gputrain.launch.ranks import Rank, folder_of, follow
+from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Event, Prediction, Reply, Served, Task
 
-__all__ = ["Preloaded", "Watch", "in_process", "inline", "predict"]
-
-_POLL_SECONDS = 0.02
+__all__ = ["Cluster", "Preloaded", "Watch", "in_process", "inline", "on_nodes", "predict"]
 
 Watch = Callable[[Event], None]
 
@@ -79,8 +70,15 @@ def _launched(
         forked = preloaded.fork(task, folder, rank, environment, timeout_seconds) if preloaded else None
         return forked or start(folder, rank, environment)
 
-    with _folder_of(task) as folder:
-        return _run(folder, task.processes + task.servers, process, timeout_seconds, watch)
+    with folder_of(task) as folder:
+        ranks: list[Rank] = []
+        try:
+            for number in range(task.processes + task.servers):
+                ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
+            return follow(ranks, timeout_seconds, watch)
+        finally:
+            for rank in ranks:
+                rank.process.end()
 
 
 def inline(task: Task, builder: Any = None) -> Reply:
@@ -101,45 +99,3 @@ def inline(task: Task, builder: Any = None) -> Reply:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
         gc.unfreeze()
-
-
-@contextmanager
-def _folder_of(task: Task) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="gputrain-"))
-    try:
-        (folder / "case.json").write_bytes(msgspec.json.encode(task))
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _run(
-    folder: Path, count: int, process: Callable[[Path, int], Process], timeout_seconds: float, watch: Watch
-) -> Prediction | Reply:
-    deadline = time.monotonic() + timeout_seconds
-    ranks: list[Rank] = []
-    try:
-        ranks += [Rank(number, folder, process) for number in range(count)]
-        while True:
-            for event in ranks[0].progress.read():
-                watch(event)
-            ended = [rank for rank in ranks if rank.process.poll() is not None]
-            # One rank's end ends the others: they would wait for it until the time-out.
-            failed = [rank for rank in ended if rank.failed()]
-            if failed or len(ended) == len(ranks):
-                break
-            if time.monotonic() >= deadline:
-                return timed_out(ranks, timeout_seconds)
-            time.sleep(_POLL_SECONDS)
-    finally:
-        for rank in ranks:
-            rank.process.end()
-    for event in ranks[0].progress.read():
-        watch(event)
-    if failed:
-        first = min(failed, key=Rank.order)
-        reply = first.reply()
-        assert not isinstance(reply, Served | Prediction)
-        return reply if count == 1 else msgspec.structs.replace(reply, rank=first.number)
-    replies = [rank.reply() for rank in ranks]
-    return replies[0] if isinstance(replies[0], Prediction) else merge(replies)

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.kernel import PARENT
 from pytest_gputrain.records import Task
 
 _OF_LAUNCHERS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Left over from a launcher that pytest itself runs under, they would confuse the ranks."""
-
-_PARENT: Final = "GPUTRAIN_PARENT"
 
 
 def refuse_recursion() -> None:
     """Raises:
     RuntimeError: this process is itself a worker.
     """
-    if _PARENT in os.environ:
+    if PARENT in os.environ:
         raise RuntimeError("a worker of pytest-gputrain must not start workers: do not measure at a module's top level")
 
 
@@ -32,9 +31,12 @@ def worker_environment(task: Task, gpus: Sequence[Gpu]) -> dict[str, str]:
         gpus: the only ones that the worker may see.
     """
     # pytest's variable of the running test would make every environment another one.
-    environment = {name: value for name, value in os.environ.items() if name not in (*_OF_LAUNCHERS, "PYTEST_CURRENT_TEST")}
+    dropped = (*_OF_LAUNCHERS, "PYTEST_CURRENT_TEST")
+    environment = {
+        name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("TORCHELASTIC_")
+    }
     environment |= {
-        _PARENT: str(os.getpid()),
+        PARENT: str(os.getpid()),
         "CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus),
         "PYTHONSAFEPATH": "1",
         "PYTHONHASHSEED": "0",

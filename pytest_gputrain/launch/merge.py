@@ -16,10 +16,12 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
     if len(figures) == 1:
         return measured[0]
     first = measured[0]
+    hosts = tuple(dict.fromkeys(reply.environment.host for reply in measured))
     slowest = zip(*(reply.step_seconds for reply in measured), strict=True)
     slowest_warmup = zip(*(reply.warmup_seconds for reply in measured), strict=True)
     return msgspec.structs.replace(
         first,
+        environment=msgspec.structs.replace(first.environment, hosts=hosts if len(hosts) > 1 else ()),
         step_seconds=tuple(map(max, slowest)),
         warmup_seconds=tuple(map(max, slowest_warmup)),
         losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),

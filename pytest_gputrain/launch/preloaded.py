@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_gputrain.launch.processes import Process
+from pytest_gputrain.launch.processes import Local
 from pytest_gputrain.records import Task
 
 _POLL_SECONDS: Final = 0.01
@@ -40,9 +40,12 @@ class Preloaded:
         if self._source is None or not self._source.serves(environment):
             self.close()
             self._source = _Source(environment)
-        forked = self._source.fork(folder, rank, timeout_seconds)
-        if forked is None:
-            self.close()
+        forked = None
+        try:
+            forked = self._source.fork(folder, rank, timeout_seconds)
+        finally:
+            if forked is None:
+                self.close()  # an answer that nobody waited for would be taken for the next one
         return forked
 
     def close(self) -> None:
@@ -121,7 +124,7 @@ class _Source:
             self._ended[said["ended"]] = said["exit_code"]
 
 
-class Forked(Process):
+class Forked(Local):
     """A worker whose parent is the preloaded process, which tells of its end."""
 
     def __init__(self, source: _Source, pid: int) -> None:

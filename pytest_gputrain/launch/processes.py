@@ -8,36 +8,56 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pytest_gputrain.hardware.lease import held_locks
+from pytest_gputrain.kernel import oom_kills
 
 
 class Process(abc.ABC):
-    """One worker, leader of a process group of its own."""
-
-    pid: int
+    """One worker."""
 
     @abc.abstractmethod
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while the process runs."""
 
     @abc.abstractmethod
+    def killed_for_memory(self, kills_before: int) -> bool:
+        """Whether the kernel's OOM killer ended the worker.
+
+        Args:
+            kills_before: `oom_kills` of this host before the worker started.
+        """
+
+    @abc.abstractmethod
+    def ask_for_stacks(self) -> None:
+        """Have the worker's faulthandler write its Python stacks."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Kill the worker and what it started."""
+
+
+class Local(Process):
+    """A worker on this machine, leader of a process group of its own."""
+
+    pid: int
+
+    @abc.abstractmethod
     def wait(self) -> None:
         """Until the process has ended."""
 
+    def killed_for_memory(self, kills_before: int) -> bool:
+        return self.poll() == -signal.SIGKILL and oom_kills() > kills_before
+
     def ask_for_stacks(self) -> None:
-        """Have the worker's faulthandler write its Python stacks."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
 
     def end(self) -> None:
-        """Kill the worker and what it started.
-
-        Not covered: a grandchild in a session of its own whose parent, the worker, has ended by itself.
-        """
+        """Not covered: a grandchild in a session of its own whose parent, the worker, has ended by itself."""
         import psutil
 
         family: list[Any] = []
@@ -52,7 +72,7 @@ class Process(abc.ABC):
         self.wait()
 
 
-class Fresh(Process):
+class Fresh(Local):
     """An interpreter of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -70,15 +90,31 @@ def start(folder: Path, rank: int, environment: Mapping[str, str]) -> Fresh:
     """A fresh interpreter that runs rank ``rank`` of the case in ``folder``."""
     own = folder / f"rank{rank}"
     with open(own / "stdout.txt", "wb") as stdout, open(own / "stderr.txt", "wb") as stderr:
-        process = subprocess.Popen(
-            # -P: a file of the user's named like one of the standard library must not shadow it inside `import torch`.
-            [sys.executable, "-P", "-m", "pytest_gputrain.worker", str(folder), str(rank)],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-            # Should pytest be killed, its devices are lent to others only when this worker has left them.
-            pass_fds=held_locks(),
-        )
+        return run_module("pytest_gputrain.worker", [str(folder), str(rank)], environment, stdout, stderr)
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    below: Sequence[str] = (),
+) -> Fresh:
+    """A fresh interpreter that runs ``module``.
+
+    Args:
+        below: the command, with its arguments, that starts the interpreter; none does by default.
+    """
+    process = subprocess.Popen(
+        # -P: a file of the user's named like one of the standard library must not shadow it inside `import torch`.
+        [*below, sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        start_new_session=True,
+        # Should pytest be killed, its devices are lent to others only when this worker has left them.
+        pass_fds=held_locks(),
+    )
     return Fresh(process)

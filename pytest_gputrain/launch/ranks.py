@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from pytest_gputrain.kernel import oom_kills
+from pytest_gputrain.launch.merge import merge
 from pytest_gputrain.launch.processes import Process
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, TimedOut
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
 
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
 _TAIL_BYTES: Final = 8_000
+
+
+@contextlib.contextmanager
+def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
+    """A folder for the case, with the task in it, that is gone afterwards.
+
+    Args:
+        shared: where to make it; a place of this machine for temporary files by default.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="gputrain-", dir=shared))
+    try:
+        (folder / "case.json").write_bytes(msgspec.json.encode(task))
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Rank:
@@ -31,9 +51,9 @@ class Rank:
     def __init__(self, number: int, folder: Path, process: Callable[[Path, int], Process]) -> None:
         self.number = number
         self.folder = folder / f"rank{number}"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         self.progress = _ProgressFile(self.folder / "progress.jsonl")
-        self._kills_before = _kernel_oom_kills()
+        self._kills_before = oom_kills()
         self.process = process(folder, number)
 
     def failed(self) -> bool:
@@ -53,17 +73,66 @@ class Rank:
     def reply(self) -> Reply | Served | Prediction:
         """What the ended process left behind."""
         self.progress.read()
-        return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, self._kills_before)
+        killed_for_memory = self.process.killed_for_memory(self._kills_before)
+        return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory)
 
     def stacks(self) -> str:
         """The running worker's Python stacks; empty where it does not answer."""
         path = self.folder / "stacks.txt"
         self.process.ask_for_stacks()
         deadline = time.monotonic() + _STACKS_SECONDS
-        while time.monotonic() < deadline and not _tail(path):
+        while time.monotonic() < deadline and not tail(path):
             time.sleep(_POLL_SECONDS)
         time.sleep(_POLL_SECONDS)
-        return _tail(path)
+        return tail(path)
+
+
+def follow(
+    ranks: Sequence[Rank],
+    timeout_seconds: float,
+    watch: Callable[[Event], None],
+    *,
+    trouble: Callable[[], Crashed | None] = lambda: None,
+    grace_seconds: float = 0.0,
+) -> Prediction | Reply:
+    """The case's reply, once its ranks have ended. One rank's failure is the case's: the others would wait for it.
+
+    Args:
+        timeout_seconds: from now on.
+        watch: called with every progress event of the first rank.
+        trouble: asked again and again for what ends the case although no rank tells of it.
+        grace_seconds: time after the first bad news in which worse may come: of several ranks that fail, the cause need not
+            be the first one heard of.
+    """
+    began = time.monotonic()
+    over = math.inf
+    cause: Crashed | None = None
+    while True:
+        for event in ranks[0].progress.read():
+            watch(event)
+        ended = [rank for rank in ranks if rank.process.poll() is not None]
+        failed = [rank for rank in ended if rank.failed()]
+        wrong = trouble()
+        now = time.monotonic()
+        if over == math.inf and (failed or wrong):
+            # Trouble that comes after a rank's failure is one of its consequences, and the other way round.
+            over, cause = now + grace_seconds, wrong
+        if len(ended) == len(ranks) or now >= over:
+            break
+        if now >= began + timeout_seconds:
+            return timed_out(ranks, timeout_seconds)
+        time.sleep(_POLL_SECONDS)
+    for event in ranks[0].progress.read():
+        watch(event)
+    if cause and len(ended) < len(ranks):
+        return cause
+    if failed:
+        first = min(failed, key=Rank.order)
+        reply = first.reply()
+        assert not isinstance(reply, Served | Prediction)
+        return reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number)
+    replies = [rank.reply() for rank in ranks]
+    return replies[0] if isinstance(replies[0], Prediction) else merge(replies)
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
@@ -77,10 +146,10 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail)
 
 
-def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) -> Reply | Served | Prediction:
+def _read_reply(folder: Path, exit_code: int, last: Event, killed_for_memory: bool) -> Reply | Served | Prediction:
     """What the ended process left behind, as a reply."""
 
-    output = "".join(_tail(folder / name) for name in ("stdout.txt", "stderr.txt", "stacks.txt"))
+    output = "".join(tail(folder / name) for name in ("stdout.txt", "stderr.txt", "stacks.txt"))
 
     def crashed(sentence: str) -> Crashed:
         return Crashed(sentence=sentence, phase=last.phase, step=last.step, detail=output, exit_code=exit_code)
@@ -94,15 +163,16 @@ def _read_reply(folder: Path, exit_code: int, last: Event, kills_before: int) ->
         except msgspec.DecodeError as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:
-            return crashed(f"the worker replied, then ended {_exit_text(exit_code)}")
+            return crashed(f"the worker replied, then ended {exit_text(exit_code)}")
         # The traceback last: it is what the end of a long detail should show.
         return msgspec.structs.replace(reply, detail=output + reply.detail) if isinstance(reply, Crashed) else reply
-    if exit_code == -signal.SIGKILL and _kernel_oom_kills() > kills_before:
+    if killed_for_memory:
         return OutOfMemory(where="host", phase=last.phase, step=last.step, message="killed by the kernel's OOM killer")
-    return crashed(f"the worker ended {_exit_text(exit_code)} without a reply")
+    return crashed(f"the worker ended {exit_text(exit_code)} without a reply")
 
 
-def _exit_text(exit_code: int) -> str:
+def exit_text(exit_code: int) -> str:
+    """How a process ended, as sentences say it."""
     if exit_code >= 0:
         return f"with exit code {exit_code}"
     try:
@@ -137,16 +207,8 @@ class _ProgressFile:
         return events
 
 
-def _kernel_oom_kills() -> int:
-    """How often this host's kernel killed a process for memory since it started."""
-    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
-        for line in lines:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-def _tail(path: Path) -> str:
+def tail(path: Path) -> str:
+    """The end of a file; empty where there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)

@@ -29,13 +29,16 @@ class Environment(Struct, frozen=True, kw_only=True):
     """As the driver gives it (``NVIDIA H100 80GB HBM3``), or ``cpu``."""
     device_type: Literal["cpu", "cuda", "rocm"]
     device_count: int
+    """Processes of the case, servers included: as many GPUs, or shares of a CPU."""
     device_memory_bytes: int | None
     host: str
+    hosts: tuple[str, ...] = ()
+    """All nodes, in the order of their ranks, where there were several."""
     cpu_model: str
     os: str
     python: str
     packages: dict[str, str]
-    """Version of every training library that the worker had imported."""
+    """Version of every training library that the worker could import."""
     runtime: str | None = None
     """CUDA or ROCm version that torch was built for."""
     driver: str | None = None

@@ -1,4 +1,4 @@
-"""``python -P -m pytest_gputrain.worker FOLDER RANK``: case file in, reply file out.
+"""``python -P -m pytest_gputrain.worker FOLDER [RANK]``: case file in, reply file out; without RANK below a torchrun agent.
 
 The folder holds ``case.json``. Its subfolder of the rank receives ``progress.jsonl``, ``reply.json`` (by atomic rename, last
 of all) and ``stacks.txt`` (Python stacks on a fatal signal, or when the parent asks for them with SIGUSR1).
@@ -6,8 +6,6 @@ of all) and ``stacks.txt`` (Python stacks on a fatal signal, or when the parent 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import faulthandler
 import os
 import random
@@ -17,13 +15,20 @@ from pathlib import Path
 
 import msgspec
 
+from pytest_gputrain.kernel import die_with_parent
 from pytest_gputrain.records import Crashed, Prediction, Reply, Served, Task
 from pytest_gputrain.worker.progress import Progress
 
 CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "reply.json", "stacks.txt", "rendezvous"
 
 
-def main(case_folder: Path, rank: int) -> None:
+def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: str = "") -> None:
+    """Run one rank of the case.
+
+    Args:
+        local_rank: its number on this node; the same as ``rank`` on the only one.
+        meeting: where torch.distributed finds the other ranks; a file in the folder if empty.
+    """
     die_with_parent()
     folder = case_folder / f"rank{rank}"
     stacks = open(folder / STACKS, "w")  # noqa: SIM115 - faulthandler needs it to the very end
@@ -50,7 +55,9 @@ def main(case_folder: Path, rank: int) -> None:
     else:
         random.seed(0)
         if task.target is None:
-            reply = run(task, progress, group=Group(rank, task.processes, case_folder / RENDEZVOUS, task.servers))
+            meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
+            local_rank = rank if local_rank is None else local_rank
+            reply = run(task, progress, group=Group(rank, task.processes, local_rank, meeting, task.servers))
         else:
             from pytest_gputrain.worker.dry_run.predict import predict
 
@@ -66,15 +73,18 @@ def main(case_folder: Path, rank: int) -> None:
         os._exit(0)
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when pytest dies, so that no worker is left training alone."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.environ.get("GPUTRAIN_PARENT") not in (None, str(os.getppid())):
-        sys.exit("the pytest process that asked for this case is gone")
+def redirect(folder: Path) -> None:
+    """Send this process's output to files in ``folder``."""
+    for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        os.close(file)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[2:]:
+        main(Path(sys.argv[1]), int(sys.argv[2]))
+    else:
+        number = int(os.environ["RANK"])
+        redirect(Path(sys.argv[1]) / f"rank{number}")
+        main(Path(sys.argv[1]), number, int(os.environ["LOCAL_RANK"]), "env://")

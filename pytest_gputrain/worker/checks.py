@@ -107,12 +107,19 @@ class Movement:
             for handle in hooks:
                 handle.remove()
 
-    def check(self, *, steps: int, elsewhere: int = 0) -> None:
+    def seen(self) -> tuple[set[str], set[str]]:
+        """Names of the tensors that changed since the start, and of those that got a gradient in the watched step."""
+        return {name for name, value in self._trained.items() if self._before[name] != fingerprint(value)}, self._reached
+
+    def check(self, moved: set[str], reached: set[str], *, steps: int, elsewhere: int = 0) -> None:
         """Every trained tensor got a gradient in the watched step, and every trained matrix changed since the start.
 
         Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
 
         Args:
+            moved: what `seen` gives, of any process of the case: one may hold rows of a sharded table that no sample names,
+                and of a small tensor nothing.
+            reached: likewise.
             elsewhere: trained tensors that other processes hold, and check.
 
         Raises:
@@ -120,16 +127,13 @@ class Movement:
         """
         if not self._trained and not elsewhere:
             raise CheckFailed("no parameter requires a gradient: nothing trains")
-        still = [
-            name
-            for name, value in self._trained.items()
-            if _dimensions(value) > 1 and local(value).numel() and self._before[name] == fingerprint(value)
-        ]
+        shapes = {name: _shape(value) for name, value in self._trained.items()}
+        still = [name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape and name not in moved]
         if still:
             raise CheckFailed(
                 f"{len(still)} of {len(self._trained)} trained tensors did not change in {steps} steps (first: {still[0]})"
             )
-        starved = [name for name, value in self._trained.items() if local(value).numel() and name not in self._reached]
+        starved = [name for name, shape in shapes.items() if 0 not in shape and name not in reached]
         if starved:
             raise CheckFailed(
                 f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]})"
@@ -143,9 +147,9 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def _dimensions(parameter: Tensor) -> int:
+def _shape(parameter: Tensor) -> tuple[int, ...]:
     # DeepSpeed's stage 3 leaves an empty vector where the parameter was.
-    return len(getattr(parameter, "ds_shape", parameter.shape))
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def fingerprint(parameter: Tensor) -> list[float]:

@@ -7,7 +7,6 @@ import datetime
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,14 +22,16 @@ class Group:
     Attributes:
         rank: number of this process, from 0.
         size: processes of the case that train: the first ones.
-        rendezvous: file through which they find each other.
+        local_rank: number of this process among those of its node: that of its GPU.
+        meeting: through which they find each other, as torch.distributed's init_method.
         servers: further processes, which serve them.
         trainers: torch's group of those that train; None where that is everybody.
     """
 
     rank: int = 0
     size: int = 1
-    rendezvous: Path | None = None
+    local_rank: int = 0
+    meeting: str = ""
     servers: int = 0
     trainers: Any = field(default=None, init=False)
 
@@ -51,13 +52,13 @@ class Group:
             return
         import torch.distributed as dist
 
-        assert self.rendezvous is not None, "several processes need a place to meet"
+        assert self.meeting, "several processes need a place to meet"
         world = self.size + self.servers
-        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank), "WORLD_SIZE": str(world)}
         on_gpu = device.type != "cpu"
         dist.init_process_group(
             "nccl" if on_gpu and not self.servers else "gloo",
-            init_method=self.rendezvous.absolute().as_uri(),
+            init_method=self.meeting,
             rank=self.rank,
             world_size=world,
             timeout=_TIMEOUT,
@@ -71,6 +72,16 @@ class Group:
             dist.barrier()
         # Only after success: with a rank lost, leaving would wait for it.
         dist.destroy_process_group()
+
+    def of_all(self, names: tuple[set[str], ...]) -> tuple[set[str], ...]:
+        """Sets of names, each united over the processes that train; all of them must call this."""
+        if self.size == 1:
+            return names
+        import torch.distributed as dist
+
+        given: list[Any] = [None] * self.size
+        dist.all_gather_object(given, names, group=self.trainers)
+        return tuple(set().union(*sets) for sets in zip(*given, strict=True))
 
     def barrier(self) -> None:
         """Wait for the other processes that train."""

@@ -18,8 +18,9 @@ from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain.kernel import PARENT, die_with_parent
 from pytest_gputrain.records import Task
-from pytest_gputrain.worker.__main__ import CASE, die_with_parent, main
+from pytest_gputrain.worker.__main__ import CASE, main, redirect
 from pytest_gputrain.worker.libraries import load
 
 _PRIVATE_READ: Final = 65_536
@@ -77,12 +78,9 @@ def _fork(wish: dict[str, Any], keep_out: tuple[int, ...]) -> int:
         os.setsid()
         for descriptor in keep_out:
             os.close(descriptor)
-        for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
-            file = os.open(folder / f"rank{rank}" / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, descriptor)
-            os.close(file)
+        redirect(folder / f"rank{rank}")
         os.chdir(wish["cwd"])
-        os.environ["GPUTRAIN_PARENT"] = str(os.getppid())
+        os.environ[PARENT] = str(os.getppid())
         main(folder, rank)
         code = 0
     except SystemExit as end:

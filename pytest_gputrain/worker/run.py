@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,7 +35,7 @@ SEED: Final = 20_240_101
 _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED", re.I)
 """How libraries tell that their workspace found no room, which happens a few MiB before torch's allocator finds none."""
 
-REPORTED_PACKAGES: Final = (
+_REPORTED_PACKAGES: Final = (
     "torch",
     "transformers",
     "diffusers",
@@ -59,7 +58,7 @@ def run(task: Task, progress: Progress, builder: StepBuilder | None = None, grou
     """
     device: Device | None = None
     try:
-        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.rank)
+        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
         torch.manual_seed(SEED)
         with group.joined(device.torch_device, even_alone=task.case.parallel in NEEDS_GROUP):
             return (
@@ -153,8 +152,9 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         check_losses(losses)
     with count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
         training.step(True)
+    moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
     if movement is not None:
-        movement.check(steps=len(warmup) + len(seconds) + 1, elsewhere=training.elsewhere)
+        movement.check(moved, reached, steps=len(warmup) + len(seconds) + 1, elsewhere=training.elsewhere)
     training.leave()
     return Measurement(
         step_seconds=tuple(seconds),
@@ -279,16 +279,25 @@ def _environment(device: Device, group: Group) -> Environment:
     return Environment(
         device_name=torch.cuda.get_device_name(device.torch_device) if on_gpu else "cpu",
         device_type=device.type,
-        device_count=group.size,
+        device_count=group.size + group.servers,
         device_memory_bytes=properties.total_memory if properties else None,
         host=socket.gethostname(),
         cpu_model=_cpu_model(),
         os=platform.platform(terse=True),
         python=platform.python_version(),
-        packages={name: importlib.metadata.version(name) for name in REPORTED_PACKAGES if name in sys.modules},
+        packages=versions(),
         runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
         threads=device.threads,
     )
+
+
+def versions() -> dict[str, str]:
+    """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
+    found = {}
+    for name in _REPORTED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _cpu_model() -> str:

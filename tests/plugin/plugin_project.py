@@ -69,7 +69,7 @@ def pytest_configure(config):
     gpus = tuple(Gpu(**gpu) for gpu in json.loads((HERE / "gpus.json").read_text()))
     asked = {}
 
-    def in_process(task, *, gpus, timeout_seconds, watch=None, preloaded=None):
+    def in_process(task, *, gpus, timeout_seconds, watch=None, preloaded=None, cluster=None):
         name = str(task.case)
         launched = {
             "id": name,
@@ -77,6 +77,7 @@ def pytest_configure(config):
             "gpus": [gpu.uuid for gpu in gpus],
             "processes": task.processes,
             "servers": task.servers,
+            "nodes": cluster.nodes if cluster else 1,
             "steps": task.case.steps,
             "warmup": task.case.warmup,
             "timeout_seconds": timeout_seconds,
@@ -92,6 +93,7 @@ def pytest_configure(config):
     patch.setattr(nvidia, "gpus", lambda: gpus)
     patch.setattr(topology, "paths", paths)
     patch.setattr(launch, "in_process", in_process)
+    patch.setattr(launch, "on_nodes", in_process)
     config.add_cleanup(patch.undo)
 """
 

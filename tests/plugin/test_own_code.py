@@ -198,6 +198,50 @@ def test_inline_measures_a_closure(project: Project) -> None:
     project.spawn().assert_outcomes(passed=1)
 
 
+def test_inline_refuses_an_engine_that_needs_a_process_group(project: Project) -> None:
+    project.write(
+        test_one="""
+        from pytest_gputrain import Case
+
+        def test_sharded(gputrain):
+            gputrain.check(Case(model="word2vec", precision="fp32", optimizer="sgd", parallel="fsdp"), inline=True)
+        """
+    )
+    sentence = only_sentence(project.run(), "test_sharded")
+    assert sentence.endswith("needs a process group, which an inline run has not; leave inline out")
+
+
+def test_own_code_on_two_processes_exchanges_scales_and_is_named_once(project: Project) -> None:
+    project.write(
+        test_two="""
+        def build(setup):
+            import torch
+            import torch.distributed as dist
+
+            def step():
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                return float(total)
+
+            return step
+
+        def test_two(gputrain):
+            figures = gputrain.check(build, parallel="ddp", gpus=2, precision="fp32", steps=2, scaling=True)
+            assert figures.losses == (2.0, 2.0)
+        """
+    )
+    result = project.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=1)
+    (row,) = project.report("report.json")["results"]
+    assert row["key"] == "build-fp32-ddp-gpus=2@tiny"
+    assert row["summary"]["scaling_efficiency"] > 0
+
+
+def test_several_gpus_without_a_parallelism_name_the_one_for_own_code(project: Project) -> None:
+    project.write(test_two=BUILD + "\ndef test_two(gputrain):\n    gputrain.check(build, gpus=2, precision='fp32')\n")
+    assert "choose parallel='ddp', under which torch.distributed is ready" in only_sentence(project.run(), "test_two")
+
+
 def test_inline_leaves_the_random_state_and_threads_of_the_process(project: Project) -> None:
     project.write(
         test_mine="""

@@ -128,7 +128,37 @@ def test_a_case_of_two_gpus_skips_with_its_reason_on_one(h100: Project) -> None:
     h100.write(test_sharded=FSDP)
     result = h100.run("-m", "h100")
     result.assert_outcomes(skipped=1)
-    assert list(skips(result).values()) == ["needs 2 GPUs, found 1"]
+    assert list(skips(result).values()) == ["needs 2 GPUs, found 1; --gpu-nodes=2 takes those of 2 nodes"]
+
+
+def test_a_case_of_several_nodes_takes_all_gpus_of_each(h100: Project) -> None:
+    h100.machine(H100, gpus=4)
+    h100.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
+    h100.run("-m", "h100", "--gpu-nodes=2").assert_outcomes(passed=1)
+    (launched,) = h100.launches
+    assert (launched["nodes"], launched["processes"], len(launched["gpus"])) == (2, 8, 4)
+
+
+def test_a_case_that_would_take_part_of_a_node_skips(h100: Project) -> None:
+    h100.machine(H100, gpus=4)
+    h100.write(test_sharded=FSDP.replace("gpus=2", "gpus=6"))
+    (reason,) = skips(h100.run("-m", "h100", "--gpu-nodes=2")).values()
+    assert reason.startswith("needs 6 GPUs, found 4; several nodes are taken whole")
+
+
+def test_a_case_that_fits_stays_on_this_node(h100: Project) -> None:
+    h100.machine(H100, gpus=4)
+    h100.write(test_sharded=FSDP)
+    h100.run("-m", "h100", "--gpu-nodes=2").assert_outcomes(passed=1)
+    (launched,) = h100.launches
+    assert (launched["nodes"], len(launched["gpus"])) == (1, 2)
+
+
+def test_on_a_cpu_the_processes_are_spread(cpu: Project) -> None:
+    cpu.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
+    cpu.run("--gpu-nodes=3", "--gpu-processes=2").assert_outcomes(passed=1)
+    (launched,) = cpu.launches
+    assert (launched["nodes"], launched["processes"]) == (2, 2)
 
 
 def test_a_sharded_case_gets_its_gpus_and_a_process_on_each(h100: Project) -> None:

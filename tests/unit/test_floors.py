@@ -24,6 +24,8 @@ FLOORS = {
     "units": 0,
     "architectures": 0,
     "files": 0,
+    "kernel": 0,
+    "nodes": 0,
     "cases": 0,
     "sweep": 0,
     "search": 0,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +23,18 @@ from unit_examples import (
     timed_out,
 )
 
-from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance, judge
-from pytest_gputrain.records import Baseline, Case, Environment, Measurement, MetricVerdict, Reply, Verdict
+from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance, describe_failure, judge
+from pytest_gputrain.records import (
+    Baseline,
+    Case,
+    Crashed,
+    Environment,
+    Measurement,
+    MetricVerdict,
+    OutOfMemory,
+    Reply,
+    Verdict,
+)
 from pytest_gputrain.settings import MemoryTolerance
 from pytest_gputrain.units import GiB, MiB
 
@@ -208,12 +219,20 @@ def test_the_host_of_a_gpu_does_not_matter() -> None:
 # What cannot be compared
 
 
-@pytest.mark.parametrize("change", [{"device_name": "NVIDIA H200"}, {"device_count": 8}])
-def test_time_on_other_devices_is_not_compared_but_memory_is(change: dict[str, Any]) -> None:
-    known = baseline(baseline_run(environment=gpu_environment(**change)))
+def test_time_on_other_devices_is_not_compared_but_memory_is() -> None:
+    known = baseline(baseline_run(environment=gpu_environment(device_name="NVIDIA H200")))
     verdict = _judge(_took(9.0), known)
     assert (verdict.status, _time(verdict).status, _memory(verdict).status) == ("pass", "not-comparable", "pass")
     assert _judge(_took(9.0, peak_allocated_bytes=2 * BASE_BYTES), known).status == "regressed"
+
+
+@pytest.mark.parametrize("peak_allocated_bytes", [BASE_BYTES // 2, 2 * BASE_BYTES])
+def test_nothing_is_compared_with_another_number_of_processes(peak_allocated_bytes: int) -> None:
+    known = baseline(baseline_run(environment=gpu_environment(device_count=8)))
+    verdict = _judge(_took(9.0, peak_allocated_bytes=peak_allocated_bytes), known)
+    assert verdict.status == "not-comparable"
+    assert {metric.status for metric in verdict.metrics} == {"not-comparable"}
+    assert "recorded with 8 processes, here 1" in verdict.sentence
 
 
 @pytest.mark.parametrize("reply", [measurement(), _took(9.0, peak_allocated_bytes=2 * BASE_BYTES)])
@@ -251,6 +270,27 @@ def test_without_baseline_a_case_is_new() -> None:
     verdict = _judge(measurement(), None, hint="there are some for nvidia-h200")
     assert verdict.status == "new"
     assert "there are some for nvidia-h200" in verdict.sentence
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(1.08, "pass"), (0.93, "pass"), (1.12, "regressed"), (0.88, "improved")])
+def test_memory_of_several_processes_on_a_cpu_has_a_wider_limit(ratio: float, status: str) -> None:
+    environment = cpu_environment(device_count=2)
+    known = baseline(baseline_run(environment=environment))
+    verdict = _judge(measurement(environment=environment, peak_allocated_bytes=round(BASE_BYTES * ratio)), known)
+    assert _memory(verdict).status == status
+    assert _memory(verdict).note == ""
+
+
+def test_a_missing_scaling_efficiency_of_a_new_case_is_told() -> None:
+    verdict = judge(CASE, [measurement()], None, TOLERANCE, no_scaling="one worker alone ran out of device memory")
+    assert verdict.status == "new"
+    assert "and no scaling efficiency (one worker alone ran out of device memory)" in verdict.sentence
+
+
+@pytest.mark.parametrize("reply", [crashed(rank=3), out_of_memory(rank=3)])
+def test_the_process_that_failed_is_named(reply: Crashed | OutOfMemory) -> None:
+    assert ", rank 3): " in describe_failure(reply)
+    assert "rank" not in describe_failure(msgspec.structs.replace(reply, rank=None))
 
 
 BASELINES = {

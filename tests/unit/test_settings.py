@@ -64,6 +64,9 @@ LAYERS = [
     Layers("platform", "platform", ("h100", "h100"), ("a100", "a100"), None),
     Layers("processes", "processes", ("1", 1), ("4", 4), 2),
     Layers("ids", "gpu_ids", ("0, 1", ("0", "1")), ("GPU-1", ("GPU-1",)), None),
+    Layers("nodes", "nodes", ("2", 2), ("4", 4), 1),
+    Layers("shared", "shared", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / ".gputrain"),
+    Layers("rendezvous", "rendezvous", ("node1", "node1"), ("10.0.0.1:29400", "10.0.0.1:29400"), ""),
     Layers("isolation", "isolation", ("inline", "inline"), ("process", "process"), "auto"),
     Layers(
         "set",
@@ -166,6 +169,8 @@ def test_the_folder_of_baselines_is_absolute(tmp_path: Path, monkeypatch: pytest
         ({"find-batch": True, "baseline-update": True}, "--gpu-find-batch and --gpu-baseline-update contradict"),
         ({"loss": "20", "baseline-update-new-only": True}, "--gpu-loss and --gpu-baseline-update-new-only contradict"),
         ({"find-batch": True, "isolation": "inline"}, "--gpu-find-batch and --gpu-isolation=inline contradict"),
+        ({"nodes": "2", "ids": "0"}, "--gpu-nodes and --gpu-ids contradict"),
+        ({"nodes": "2", "isolation": "inline"}, "--gpu-nodes and --gpu-isolation=inline contradict"),
         ({"set": ["batch_size=1"], "find-batch": True}, "--gpu-set batch_size and --gpu-find-batch contradict"),
         ({"set": ["steps=5"], "steps": "5"}, "--gpu-set steps and --gpu-steps contradict"),
         ({"set": ["warmup=5"], "warmup": "0"}, "--gpu-set warmup and --gpu-warmup contradict"),
@@ -203,6 +208,9 @@ BAD = [
     ("ids", ","),
     ("ids", "0,0"),
     ("isolation", "none"),
+    ("nodes", "0"),
+    ("rendezvous", "node1:"),
+    ("rendezvous", "tcp://node1:29400"),
     ("find-batch", "perhaps"),
     ("find-batch-max", "0"),
     ("loss", "19"),
@@ -235,7 +243,10 @@ def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> No
         assert BY_NAME[name].flag in refusal
 
 
-@given(st.sampled_from([name for name in BY_NAME if name not in ("baseline-dir", "json", "platform")]), st.text(min_size=1))
+@given(
+    st.sampled_from([name for name in BY_NAME if name not in ("baseline-dir", "json", "platform", "shared")]),
+    st.text(min_size=1),
+)
 def test_any_text_is_taken_or_refused_in_one_line(name: str, text: str) -> None:
     refusal = _refusal({name: text})
     assert refusal is None or (BY_NAME[name].flag in refusal and len(refusal.splitlines()) == 1)

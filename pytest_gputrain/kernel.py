@@ -1,0 +1,32 @@
+"""What a worker asks of Linux about its parent and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from typing import Final
+
+PARENT: Final = "GPUTRAIN_PARENT"
+"""Environment variable: id of the process that a worker must not outlive."""
+
+
+def die_with_parent() -> None:
+    """Ask for this process to be killed when its parent dies, so that no worker is left training alone."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.environ.get(PARENT) not in (None, str(os.getppid())):
+        sys.exit("the process that asked for this case is gone")
+
+
+def oom_kills() -> int:
+    """How often this host's kernel killed a process for memory since it started."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
+        for line in lines:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,134 @@
+"""Own code that fails in every way, and what a case leaves behind: processes, shared memory, temporary files, locks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pytest_gputrain import Case
+
+FAULTS = """
+import os, signal, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+def _step(setup, fault):
+    Path(__file__).with_name(f"started{setup.rank}").touch()
+    def step():
+        if setup.rank == 1:
+            fault()
+        total = torch.ones(1)
+        dist.all_reduce(total)  # the other rank waits here for ever
+        return float(total)
+    return step
+
+def sound(setup):
+    return _step(setup, lambda: None)
+
+def raises(setup):
+    def fault():
+        raise ValueError("a bad day")
+    return _step(setup, fault)
+
+def killed(setup):
+    return _step(setup, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+def memory(setup):
+    def fault():
+        raise MemoryError("no room")
+    return _step(setup, fault)
+
+def straggles(setup):
+    def step():
+        time.sleep(0.12 if setup.rank == 1 else 0.02)
+        setup.own_work_done()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return float(total)
+    return step
+
+def hangs(setup):
+    return _step(setup, lambda: time.sleep(600))
+"""
+
+
+def own_case(name: str) -> Case:
+    """Two processes of a function of `FAULTS`, in ``code.py``."""
+    return Case(
+        model=name, method="custom", precision="fp32", parallel="ddp", gpus=2, code=f"code.py::{name}", steps=2, warmup=0
+    )
+
+
+def wait_for(*paths: Path, seconds: float = 200) -> None:
+    """Until the files are there."""
+    deadline = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"not there after {seconds} s: {paths}"
+        time.sleep(0.05)
+
+
+class Leftovers:
+    """What is there now and was not before, of all that processes started from here do."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._mark = uuid.uuid4().hex
+        self._temporary = folder / "tmp"
+        self._temporary.mkdir()
+        self._extensions = folder / "extensions"
+        self._shared_memory = set(os.listdir("/dev/shm"))
+        monkeypatch.setenv("LEFTOVERS_OF", self._mark)
+        monkeypatch.setenv("TMPDIR", str(self._temporary))
+        # A cache that torch makes once for all runs.
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(self._extensions))
+        monkeypatch.setattr(tempfile, "tempdir", str(self._temporary))
+
+    def processes(self, but: Collection[int] = ()) -> list[str]:
+        """Command lines of those that live; zombies are dead."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = process.environ().get("LEFTOVERS_OF") == self._mark and process.status() != psutil.STATUS_ZOMBIE
+                if mine and process.pid not in but:
+                    found.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            except psutil.Error:
+                continue
+        return found
+
+    def all(self, but: Collection[int] = (), seconds: float = 3) -> list[str]:
+        """Everything, once ``seconds`` have not been enough for it to go.
+
+        Args:
+            but: ids of processes that may stay.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := self._now(but)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def _now(self, but: Collection[int]) -> list[str]:
+        memory = [name for name in os.listdir("/dev/shm") if name not in self._shared_memory]
+        leases = self._temporary / "gputrain-leases"  # its files stay for the next run; held they must not be
+        temporary = [str(path) for path in self._temporary.iterdir() if path != leases]
+        held = [str(path) for path in leases.glob("*.lock") if _is_held(path)]
+        # DeepSpeed's next build would wait for the lock of one that was killed.
+        locks = [str(path) for path in self._extensions.rglob("*lock*")]
+        return self.processes(but) + memory + temporary + held + locks
+
+
+def _is_held(path: Path) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

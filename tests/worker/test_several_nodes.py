@@ -1,0 +1,219 @@
+"""Cases over two nodes, as two agents on loopback: what they compute, how they fail, what they leave."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+from leftovers import FAULTS, Leftovers, own_case, wait_for
+
+from pytest_gputrain import Case, launch
+from pytest_gputrain.nodes import SILENCE_SECONDS
+from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task, TimedOut
+
+pytestmark = pytest.mark.slow
+
+CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=50, optimizer="adam", learning_rate=1e-2, steps=4, warmup=1)
+
+# Addresses of the same machine; torch numbers the nodes by them.
+FIRST, SECOND = "127.0.0.1", "127.0.0.2"
+
+SRUN = """#!{python}
+import os, subprocess, sys
+options = [word for word in sys.argv[1:sys.argv.index({python!r})]]
+with open({log!r}, "w") as log:
+    log.write(" ".join(options))
+command = sys.argv[len(options) + 1:]
+count = int(dict(option.lstrip("-").partition("=")[::2] for option in options)["ntasks"])
+agents = [
+    subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": str(seat), "SLURMD_NODENAME": f"127.0.0.{{seat + 1}}"}})
+    for seat in range(count)
+]
+sys.exit(max(agent.wait() for agent in agents))
+"""
+
+
+@pytest.fixture
+def leftovers(tmp_path, monkeypatch):
+    return Leftovers(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def shared(tmp_path):
+    (tmp_path / "code.py").write_text(FAULTS)
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind((FIRST, 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def second_node(shared, leftovers):
+    """A running ``gputrain node``."""
+    command = "import sys; from pytest_gputrain.cli import main; sys.exit(main())"
+    node = subprocess.Popen(
+        [sys.executable, "-c", command, "node", str(shared), "--host", SECOND], stdout=subprocess.PIPE, text=True
+    )
+    assert "waits for cases" in node.stdout.readline()
+    yield node
+    node.send_signal(signal.SIGINT)
+    node.communicate(timeout=30)
+    assert node.returncode == 0
+    assert leftovers.all() == []
+
+
+def run(case, shared, *, rendezvous=FIRST, timeout_seconds=300.0, watch=lambda event: None):
+    task = Task(case=case, scale="tiny", device_type="cpu", processes=2, root=str(shared.parent))
+    cluster = launch.Cluster(nodes=2, shared=shared, rendezvous=rendezvous)
+    return launch.on_nodes(task, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster, watch=watch)
+
+
+def assert_nothing_left(leftovers, shared, *nodes):
+    assert leftovers.all(but=[node.pid for node in nodes]) == []
+    assert [path.name for path in shared.iterdir()] == []
+
+
+def test_two_nodes_train_as_one_does(shared, second_node, leftovers):
+    case = CLICKS.replace(parallel="ddp", gpus=2)
+    events = []
+    reply = run(case, shared, watch=events.append)
+    assert isinstance(reply, Measurement), reply
+    task = Task(case=case, scale="tiny", device_type="cpu", processes=2, root=".")
+    assert reply.losses == launch.in_process(task, gpus=(), timeout_seconds=300).losses
+    assert reply.environment.device_count == len(reply.ranks) == 2
+    assert [event.phase for event in events if event.step is None].count("measure") == 1
+    assert_nothing_left(leftovers, shared, second_node)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("raises", Crashed, "ValueError: a bad day"),
+        ("killed", Crashed, "ended by SIGKILL"),
+        ("memory", OutOfMemory, "no room"),
+    ],
+)
+def test_a_rank_of_the_second_node_ends_the_case_with_its_own_reason(shared, second_node, leftovers, port, name, kind, says):
+    reply = run(own_case(name), shared, rendezvous=f"{FIRST}:{port}")
+    assert isinstance(reply, kind), reply
+    assert reply.rank == 1
+    assert says in (reply.sentence if kind is Crashed else reply.message)
+    assert_nothing_left(leftovers, shared, second_node)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
+
+
+def test_a_hang_on_two_nodes_shows_where_every_rank_stands(shared, second_node, leftovers):
+    reply = run(own_case("hangs"), shared, timeout_seconds=60)
+    assert isinstance(reply, TimedOut), reply
+    first, second = reply.detail.split("rank 1:")
+    assert "all_reduce" in first
+    assert "code.py" in second
+    assert "all_reduce" not in second
+    assert_nothing_left(leftovers, shared, second_node)
+
+
+def test_a_node_that_never_comes_is_missed(shared, leftovers):
+    reply = run(own_case("sound"), shared, timeout_seconds=20)
+    assert isinstance(reply, Crashed), reply
+    assert reply.sentence == (
+        f"1 of 2 nodes did not join within 10 s (there: {FIRST}); leave `gputrain node {shared}` running on each other node"
+    )
+    assert_nothing_left(leftovers, shared)
+
+
+def test_a_node_that_is_switched_off_ends_the_case(shared, second_node, leftovers):
+    def watch(event):
+        if event.phase == "count":
+            second_node.send_signal(signal.SIGINT)
+
+    reply = run(own_case("hangs"), shared, watch=watch)
+    assert isinstance(reply, Crashed), reply
+    assert reply.sentence == f"`gputrain node` on node {SECOND} was ended before the case was over"
+    assert_nothing_left(leftovers, shared)
+
+
+@pytest.fixture
+def killed_pytest(shared, leftovers, tmp_path):
+    """Runs a pytest over a case of two nodes, and kills it when both ranks have started."""
+    (tmp_path / "code_of_mine.py").write_text(FAULTS)
+    (tmp_path / "tox.ini").write_text("[pytest]\n")
+    (tmp_path / "test_project.py").write_text(
+        "from code_of_mine import hangs\n\n\n"
+        "def test_hangs(gputrain):\n"
+        "    gputrain.measure(hangs, parallel='ddp', gpus=2, precision='fp32', steps=2, warmup=0)\n"
+    )
+
+    def run_and_kill(*options):
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpu-platform=cpu", "--gpu-nodes=2"]
+        process = subprocess.Popen([*command, f"--gpu-shared={shared}", *options], cwd=tmp_path)
+        try:
+            wait_for(tmp_path / "started0", tmp_path / "started1")
+            assert len(leftovers.processes(but=[process.pid])) >= 4
+        finally:
+            process.kill()
+            process.wait()
+
+    return run_and_kill
+
+
+def test_nobody_outlives_a_killed_pytest_on_any_node(killed_pytest, second_node, leftovers):
+    killed_pytest(f"--gpu-rendezvous={FIRST}")
+    # Sooner than by its silence: this node's agent goes with pytest, the other's when it misses the first.
+    assert leftovers.all(but=[second_node.pid], seconds=SILENCE_SECONDS / 2) == []
+
+
+def test_agents_that_slurm_started_end_by_the_silence_of_a_killed_pytest(killed_pytest, slurm, leftovers):
+    killed_pytest()
+    assert leftovers.all(seconds=SILENCE_SECONDS + 15) == []
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """An allocation of two nodes, with an srun that starts all tasks here; the file that its options are written to."""
+    log = tmp_path / "options.txt"
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(SRUN.format(python=sys.executable, log=str(log)))
+    srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{srun.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    return log
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sound", Measurement), ("killed", Crashed)])
+def test_slurm_starts_an_agent_on_each_node(shared, slurm, leftovers, name, kind):
+    reply = run(own_case(name), shared, rendezvous="")
+    assert isinstance(reply, kind), reply
+    assert slurm.read_text().split() == [
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",
+        "--overlap",
+        "--kill-on-bad-exit=1",
+    ]
+    if kind is Crashed:
+        assert (reply.rank, reply.exit_code) == (1, -signal.SIGKILL)
+    assert_nothing_left(leftovers, shared)
+
+
+def test_an_srun_that_refuses_is_told_with_its_words(shared, slurm, leftovers, tmp_path):
+    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\necho 'srun: error: no such allocation' >&2\nexit 3\n")
+    began = time.monotonic()
+    reply = run(own_case("sound"), shared, rendezvous="")
+    assert isinstance(reply, Crashed), reply
+    assert reply.sentence == "srun ended with exit code 3 before the case was over"
+    assert "no such allocation" in reply.detail
+    assert time.monotonic() - began < 60
+    assert_nothing_left(leftovers, shared)
