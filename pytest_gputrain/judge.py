@@ -2,8 +2,7 @@
 
 The rule is plain here: the median of the runs' median steps against that of the baseline's, the median of the runs' peaks
 against the largest of the baseline's, the median of their scaling efficiencies where a test asks for them, each with a
-tolerance; a case fits if every run does. It wants no more than what a
-baseline stores raw, so a better rule can replace it.
+tolerance; a case fits if every run does. It wants no more than what a baseline stores raw, so a better rule can replace it.
 """
 
 from __future__ import annotations
@@ -190,9 +189,8 @@ def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tole
     if reason:
         return MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
     highest, lowest = max(peaks), min(peaks)
-    floor = 0 if here.device_type == "cpu" else GPU_MEMORY_FLOOR_BYTES
-    slack = tolerance.bytes + floor
     on_cpu = here.device_type == "cpu"
+    slack = tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES)
     exact = on_cpu and here.device_count == 1
     ratio = max(tolerance.ratio, SHARED_CPU_RATIO) if on_cpu and not exact else tolerance.ratio
     limit = highest * (1 + ratio) + slack

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_gputrain.kernel import die_with_parent
+from pytest_gputrain.nodes import tell
 from pytest_gputrain.records import Crashed, Prediction, Reply, Served, Task
 from pytest_gputrain.worker.progress import Progress
 
@@ -63,9 +64,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
             reply = predict(task, progress)
     progress.enter("reply")
-    unfinished = folder / f"{REPLY}.part"
-    unfinished.write_bytes(msgspec.json.encode(reply))
-    os.replace(unfinished, folder / REPLY)
+    tell(folder / REPLY, reply)
     if task.processes + task.servers > 1:
         # A process group that lost a rank may wait for it for ever while it is torn down.
         sys.stdout.flush()

@@ -10,36 +10,15 @@ import sys
 import time
 
 import pytest
-import torch
 from leftovers import FAULTS, Leftovers, own_case, wait_for
+from one_process import losses_of_one_process
 from preloaded_worker import measured, run
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Task, TimedOut
 from pytest_gputrain.spread import widest
-from pytest_gputrain.worker import recipe
-from pytest_gputrain.worker.run import SEED
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
-
-
-def losses_of_one_process(case, processes):
-    """Timed losses of a plain training on the batches of all processes at once."""
-    torch.manual_seed(SEED)
-    training = recipe.Training(case.replace(parallel="single", gpus=1), "tiny", torch.device("cpu"))
-    batches = []
-    for rank in range(processes):
-        torch.manual_seed(SEED + rank)
-        batches.append(training._workload.batch(torch.device("cpu")).inputs)
-    optimizer = recipe.OPTIMIZERS[case.optimizer](list(training.model.parameters()), case.learning_rate)
-    losses = []
-    for _ in range(2 + case.warmup + case.steps):  # two counted steps come first
-        loss = sum(training._workload.loss(batch) for batch in batches) / processes
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses[-case.steps :]
 
 
 def _engine(name, **knobs):
@@ -68,7 +47,7 @@ def _has_deepspeed():
 def test_losses_are_those_of_one_process_on_the_whole_batch(knobs):
     case = LLAMA.replace(gpus=2, **knobs)
     reply = measured(case)
-    expected = losses_of_one_process(case, 2)
+    expected = losses_of_one_process(case, [True] * (2 + case.warmup + case.steps))  # two counted steps come first
     assert reply.losses == pytest.approx(expected, rel=1e-4)
     assert expected[-1] < expected[0] - 0.1, "a curve that stays where it is would prove nothing"
 

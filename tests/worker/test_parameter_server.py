@@ -5,6 +5,7 @@ import functools
 import psutil
 import pytest
 import torch
+from one_process import alone, losses_of_one_process
 from preloaded_worker import measured, run
 from torch import nn
 from zoo_examples import measured as measured_alone
@@ -15,7 +16,6 @@ from pytest_gputrain.worker import recipe
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.parallel.parameter_server import _tables_of
 from pytest_gputrain.worker.parallel.table_server import Shard, sparse
-from pytest_gputrain.worker.run import SEED
 
 SERVED = Case(precision="fp32", parallel="ps", gpus=2, servers=2, steps=4, warmup=1)
 WORDS = SERVED.replace(model="word2vec", batch_size=100, optimizer="sgd", learning_rate=1.0)
@@ -26,30 +26,6 @@ UPDATES = 2 + SERVED.warmup + SERVED.steps + 1
 
 once = functools.cache(measured)
 """For tests that look at different figures of one case."""
-
-
-def alone(case):
-    return case.replace(parallel="single", gpus=1, servers=0)
-
-
-def losses_of_one_process(case, updates):
-    """Losses of a plain training on the batches of all workers at once, in which the optimizer acts when it is told."""
-    torch.manual_seed(SEED)
-    training = recipe.Training(alone(case), "tiny", torch.device("cpu"))
-    batches = []
-    for rank in range(case.gpus):
-        torch.manual_seed(SEED + rank)
-        batches.append(training._workload.batch(torch.device("cpu")).inputs)
-    optimizer = recipe.OPTIMIZERS[case.optimizer](list(training.model.parameters()), case.learning_rate)
-    losses = []
-    for update in updates:
-        loss = sum(training._workload.loss(batch) for batch in batches) / case.gpus
-        (loss / case.gradient_accumulation).backward()
-        if update:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses[-case.steps :]
 
 
 @pytest.mark.slow
@@ -91,7 +67,7 @@ def test_figures_are_those_of_workers_and_servers():
     for step, seconds in enumerate(reply.step_seconds):
         assert seconds == max(worker.step_seconds[step] for worker in workers)
     assert reply.batch_size == 100
-    assert reply.environment.device_count == 2
+    assert reply.environment.device_count == 4, "two workers and two servers"
     assert (reply.parameters, reply.trainable_parameters) == (single.parameters, single.trainable_parameters)
     assert reply.flops_per_step == 2 * single.flops_per_step
     assert reply.peak_allocated_bytes == max(rank.peak_allocated_bytes for rank in reply.ranks)

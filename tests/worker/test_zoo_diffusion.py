@@ -136,7 +136,7 @@ def test_a_share_of_flux_is_of_its_double_stream_blocks(share, expected):
 @pytest.mark.parametrize("model", IMAGES)
 def test_idle_are_exactly_those_without_gradient(model):
     trained = training(model)
-    trained._optimizer.zero_grad = lambda set_to_none: None
+    trained._engine._optimizer.zero_grad = lambda set_to_none: None
     trained.step(True)
     idle = {name for name, value in trained.model.named_parameters() if value.requires_grad and not value.grad.any()}
     named = {

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.parallel.engine import Setting
 from pytest_gputrain.worker.parallel.single import Single
 
@@ -18,8 +19,13 @@ class DataParallel(Single):
     forward_alone = True
 
     def spread(self, model: nn.Module, setting: Setting) -> nn.Module:
-        # Without buffers: each process would wait for the first one's in every forward pass, for nothing that trains.
-        return DistributedDataParallel(model, broadcast_buffers=False)
+        return averaged(model, setting.group)
 
     def communicating(self, update: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if update else self.model.no_sync()  # type: ignore[operator]
+
+
+def averaged(model: nn.Module, group: Group) -> DistributedDataParallel:
+    """The model with its gradients averaged over the processes that train."""
+    # Without buffers: each process would wait for the first one's in every forward pass, for nothing that trains.
+    return DistributedDataParallel(model, process_group=group.trainers, broadcast_buffers=False)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.parallel.data_parallel import averaged
 from pytest_gputrain.worker.parallel.engine import Engine, Setting
 from pytest_gputrain.worker.parallel.table_server import (
     DONE,
@@ -48,7 +48,7 @@ class ParameterServer(Engine):
             model.set_submodule(name, Lookup(number, self._tables))
         self.elsewhere = len(self._tables.names)
         trained = [value for value in model.parameters() if value.requires_grad]
-        self._dense = _averaged(model, setting.group) if trained else None
+        self._dense = averaged(model, setting.group) if trained else None
         self._optimizer = setting.make_optimizer(trained) if trained else None
         self.model = self._dense or model
         self.updates = 0
@@ -78,10 +78,6 @@ class ParameterServer(Engine):
         if update or self._dense is None:
             return contextlib.nullcontext()
         return self._dense.no_sync()
-
-
-def _averaged(model: nn.Module, group: Group) -> DistributedDataParallel:
-    return DistributedDataParallel(model, process_group=group.trainers, broadcast_buffers=False)  # as `DataParallel` does
 
 
 class Lookup(nn.Module):

@@ -1,0 +1,34 @@
+"""What cases of several processes are compared with."""
+
+import torch
+
+from pytest_gputrain.worker import recipe
+from pytest_gputrain.worker.run import SEED
+
+
+def alone(case):
+    return case.replace(parallel="single", gpus=1, servers=0)
+
+
+def losses_of_one_process(case, updates):
+    """Timed losses of a plain training on the batches of all workers at once.
+
+    Args:
+        updates: for each step, whether the optimizer acts at its end.
+    """
+    torch.manual_seed(SEED)
+    training = recipe.Training(alone(case), "tiny", torch.device("cpu"))
+    batches = []
+    for rank in range(case.gpus):
+        torch.manual_seed(SEED + rank)
+        batches.append(training._workload.batch(torch.device("cpu")).inputs)
+    optimizer = recipe.OPTIMIZERS[case.optimizer](list(training.model.parameters()), case.learning_rate)
+    losses = []
+    for update in updates:
+        loss = sum(training._workload.loss(batch) for batch in batches) / case.gpus
+        (loss / case.gradient_accumulation).backward()
+        if update:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[-case.steps :]
