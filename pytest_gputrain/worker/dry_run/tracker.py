@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
+from pytest_gputrain.worker.allocations import wraps
 from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
 from pytest_gputrain.worker.dry_run.shapes import Shapes
 from pytest_gputrain.worker.dry_run.values import compute
 from pytest_gputrain.worker.flops import formulas, recomputation_told_to
 
+_FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
 
 Temporaries = Callable[[tuple[Any, ...]], int]
@@ -66,6 +68,7 @@ class Tracker(TorchDispatchMode):
     """Entered inside a FakeTensorMode.
 
     Args:
+        device: whose storages are followed.
         rounding: bytes that every storage is rounded up to a multiple of.
         temporaries: of the operators that have any.
         peak_flops: FLOP/s by dtype; an empty one leaves the roofline at zero.
@@ -81,6 +84,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(
         self,
+        device: torch.device,
         *,
         rounding: int = 1,
         temporaries: dict[Any, Temporaries] | None = None,
@@ -88,6 +92,7 @@ class Tracker(TorchDispatchMode):
         bandwidth: float | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self._rounding = rounding
         self._temporaries = temporaries or {}
         self._rates = peak_flops or {}
@@ -146,6 +151,8 @@ class Tracker(TorchDispatchMode):
         if func is _DEVICE_OF:
             # Autograd asks for it more often than all operators are called together.
             return args[0].fake_device
+        if types != _FAKES and wraps(types):
+            return NotImplemented
         kwargs = kwargs or {}
         operator = self._known.get(func) or self._look_up(func)
         self._follow_phase()
@@ -155,7 +162,7 @@ class Tracker(TorchDispatchMode):
             self._pass(operator.temporaries(args), operator.name)
         moved = 0
         for tensor in tensors_in((result,)):
-            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cpu":
+            if isinstance(tensor, FakeTensor) and tensor.fake_device == self._device:
                 if tensor.layout is torch.strided:
                     moved += self._see(tensor, operator.name)
                 else:
