@@ -14,7 +14,7 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -45,6 +45,10 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
                 stack.enter_context(patch)
             library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
             _register_cuda(library, target)
+        else:
+            # A process group of CPUs reduces in a copy.
+            for name in {"reduce_scatter_tensor", "reduce_scatter_single"} & set(vars(distributed)):
+                stack.enter_context(mock.patch.object(distributed, name, _reduce_scatter_by_gloo))
         yield
 
 
@@ -80,6 +84,11 @@ def _for_fakes(target: Target) -> Iterator[Any]:
             yield mock.patch.object(module, "Params4bit", _four_bits)
         # A table of tensors, filled when first used: fakes must neither stay in it nor meet real ones there.
         yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
+
+
+def _reduce_scatter_by_gloo(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+    """Of the whole input, which all processes then have reduced, each keeps its part (ProcessGroupGloo.cpp)."""
+    output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
 
 
 def _no(*values: object) -> bool:
