@@ -66,6 +66,8 @@ def _for_fakes(target: Target) -> Iterator[Any]:
         yield mock.patch.object(sharding, name, _without_modes(getattr(sharding, name)))
     for name in ("torch.nn.parallel", "pytest_gputrain.worker.parallel.data_parallel"):
         yield mock.patch.object(sys.modules[name], "DistributedDataParallel", Rehearsed)
+    if "deepspeed" in sys.modules:
+        yield from _for_deepspeed()
     if "transformers" in sys.modules:
         # Takes fakes for tracing, for which it makes masks that a real run leaves out.
         import transformers.utils.import_utils as transformers_utils
@@ -89,6 +91,14 @@ def _for_fakes(target: Target) -> Iterator[Any]:
 def _reduce_scatter_by_gloo(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
     """Of the whole input, which all processes then have reduced, each keeps its part (ProcessGroupGloo.cpp)."""
     output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
+
+
+def _for_deepspeed() -> Iterator[Any]:
+    # It looks at the addresses of fakes, which torch warns of.
+    yield warnings.catch_warnings(action="ignore", category=UserWarning)
+    # It would remember the process group of this run.
+    for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):
+        yield mock.patch.dict(vars(sys.modules[name]))
 
 
 def _no(*values: object) -> bool:
