@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run import attention
-from pytest_gputrain.worker.dry_run.data_parallel import Rehearsed
+from pytest_gputrain.worker.dry_run import attention, engines
 
 _AUTOCAST_FP32: Final = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm
@@ -65,7 +64,8 @@ def _for_fakes(target: Target) -> Iterator[Any]:
         name = "_propagate_tensor_meta_non_cached"
         yield mock.patch.object(sharding, name, _without_modes(getattr(sharding, name)))
     for name in ("torch.nn.parallel", "pytest_gputrain.worker.parallel.data_parallel"):
-        yield mock.patch.object(sys.modules[name], "DistributedDataParallel", Rehearsed)
+        yield mock.patch.object(sys.modules[name], "DistributedDataParallel", engines.DistributedDataParallel)
+    yield mock.patch("pytest_gputrain.worker.parallel.parameter_server.sparse", engines.row_gradient)
     if "deepspeed" in sys.modules:
         yield from _for_deepspeed()
     if "transformers" in sys.modules:
