@@ -20,13 +20,14 @@ _MIB: Final = 2**20
 
 
 class DistributedDataParallel(nn.Module):
-    """torch's, whose reducer, written in C++, refuses fakes: the buckets that gradients are averaged in, beside the gradients.
+    """torch's, whose reducer is written in C++ and refuses fakes: buckets that gradients are averaged in, beside the gradients.
 
-    Rules are those of torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp. One bucket for everything
-    (``_ddp_init_helper``) is replaced, before the forward pass that follows the first exchange, by buckets of 1 and then 25 MiB
-    in the order in which gradients came (``Reducer::rebuild_buckets``).
+    Rules are those of torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp. One bucket for
+    everything (``_ddp_init_helper``) is replaced, before the forward pass that follows the first exchange, by buckets of 1
+    and then 25 MiB in the order in which gradients came (``Reducer::rebuild_buckets``).
 
-    Not covered: eight bytes a parameter to note which were used, arguments that change how gradients are exchanged, and sparse gradients.
+    Not covered: eight bytes a parameter to note which were used, arguments that change how gradients are exchanged, and
+    sparse gradients.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self._size = dist.get_world_size(process_group)
         self._exchanging = True
-        self._trained = [value for value in module.parameters() if value.requires_grad]
+        self._trained: list[Tensor] = [value for value in module.parameters() if value.requires_grad]
         self._came: list[Tensor] | None = []
         """Parameters in the order of their gradients; None once that is known."""
         self._views: dict[Tensor, Tensor] = {}
