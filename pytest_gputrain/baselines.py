@@ -86,9 +86,17 @@ class Store:
         Raises:
             BaselineError: the file is there but cannot be read.
         """
+        return self.suite(device, suite).get(key)
+
+    def suite(self, device: str, suite: str) -> Mapping[str, Baseline]:
+        """All baselines of a suite by key.
+
+        Raises:
+            BaselineError: as of `get`.
+        """
         if (device, suite) not in self._files:
             self._files[device, suite] = _load(self.path(device, suite), device)
-        return self._files[device, suite].get(key)
+        return self._files[device, suite]
 
     def other_devices(self, device: str, suite: str) -> list[str]:
         """Other devices that have baselines of the suite."""
@@ -139,17 +147,20 @@ class ReportStore:
         """
         report = decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote")
         self.path = path
-        self._baselines: dict[tuple[str, str], Baseline] = {}
+        self._suites: dict[str, dict[str, Baseline]] = {}
         for result in report.results:
             if result.search is not None or result.loss_curves:
                 continue  # of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
-                self._baselines[result.suite, result.key] = baseline
+                self._suites.setdefault(result.suite, {})[result.key] = baseline
 
     def get(self, device: str, suite: str, key: str) -> Baseline | None:
         """The case's figures in the report, whatever device they are of: the judge tells what can be compared."""
-        return self._baselines.get((suite, key))
+        return self.suite(device, suite).get(key)
+
+    def suite(self, device: str, suite: str) -> Mapping[str, Baseline]:
+        return self._suites.get(suite, {})
 
 
 def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Baseline:

@@ -13,9 +13,10 @@ from pytest_gputrain.cases import ALWAYS_IN_ID, did_you_mean
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.measuring import BadCase
 from pytest_gputrain.outcome import detail_of, failure_of
 from pytest_gputrain.records import Case, Measurement, Result
-from pytest_gputrain.runner import BadCase, CannotRun, Runner, suite_of
+from pytest_gputrain.runner import CannotRun, Runner, suite_of
 from pytest_gputrain.studies import diverged
 from pytest_gputrain.sweep import override
 
@@ -24,7 +25,7 @@ RESULTS: Final = pytest.StashKey[list[Result]]()
 
 StepBuilder = Callable[[Any], Callable[[], Any]]
 
-_STRICT_STATUSES: Final = ("new", "not-comparable")
+_STRICT_STATUSES: Final = ("new", "inconclusive", "not-comparable")
 
 
 class GpuTrain:
@@ -65,7 +66,7 @@ class GpuTrain:
 
         Args:
             scaling: judge the scaling efficiency of a case of several GPUs, too: its throughput over that of as many single
-                workers. One worker alone is measured for it, once for all tests. A case of one GPU is what the others are
+                workers. One worker alone is measured for it, as often as the case. A case of one GPU is what the others are
                 compared with; it has none.
 
         Under ``--gpu-find-batch`` and ``--gpu-loss`` nothing is judged: the test fails where there are no figures, or where
@@ -206,7 +207,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     """A GPU for this test alone, across xdist workers and pytest runs of this host; skips where there is none."""
     runner = request.config.stash[RUNNER]
     try:
-        machine = runner.machine
+        machine = runner.bench.machine
     except BadCase as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
     if not machine.gpus:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import pytest
 
-from pytest_gputrain import settings as options
 from pytest_gputrain import sweep
 from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.live import Live
-from pytest_gputrain.runner import Runner, suite_of
+from pytest_gputrain.runner import Expected, Runner, suite_of
 from pytest_gputrain.selection import platforms_of
+from pytest_gputrain.settings import read
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gputrain", "GPU training benchmarks")
-    for option in options.OPTIONS:
+    for option in OPTIONS:
         if option.switch:
             group.addoption(option.flag, action="store_true", default=None, help=option.help)
         else:
@@ -40,9 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
         what = "a CPU" if marker == CPU else PLATFORMS[marker].title
         config.addinivalue_line("markers", f"{marker}: gputrain: declared for {what}")
     try:
-        settings = options.read(
-            {option.name: config.getoption(option.flag) for option in options.OPTIONS},
-            {option.name: str(config.getini(option.ini)) for option in options.OPTIONS},
+        settings = read(
+            {option.name: config.getoption(option.flag) for option in OPTIONS},
+            {option.name: str(config.getini(option.ini)) for option in OPTIONS},
             config.rootpath if config.inipath is None else config.inipath.parent,
         )
         if settings.platform not in (None, *MARKERS):
@@ -56,6 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
+
+
+_MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}
 
 
 class GpuTrainPlugin:
@@ -90,6 +94,19 @@ class GpuTrainPlugin:
                     item.add_marker(self._marks[marker])
                 self.runner.declare(suite_of(item.path), sweep.override(value, knobs))
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        expression = str(self.config.getoption("markexpr", "") or "")
+        expected = []
+        for item in session.items:
+            markers = frozenset(mark.name for mark in item.iter_markers())
+            callspec = getattr(item, "callspec", None)
+            if callspec is None or "gputrain" not in getattr(item, "fixturenames", ()) or markers & _MAY_NOT_RUN:
+                continue
+            knobs = callspec.params.get("gputrain_knobs", {})
+            cases = [value for value in callspec.params.values() if isinstance(value, Case)]
+            expected += [Expected(suite_of(item.path), sweep.override(case, knobs), markers, expression) for case in cases]
+        self.runner.expected = expected
+
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
@@ -97,7 +114,7 @@ class GpuTrainPlugin:
             return
         uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
         self._live = Live(self.config.get_terminal_writer().fullwidth, uncaptured)
-        self.runner.watch = self._live.show
+        self.runner.bench.watch = self._live.show
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -135,7 +152,7 @@ class GpuTrainPlugin:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_unconfigure(self) -> None:
-        self.runner.close()
+        self.runner.bench.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.book is None or not (self.book.results or self.book.notes):

@@ -31,6 +31,13 @@ def format_seconds(seconds: float) -> str:
     return f"{_digits(seconds / 1e-6)} µs"
 
 
+def format_spread(seconds: float, spread: float) -> str:
+    """``4.70 s +- 0.03``: the spread in the unit and with the decimals of the value."""
+    shown, unit = format_seconds(seconds).split(" ")
+    size = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
+    return f"{shown} {unit} +- {spread / size:.{len(shown.partition('.')[2])}f}"
+
+
 def format_rate(per_second: float) -> str:
     """``4.34/s`` with three significant digits."""
     return f"{_digits(per_second)}/s"

@@ -14,7 +14,7 @@ from pytest_gputrain.records.reply import Environment, Reply
 MAX_RUNS: Final = 20
 """Runs that a baseline keeps of one case."""
 
-Status = Literal["pass", "regressed", "improved", "new", "not-comparable", "failed", "recorded"]
+Status = Literal["pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded"]
 MetricName = Literal[
     "step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "scaling_efficiency"
 ]
@@ -84,7 +84,16 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     limit: float | None = None
     """The value beyond which the metric regresses: above it, for a scaling efficiency below it."""
     note: str = ""
-    """Why it was not compared, or what changed within the limit."""
+    """Why it was not compared, what changed within the limit, or what else is to be known."""
+    sd: float | None = None
+    """Between fresh processes, as a share of the time; this and what follows where `pytest_gputrain.stats` decided."""
+    sensitivity: float | None = None
+    """The slowdown, as a share, that would be caught 99 times in 100."""
+    baseline_runs: int | None = None
+    runs: int | None = None
+    """Fresh processes of today."""
+    votes: int | None = None
+    """Of those, the ones beyond the limit, on the side that has more."""
 
 
 class Verdict(Struct, frozen=True, kw_only=True):

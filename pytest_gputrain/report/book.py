@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
@@ -13,10 +14,14 @@ import msgspec
 
 from pytest_gputrain.baselines import BaselineError, Store, to_baseline
 from pytest_gputrain.cases import same_id
-from pytest_gputrain.records import Baseline, Case, Report, Result
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.records import Baseline, Case, Measurement, Report, Result
 from pytest_gputrain.report import document
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
+from pytest_gputrain.stats import SHIFT_TOLD
+from pytest_gputrain.suites import Suites
+from pytest_gputrain.units import format_percent
 
 _SAVE_EVERY_SECONDS: Final = 30.0
 
@@ -32,7 +37,7 @@ class Book:
         self.results: list[Result] = []
         self.notes: list[str] = []
         self.failed = False
-        """Whether something could not be saved."""
+        """Whether something could not be saved, or the suite regressed as a whole."""
         self._session: Session | None = None
         self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
@@ -75,11 +80,14 @@ class Book:
     def close(self, exit_status: int) -> None:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
         self._save_baselines()
+        self._tell_shift()
         exit_status = exit_status or int(self.failed)
         for path, count in self._recorded.items():
             self.notes.append(
                 f"{count} baseline{'' if count == 1 else 's'} recorded in {path}; review the difference in git"
             )
+        if any(path.parent.name != CPU for path in self._recorded):
+            self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
         if self.settings.json is None:
             return
         report = self._report(exit_status)
@@ -87,6 +95,25 @@ class Book:
             document.write(report, self.settings.json)
         except OSError as error:
             self._keep_aside(f"the report {self.settings.json} cannot be written: {error.strerror}", report)
+
+    def _tell_shift(self) -> None:
+        """Tell of a suite that is slower as a whole; its cases are not, each for itself."""
+        suites = Suites()
+        for result in self.results:
+            metric = result.verdict.metric("step_seconds") if result.verdict else None
+            first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
+            if first and metric and metric.baseline and metric.baseline_runs:
+                suites.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
+        if abs(suites.shift) <= SHIFT_TOLD or self.settings.baseline_update == "all":
+            return
+        shift = format_percent(math.expm1(suites.shift))
+        if suites.shift > math.log1p(self.settings.time_tolerance):
+            self.failed = True
+            self.notes.append(
+                f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
+            )
+        else:
+            self.notes.append(f"the median case is {shift} off its baseline: the machine rather than a case")
 
     def _save_baselines(self) -> None:
         self._saved_at = time.monotonic()

@@ -21,6 +21,7 @@ _STYLES: Final = {
     "pass": "green",
     "improved": "bold green",
     "recorded": "cyan",
+    "inconclusive": "yellow",
     "new": "yellow",
     "not-comparable": "yellow",
     "measured": "",
@@ -59,7 +60,11 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
 def explain(results: Sequence[Result]) -> list[str]:
     """Sentences for what passed or was skipped over without a full comparison; regressions have their failures."""
     lines: list[str] = []
-    for status, what in (("new", "without a baseline"), ("not-comparable", "not comparable with the baseline")):
+    for status, what in (
+        ("inconclusive", "in doubt"),
+        ("new", "without a baseline"),
+        ("not-comparable", "not comparable with the baseline"),
+    ):
         found = [result for result in results if result.verdict and result.verdict.status == status]
         if found:
             lines.append(f"{_cases(len(found))} {what}: {found[0].verdict.sentence}{_and_more(found)}")  # type: ignore[union-attr]
