@@ -303,8 +303,7 @@ class Runner:
             return self.settings.strict
         if self._published is not None:
             return False  # Strictness by itself is for figures that somebody forgot to record; nobody records these.
-        in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
-        return in_ci and (self._report is not None or self.store.has_device(self.bench.machine.slug))
+        return in_ci() and (self._report is not None or self.store.has_device(self.bench.machine.slug))
 
     def _records(self, baseline: Baseline | None) -> bool:
         """Whether an update option wants the case's figures."""
@@ -322,6 +321,11 @@ class Runner:
         what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
+
+
+def in_ci() -> bool:
+    """Whether this is a run of continuous integration, which sets ``CI``."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def suite_of(path: Path) -> str:

@@ -45,6 +45,15 @@ class LiveTensor(Struct, frozen=True, kw_only=True):
     dtype: str
 
 
+class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
+    """What all calls of one operator in one micro-batch do."""
+
+    calls: int
+    flops: int
+    bytes: int
+    """Read and written."""
+
+
 class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="outcome"):
     """A case that ran to its end on fake tensors. Exact: the same on every machine with the same library versions."""
 
@@ -61,8 +70,8 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     peak_phase: TrainingPhase
     phase_peak_bytes: dict[TrainingPhase, int]
     """The same by phase; ``build`` is the highest before the first step."""
-    largest: tuple[LiveTensor, ...]
-    """At the peak, largest first."""
+    largest: dict[TrainingPhase, tuple[LiveTensor, ...]]
+    """At the peak of each phase, largest first."""
     peak_reserved_bytes: int | None
     """Highest memory held by the caching allocator, as in a measurement; where the case does not fit, what it would hold
     without limit. None without such an allocator."""
@@ -77,6 +86,7 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     """Read and written by the operators of a micro-batch: one without an update where the case accumulates."""
     roofline_seconds: float | None
     """Of that micro-batch: for each operator the larger of arithmetic and memory traffic at the device's peaks."""
-    operators_per_step: int
-    """Of that micro-batch."""
+    operators: dict[str, OperatorWork]
+    """Of that micro-batch, recomputation included, by name."""
     packages: dict[str, str]
+    """Version of every training library whose code the case runs, without local label (``+cu130``)."""

@@ -48,6 +48,7 @@ FLOORS = {
     "launch": 3,
     "measuring": 3,
     "studies": 4,
+    "dry_run": 4,
     "outcome": 4,
     "runner": 4,
     "report": 4,

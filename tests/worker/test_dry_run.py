@@ -127,7 +127,7 @@ def test_what_is_held_covers_what_is_allocated():
         size for phase, size in prediction.phase_peak_bytes.items() if phase != "build"
     )
     assert prediction.phase_peak_bytes[prediction.peak_phase] == prediction.peak_allocated_bytes
-    assert sum(row.bytes for row in prediction.largest) <= prediction.peak_allocated_bytes
+    assert sum(row.bytes for row in prediction.largest[prediction.peak_phase]) <= prediction.peak_allocated_bytes
 
 
 def test_the_same_in_every_process():

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytest_gputrain.records import Crashed, Prediction, Target, Task
+from pytest_gputrain.cases import library_versions
+from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Target, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.attention import temporaries
@@ -16,10 +17,10 @@ from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, Tracker, live_tensor
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import StepBuilder
-from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes, versions
+from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes
 
-SHOWN: Final = 12
-"""Rows of the largest tensors at the peak."""
+SHOWN: Final = 8
+"""Rows of the largest tensors at each peak."""
 
 _DEVICE: Final = torch.device("cpu")
 """Label of the fakes, which any torch can run."""
@@ -83,7 +84,7 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         peak_allocated_bytes=tracker.peak_bytes,
         peak_phase=tracker.peak_phase,
         phase_peak_bytes=tracker.phase_peaks,
-        largest=tracker.largest_at_peak(SHOWN),
+        largest=tracker.largest_at_peaks(SHOWN),
         peak_reserved_bytes=held.peak_reserved if cuda else None,
         fits=None if capacity is None else refused is None,
         refused=None if refused is None else live_tensor(tracker.allocations[refused]),
@@ -91,6 +92,9 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         recomputed_flops_per_step=typical.recomputed,
         bytes_per_step=typical.bytes,
         roofline_seconds=typical.roofline_seconds or None,
-        operators_per_step=typical.operators,
-        packages=versions(),
+        operators={
+            name: OperatorWork(calls=calls, flops=flops, bytes=moved)
+            for name, (calls, flops, moved) in sorted(typical.operators.items())
+        },
+        packages=library_versions(task.case),
     )

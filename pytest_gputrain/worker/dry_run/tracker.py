@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -43,8 +43,9 @@ class Work:
     flops: int = 0
     recomputed: int = 0
     bytes: int = 0
-    operators: int = 0
     roofline_seconds: float = 0.0
+    operators: dict[str, list[int]] = field(default_factory=dict)
+    """Calls, FLOPs and bytes by operator."""
 
     @property
     def total(self) -> int:
@@ -105,7 +106,8 @@ class Tracker(TorchDispatchMode):
         self.phase: TrainingPhase = "build"
         self.phase_peaks: dict[TrainingPhase, int] = {"build": 0}
         self._peak = 0
-        self._peak_at = 0
+        self._peaks_at: dict[TrainingPhase, int] = {"build": 0}
+        """Events of the trace until the peak of each phase."""
         self.peak_phase: TrainingPhase = "build"
         self.work = Work()
 
@@ -127,10 +129,13 @@ class Tracker(TorchDispatchMode):
         """Highest ``live_bytes`` since the first step began."""
         return self._peak
 
-    def largest_at_peak(self, count: int) -> tuple[LiveTensor, ...]:
-        """What lived at the peak, alike storages together."""
+    def largest_at_peaks(self, count: int) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+        """What lived at the peak of each phase, alike storages together, the largest ``count`` of them."""
+        return {phase: self._largest_at(at)[:count] for phase, at in self._peaks_at.items()}
+
+    def _largest_at(self, event_number: int) -> tuple[LiveTensor, ...]:
         live: set[int] = set()
-        for event in self.trace[: self._peak_at]:
+        for event in self.trace[:event_number]:
             if event >= 0:
                 live.add(event)
             elif event != EMPTY_CACHE:
@@ -140,7 +145,7 @@ class Tracker(TorchDispatchMode):
             allocation = self.allocations[number]
             alike[allocation] = alike.get(allocation, 0) + 1
         rows = [live_tensor(allocation, times) for allocation, times in alike.items()]
-        return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
+        return tuple(sorted(rows, key=lambda row: -row.bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
@@ -207,8 +212,9 @@ class Tracker(TorchDispatchMode):
         live, phase = self.live_bytes, self.phase
         if live > self.phase_peaks.get(phase, -1):
             self.phase_peaks[phase] = live
+            self._peaks_at[phase] = len(self.trace)
         if live > self._peak:
-            self._peak, self._peak_at, self.peak_phase = live, len(self.trace), phase
+            self._peak, self.peak_phase = live, phase
 
     def _see(self, tensor: Tensor, operator: str) -> int:
         """Bytes of the tensor's elements, after its storage was looked at."""
@@ -256,8 +262,7 @@ class Tracker(TorchDispatchMode):
 
     def _count(self, operator: _Operator, read: list[Tensor], result: Any, written: int, args: Any, kwargs: Any) -> None:
         work = self.work
-        work.operators += 1
-        moved = 0
+        moved = flops = 0
         if operator.moves:
             moved = written
             for tensor in read:
@@ -273,6 +278,13 @@ class Tracker(TorchDispatchMode):
             if rate:
                 seconds = max(seconds, flops / rate)
         work.roofline_seconds += seconds
+        row = work.operators.get(operator.name)
+        if row is None:
+            work.operators[operator.name] = [1, flops, moved]
+        else:
+            row[0] += 1
+            row[1] += flops
+            row[2] += moved
 
 
 def live_tensor(allocation: Allocation, count: int = 1) -> LiveTensor:
