@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 import tempfile
 from collections.abc import Mapping

@@ -11,7 +11,6 @@ from pytest_gputrain.baselines import BaselineError, key_of
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.records import Case, Prediction
 
-
 Test = TypeVar("Test")
 
 

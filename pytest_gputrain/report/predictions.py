@@ -37,9 +37,9 @@ def table(
         "Fits": lambda one: "" if one.fits is None else "yes" if one.fits else "no",
     }
     if width < _WIDE:
-        del figures["(Model)"], figures["Compute"]
+        del figures["(Model)"], figures["Compute"], figures["Peak in"]
     made = layout.table(gap=1 if width >= _WIDE else 0)
-    made.add_column("Case", overflow="fold", width=None if width >= _WIDE else 32)
+    made.add_column("Case", overflow="fold", width=None if width >= _WIDE else 28)
     for header in figures:
         made.add_column(header, justify="right", no_wrap=True)
     made.add_column("Verdict", no_wrap=True)
