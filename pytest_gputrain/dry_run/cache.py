@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-import pytest_gputrain
 from pytest_gputrain.cases import library_versions
 from pytest_gputrain.files import write_atomically
 from pytest_gputrain.records import Case, Prediction, Task
@@ -72,7 +71,7 @@ def _is_local(name: str) -> bool:
 @functools.cache
 def _own_code() -> str:
     """Hash of this package's files."""
-    root = Path(pytest_gputrain.__file__).parent
+    root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

@@ -7,7 +7,7 @@ the tolerance of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pytest_gputrain.cases import differences
@@ -59,13 +59,15 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
     if before is None:
         nearest = max(known.predictions, key=lambda one: len(one.packages.items() & prediction.packages.items()))
         changed = ", ".join(_changed_conditions(nearest, prediction))
-        moved = "; ".join(_finding(metric, nearest, prediction) for metric in _metrics(nearest, prediction, tolerance)
-                          if metric.status != "pass")  # fmt: skip
+        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status != "pass"]
+        moved = "; ".join(_findings(told, nearest, prediction))
         sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence)
     metrics = tuple(_metrics(before, prediction, tolerance))
-    worse = [_finding(metric, before, prediction) for metric in metrics if metric.status == "regressed"]
-    better = [_finding(metric, before, prediction) for metric in metrics if metric.status == "improved"]
+    worse, better = (
+        _findings([metric for metric in metrics if metric.status == status], before, prediction)
+        for status in ("regressed", "improved")
+    )
     if before.fits and prediction.fits is False:
         worse.insert(0, f"no longer fits: it {what_does_not_fit(prediction, title)}")
     elif prediction.fits and before.fits is False:
@@ -118,11 +120,38 @@ def _compared(name: MetricName, before: int, now: int) -> MetricVerdict:
     return MetricVerdict(metric=name, status=status, value=now, baseline=before, limit=before)
 
 
+def _findings(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
+    """What changed metrics say. Of the phases, one in full: that of the peak, else the one that changed most."""
+    phases = [metric for metric in metrics if metric.metric in PHASES]
+
+    def weight(metric: MetricVerdict) -> tuple[bool, float]:
+        assert metric.value is not None
+        assert metric.baseline is not None
+        return PHASES[metric.metric] == now.peak_phase, abs(metric.value - metric.baseline)
+
+    main = max(phases, key=weight, default=None)
+    found = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
+    if main is None:
+        return found
+    others: dict[str, list[str]] = {}
+    for metric in phases:
+        if metric is not main:
+            others.setdefault(_word(metric), []).append(PHASES[metric.metric])
+    also = "".join(f", and {word} in {' and '.join(names)}" for word, names in others.items())
+    return [_finding(main, before, now) + also, *found]
+
+
+def _word(metric: MetricVerdict) -> str:
+    assert metric.value is not None
+    assert metric.baseline is not None
+    return "more" if metric.value > metric.baseline else "less"
+
+
 def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
     assert metric.value is not None
     assert metric.baseline is not None
     value, known = int(metric.value), int(metric.baseline)
-    more = "more" if value > known else "less"
+    more = _word(metric)
     share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
     if phase := PHASES.get(metric.metric):
         size, text = format_bytes(abs(value - known)), f"{format_bytes(value)} against {format_bytes(known)} allocated"

@@ -90,7 +90,7 @@ class DryRunner(Runner):
         failed = () if isinstance(reply, Prediction) else (reply,)
         verdict, helps = None, ""
         if judged and failed:
-            verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(failed[0])}")
+            verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(failed[0], 'prediction')}")
         elif judged and prediction is not None:
             verdict, helps = self._judged(case, prediction, known, module)
         return Result(
