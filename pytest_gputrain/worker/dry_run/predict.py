@@ -13,6 +13,7 @@ from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Target, T
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.attention import temporaries
+from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, Tracker, live_tensor
 from pytest_gputrain.worker.progress import Progress
@@ -44,6 +45,7 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
     cuda = target.kind == "cuda"
     tracker = Tracker(
         rounding=512 if cuda else 1,
+        layouts=layouts(target),
         temporaries=temporaries() if cuda else {},
         peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
         bandwidth=target.bandwidth,

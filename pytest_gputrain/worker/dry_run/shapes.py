@@ -6,6 +6,7 @@ alone costs more than all else in a dry run; this one knows only what a step is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,9 +33,14 @@ class _Result:
 
 
 class Shapes:
-    """A cache of calls."""
+    """A cache of calls.
 
-    def __init__(self) -> None:
+    Args:
+        layouts: what to call instead of an operator.
+    """
+
+    def __init__(self, layouts: dict[Any, Callable[..., Any]]) -> None:
+        self._layouts = layouts
         self._eligible: dict[Any, bool] = {}
         self._results: dict[Any, Any] = {}
 
@@ -47,22 +53,23 @@ class Shapes:
         eligible = self._eligible.get(func)
         if eligible is None:
             eligible = self._eligible[func] = _is_eligible(func)
+        call = self._layouts.get(func, func)
         if not eligible or not tensors:
-            return func(*args, **kwargs)
+            return call(*args, **kwargs)
         for tensor in tensors:
             if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
-                return func(*args, **kwargs)
+                return call(*args, **kwargs)
         key = (func, _key(args), _key(kwargs.items()) if kwargs else None)
         try:
             known = self._results.get(key, self)
         except TypeError:  # an argument without a hash
-            return func(*args, **kwargs)
+            return call(*args, **kwargs)
         if known is self:
-            result = func(*args, **kwargs)
+            result = call(*args, **kwargs)
             self._results[key] = _described(result, tensors)
             return result
         if known is None:
-            return func(*args, **kwargs)
+            return call(*args, **kwargs)
         return _made(known, tensors, tensors[0].fake_mode)  # type: ignore[attr-defined]
 
 

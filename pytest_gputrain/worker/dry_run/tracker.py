@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
 from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
+from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.dry_run.shapes import Shapes
 from pytest_gputrain.worker.dry_run.values import compute
 from pytest_gputrain.worker.flops import formulas, recomputation_told_to
@@ -68,6 +69,7 @@ class Tracker(TorchDispatchMode):
 
     Args:
         rounding: bytes that every storage is rounded up to a multiple of.
+        layouts: what to call instead of an operator, see `layouts`.
         temporaries: of the operators that have any.
         peak_flops: FLOP/s by dtype; an empty one leaves the roofline at zero.
         bandwidth: bytes per second.
@@ -84,6 +86,7 @@ class Tracker(TorchDispatchMode):
         self,
         *,
         rounding: int = 1,
+        layouts: dict[Any, Layout] | None = None,
         temporaries: dict[Any, Temporaries] | None = None,
         peak_flops: dict[torch.dtype, float] | None = None,
         bandwidth: float | None = None,
@@ -95,7 +98,7 @@ class Tracker(TorchDispatchMode):
         self._seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
         self._formulas = formulas()
         self._known: dict[Any, _Operator] = {}
-        self._shapes = Shapes()
+        self._shapes = Shapes(layouts or {})
         self._numbers: dict[int, int] = {}
         """Allocation by address of the storage."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
