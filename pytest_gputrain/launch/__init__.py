@@ -75,7 +75,7 @@ def _launched(
     with folder_of(task) as folder:
         ranks: list[Rank] = []
         try:
-            for number in range(task.processes + task.servers):
+            for number in range(task.processes + task.servers if task.target is None else 1):
                 ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
             return follow(ranks, timeout_seconds, watch)
         finally:

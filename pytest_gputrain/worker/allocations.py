@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -35,9 +37,11 @@ class AllocationCounter(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, FakeTensor):
                 for part in _strided(value):
                     self._see(part.untyped_storage())
         return result
@@ -60,6 +64,15 @@ class AllocationCounter(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._references.pop(key, None)
         self.live_bytes -= self._sizes.pop(key, 0)
+
+
+def wraps(types: Iterable[type]) -> bool:
+    """Whether any of an operator's types is a wrapper of tensors, such as DTensor.
+
+    Its own storage is as large as the whole that it is a part of, and empty. A dispatch mode that returns NotImplemented is
+    asked again for the tensors within.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -14,11 +14,13 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Target
 from pytest_gputrain.worker.dry_run import attention
+from pytest_gputrain.worker.dry_run.data_parallel import Rehearsed
 
 _AUTOCAST_FP32: Final = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm
@@ -33,16 +35,20 @@ _AUTOCAST_FP32_RESULT: Final = "prod softmax.int log_softmax.int cumprod cumsum 
 
 
 @contextlib.contextmanager
-def patched(target: Target) -> Iterator[None]:
+def patched(target: Target, device: torch.device) -> Iterator[None]:
     """A context in which the recipe runs on fakes as it would on ``target``."""
     with contextlib.ExitStack() as stack:
         for patch in _for_fakes(target):
             stack.enter_context(patch)
         if target.kind == "cuda":
-            for patch in _for_cuda():
+            for patch in _for_cuda(device):
                 stack.enter_context(patch)
             library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
             _register_cuda(library, target)
+        else:
+            # A process group of CPUs reduces in a copy.
+            for name in {"reduce_scatter_tensor", "reduce_scatter_single"} & set(vars(distributed)):
+                stack.enter_context(mock.patch.object(distributed, name, _reduce_scatter_by_gloo))
         yield
 
 
@@ -53,6 +59,15 @@ def _for_fakes(target: Target) -> Iterator[Any]:
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         types = sys.modules[module]._foreach_supported_types
         yield mock.patch.object(sys.modules[module], "_foreach_supported_types", [*types, FakeTensor])
+    # DTensor asks fakes of its own for the shape of the whole, which nobody allocates.
+    if "torch.distributed.tensor" in sys.modules:
+        sharding = sys.modules["torch.distributed.tensor._sharding_prop"].ShardingPropagator
+        name = "_propagate_tensor_meta_non_cached"
+        yield mock.patch.object(sharding, name, _without_modes(getattr(sharding, name)))
+    for name in ("torch.nn.parallel", "pytest_gputrain.worker.parallel.data_parallel"):
+        yield mock.patch.object(sys.modules[name], "DistributedDataParallel", Rehearsed)
+    if "deepspeed" in sys.modules:
+        yield from _for_deepspeed()
     if "transformers" in sys.modules:
         # Takes fakes for tracing, for which it makes masks that a real run leaves out.
         import transformers.utils.import_utils as transformers_utils
@@ -73,12 +88,37 @@ def _for_fakes(target: Target) -> Iterator[Any]:
         yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
 
 
+def _reduce_scatter_by_gloo(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+    """Of the whole input, which all processes then have reduced, each keeps its part (ProcessGroupGloo.cpp)."""
+    output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
+
+
+def _for_deepspeed() -> Iterator[Any]:
+    # It looks at the addresses of fakes, which torch warns of.
+    yield warnings.catch_warnings(action="ignore", category=UserWarning)
+    # It would remember the process group of this run.
+    for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):
+        yield mock.patch.dict(vars(sys.modules[name]))
+
+
 def _no(*values: object) -> bool:
     # A mock would remember its arguments, and keep them alive.
     return False
 
 
-def _for_cuda() -> Iterator[Any]:
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return called
+
+
+def _for_cuda(device: torch.device) -> Iterator[Any]:
+    # FSDP knows one CPU. What it moves to the device by setting data would keep its label.
+    fsdp = "torch.distributed.fsdp._fully_shard._fully_shard"
+    yield mock.patch(f"{fsdp}._get_device_from_mesh", return_value=device)
+    yield mock.patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", _move)
     # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])
@@ -150,7 +190,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
         if quantise is not None and applied.device.type != "meta":
             quantise()
         elif applied is not parameter:
-            parameter.data = applied
+            set_data(parameter, applied)
         if parameter.grad is not None:
             with torch.no_grad():
                 parameter.grad.data = fn(parameter.grad)
@@ -158,6 +198,19 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
         if buffer is not None:
             self._buffers[name] = fn(buffer)
     return self
+
+
+def _move(parameters: list[nn.Parameter], buffers: list[Tensor], device: torch.device) -> None:
+    for tensor in (*parameters, *buffers):
+        if tensor.device != device:
+            set_data(tensor, tensor.detach().to(device))
+
+
+def set_data(tensor: Any, value: Any) -> None:
+    """``tensor.data = value``, which leaves a fake its label."""
+    tensor.data = value
+    if isinstance(value, FakeTensor):
+        tensor.fake_device = value.fake_device
 
 
 def _four_bits(

@@ -16,6 +16,8 @@ from pytest_gputrain.worker.dry_run.attention import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, Tracker, live_tensor
+from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import StepBuilder
 from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes
@@ -23,8 +25,9 @@ from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_
 SHOWN: Final = 8
 """Rows of the largest tensors at each peak."""
 
-_DEVICE: Final = torch.device("cpu")
-"""Label of the fakes, which any torch can run."""
+HOST: Final = torch.device("cpu")
+GPU: Final = torch.device("cpu", 0)
+"""Labels of fakes, which any torch can run. They are two devices: what is on the one must be copied to the other."""
 
 
 def predict(task: Task, progress: Progress, builder: StepBuilder | None = None) -> Prediction | Crashed:
@@ -43,21 +46,25 @@ def predict(task: Task, progress: Progress, builder: StepBuilder | None = None) 
 
 def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuilder | None) -> Prediction:
     cuda = target.kind == "cuda"
+    device = GPU if cuda else HOST
     tracker = Tracker(
+        device,
         rounding=512 if cuda else 1,
         layouts=layouts(target),
         temporaries=temporaries() if cuda else {},
         peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
         bandwidth=target.bandwidth,
     )
+    group = Group(size=task.processes, servers=task.servers, rehearsed=True)
     torch.manual_seed(SEED)
     # Reference cycles die when the collector happens to run. Without it the trace is the same on every run.
     gc.collect()
     gc.disable()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), patched(target), tracker:
+        joined = group.joined(device, even_alone=task.case.parallel in NEEDS_GROUP)
+        with joined, FakeTensorMode(allow_non_fake_inputs=True), patched(target, device), tracker:
             progress.enter("build")
-            training = build(task, _DEVICE, builder)
+            training = build(task, device, builder, group)
             progress.enter("count")
             typical = tracker.work
             for update in counted_steps(task.case):

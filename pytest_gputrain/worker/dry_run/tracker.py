@@ -14,12 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
+from pytest_gputrain.worker.allocations import wraps
 from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
 from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.dry_run.shapes import Shapes
 from pytest_gputrain.worker.dry_run.values import compute
 from pytest_gputrain.worker.flops import formulas, recomputation_told_to
 
+_FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
 
 Temporaries = Callable[[tuple[Any, ...]], int]
@@ -68,6 +70,7 @@ class Tracker(TorchDispatchMode):
     """Entered inside a FakeTensorMode.
 
     Args:
+        device: whose storages are followed.
         rounding: bytes that every storage is rounded up to a multiple of.
         layouts: what to call instead of an operator, see `layouts`.
         temporaries: of the operators that have any.
@@ -84,6 +87,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(
         self,
+        device: torch.device,
         *,
         rounding: int = 1,
         layouts: dict[Any, Layout] | None = None,
@@ -92,6 +96,7 @@ class Tracker(TorchDispatchMode):
         bandwidth: float | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self._rounding = rounding
         self._temporaries = temporaries or {}
         self._rates = peak_flops or {}
@@ -154,6 +159,8 @@ class Tracker(TorchDispatchMode):
         if func is _DEVICE_OF:
             # Autograd asks for it more often than all operators are called together.
             return args[0].fake_device
+        if types != _FAKES and wraps(types):
+            return NotImplemented
         kwargs = kwargs or {}
         operator = self._known.get(func) or self._look_up(func)
         self._follow_phase()
@@ -163,7 +170,7 @@ class Tracker(TorchDispatchMode):
             self._pass(operator.temporaries(args), operator.name)
         moved = 0
         for tensor in tensors_in((result,)):
-            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cpu":
+            if isinstance(tensor, FakeTensor) and tensor.fake_device == self._device:
                 if tensor.layout is torch.strided:
                     moved += self._see(tensor, operator.name)
                 else:
