@@ -2,14 +2,14 @@
 
 import msgspec
 import pytest
-from zoo_examples import EXAMPLES, example, run
+from zoo_examples import example, run
 
 from pytest_gputrain import launch
-from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import PRECISIONS
 from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
 from pytest_gputrain.units import GiB, MiB
 from pytest_gputrain.worker.dry_run.predict import predict
+from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress
 
 CPU = Target(marker="cpu", kind="cpu")
@@ -22,6 +22,18 @@ H100 = Target(
 )
 
 LLAMA = example("llama-3.1-8b", activation_checkpointing=True)
+# The quickest; `test_dry_run_suite` has every model of the suite.
+ONE_OF_EACH_FAMILY = [
+    "phi-3-mini-128k",
+    "bert-large",
+    "transformer-big",
+    "resnet-50",
+    "sd3",
+    "hunyuan-video",
+    "qwen2-vl-2b",
+    "word2vec",
+    "ctr-dnn",
+]
 
 
 def predicted(case, target=CPU, builder=None, scale="tiny"):
@@ -32,10 +44,11 @@ def predicted(case, target=CPU, builder=None, scale="tiny"):
 
 
 def compare(case, builder=None):
+    load(case)  # which makes tensors that are none of the training's
     real = run(case.replace(steps=1, warmup=0), builder)
     assert isinstance(real, Measurement), real
     prediction = predicted(case, builder=builder)
-    assert prediction.peak_allocated_bytes == pytest.approx(real.peak_allocated_bytes, rel=0.005)
+    assert prediction.peak_allocated_bytes == real.peak_allocated_bytes
     assert prediction.model_bytes == real.model_bytes
     assert prediction.parameters == real.parameters
     assert prediction.trainable_parameters == real.trainable_parameters
@@ -43,24 +56,9 @@ def compare(case, builder=None):
     assert prediction.recomputed_flops_per_step == (real.recomputed_flops_per_step or 0)
 
 
-DIFFUSION_OFF = pytest.mark.xfail(
-    reason="a real step of most diffusion transformers holds 12 to 98 kB more, not explained yet: up to 2.7 % at tiny scale",
-    strict=False,
-)
-DIFFUSION = {"diffusion", "video_diffusion"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=DIFFUSION_OFF if architectures()[case.model].family in DIFFUSION else ())
-        for case in EXAMPLES
-    ],
-    ids=str,
-)
-def test_every_model_and_method(case):
-    compare(case)
+@pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)
+def test_every_family(model):
+    compare(example(model))
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])

@@ -67,7 +67,7 @@ def _clone(source: Tensor, **options: Any) -> Any:
     if source.layout is not torch.sparse_coo:
         return _ATEN.clone.default(source, **options)
     indices, values = source._indices().clone(), source._values().clone()
-    return torch.sparse_coo_tensor(indices, values, source.shape, is_coalesced=source.is_coalesced())
+    return torch.sparse_coo_tensor(indices, values, source.shape, is_coalesced=source.is_coalesced(), check_invariants=False)
 
 
 def _layer_norm(source: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:

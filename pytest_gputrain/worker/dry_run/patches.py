@@ -88,7 +88,9 @@ def _for_fakes(target: Target) -> Iterator[Any]:
         yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
 
 
-def _reduce_scatter_by_gloo(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+def _reduce_scatter_by_gloo(
+    output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+) -> None:
     """Of the whole input, which all processes then have reduced, each keeps its part (ProcessGroupGloo.cpp)."""
     output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
 

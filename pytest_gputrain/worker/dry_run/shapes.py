@@ -59,7 +59,8 @@ class Shapes:
         for tensor in tensors:
             if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
                 return call(*args, **kwargs)
-        key = (func, _key(args), _key(kwargs.items()) if kwargs else None)
+        # The default is the type of what integers become.
+        key = (func, _key(args), _key(kwargs.items()) if kwargs else None, torch.get_default_dtype())
         try:
             known = self._results.get(key, self)
         except TypeError:  # an argument without a hash
