@@ -39,8 +39,9 @@ def patched(target: Target) -> Iterator[None]:
         for patch in _for_fakes(target):
             stack.enter_context(patch)
         if target.kind == "cuda":
-            for patch in _for_cuda():
-                stack.enter_context(patch)
+            if target.lists:
+                for patch in _for_lists():
+                    stack.enter_context(patch)
             library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
             _register_cuda(library, target)
         yield
@@ -58,11 +59,12 @@ def _for_fakes(target: Target) -> Iterator[Any]:
         import transformers.utils.import_utils as transformers_utils
 
         yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
-        if not target.grouped_queries:
-            # An older release is predicted for.
+        if target.attention == "transformers-4.49":
             import transformers.integrations.sdpa_attention as transformers_attention
+            import transformers.models.gemma2.modeling_gemma2 as gemma2
 
             yield mock.patch.object(transformers_attention, "use_gqa_in_sdpa", _no)
+            yield mock.patch.object(gemma2, "eager_attention_forward", _uncapped)
     if "bitsandbytes" in sys.modules:
         import bitsandbytes
 
@@ -73,12 +75,19 @@ def _for_fakes(target: Target) -> Iterator[Any]:
         yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
 
 
+def _uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    """Attention of Gemma 2 by transformers 4.49, which leaves the cap of the scores out and warns of it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(*args, **kwargs)
+
+
 def _no(*values: object) -> bool:
     # A mock would remember its arguments, and keep them alive.
     return False
 
 
-def _for_cuda() -> Iterator[Any]:
+def _for_lists() -> Iterator[Any]:
     # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])
