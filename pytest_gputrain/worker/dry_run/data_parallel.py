@@ -26,7 +26,9 @@ class Rehearsed(nn.Module):
     Not covered: eight bytes a parameter to note which were used, arguments that change how gradients are exchanged, and sparse gradients.
     """
 
-    def __init__(self, module: nn.Module, *, process_group: Any = None, broadcast_buffers: bool = True, **others: Any) -> None:
+    def __init__(
+        self, module: nn.Module, *, process_group: Any = None, broadcast_buffers: bool = True, **others: Any
+    ) -> None:
         super().__init__()
         if others:
             raise CheckFailed(f"a dry run knows DistributedDataParallel without {', '.join(others)}")
