@@ -93,8 +93,8 @@ def test_grouped_queries_in_fp32_hold_the_scores():
     case = LLAMA.replace(precision="fp32", activation_checkpointing=False)
     scores = 4 * 2 * 4 * 128 * 128
     grouped, repeated = (
-        predicted(case, msgspec.structs.replace(H100, grouped_queries=grouped)).phase_peak_bytes["forward"]
-        for grouped in (True, False)
+        predicted(case, msgspec.structs.replace(H100, attention=attention)).phase_peak_bytes["forward"]
+        for attention in ("current", "transformers-4.49")
     )
     assert grouped > repeated + scores
 
@@ -106,6 +106,30 @@ def test_bf16_needs_no_scores():
         for capability in ((9, 0), (7, 0))
     )
     assert new < old
+
+
+def test_attention_before_there_were_kernels_holds_scores_and_weights():
+    case = example("pangu-350m", precision="fp32")
+    plain, fused = (
+        predicted(case, msgspec.structs.replace(H100, attention=attention)).phase_peak_bytes["forward"]
+        for attention in ("unfused", "current")
+    )
+    # Of each of three blocks the softmax, what dropout left of it and its mask: 4 + 4 + 1 bytes for each of 4 x 64 x 64.
+    assert plain > fused + 3 * 9 * 4 * 64 * 64
+
+
+def test_optimizers_may_loop():
+    lists, loop = (
+        predicted(LLAMA, msgspec.structs.replace(H100, lists=lists)).phase_peak_bytes["optimizer"] for lists in (True, False)
+    )
+    assert loop < lists
+
+
+def test_matrix_products_take_a_workspace_for_each_of_two_threads():
+    without, with_one = (predicted(LLAMA, msgspec.structs.replace(H100, workspace_bytes=size)) for size in (0, MiB))
+    for phase in ("forward", "backward", "optimizer"):
+        # The second step has both.
+        assert with_one.phase_peak_bytes[phase] - without.phase_peak_bytes[phase] == 2 * MiB
 
 
 def test_too_little_memory_is_told_with_what_it_was_for():

@@ -41,8 +41,11 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         for patch in _for_fakes(target):
             stack.enter_context(patch)
         if target.kind == "cuda":
-            for patch in _for_cuda(device):
+            for patch in _for_gpu(device):
                 stack.enter_context(patch)
+            if target.lists:
+                for patch in _for_lists():
+                    stack.enter_context(patch)
             library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
             _register_cuda(library, target)
         else:
@@ -73,11 +76,12 @@ def _for_fakes(target: Target) -> Iterator[Any]:
         import transformers.utils.import_utils as transformers_utils
 
         yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
-        if not target.grouped_queries:
-            # An older release is predicted for.
+        if target.attention == "transformers-4.49":
             import transformers.integrations.sdpa_attention as transformers_attention
+            import transformers.models.gemma2.modeling_gemma2 as gemma2
 
             yield mock.patch.object(transformers_attention, "use_gqa_in_sdpa", _no)
+            yield mock.patch.object(gemma2, "eager_attention_forward", _uncapped)
     if "bitsandbytes" in sys.modules:
         import bitsandbytes
 
@@ -103,6 +107,13 @@ def _for_deepspeed() -> Iterator[Any]:
         yield mock.patch.dict(vars(sys.modules[name]))
 
 
+def _uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    """Attention of Gemma 2 by transformers 4.49, which leaves the cap of the scores out and warns of it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(*args, **kwargs)
+
+
 def _no(*values: object) -> bool:
     # A mock would remember its arguments, and keep them alive.
     return False
@@ -116,11 +127,14 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _for_cuda(device: torch.device) -> Iterator[Any]:
+def _for_gpu(device: torch.device) -> Iterator[Any]:
     # FSDP knows one CPU. What it moves to the device by setting data would keep its label.
     fsdp = "torch.distributed.fsdp._fully_shard._fully_shard"
     yield mock.patch(f"{fsdp}._get_device_from_mesh", return_value=device)
     yield mock.patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", _move)
+
+
+def _for_lists() -> Iterator[Any]:
     # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])

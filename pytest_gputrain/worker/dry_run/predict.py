@@ -52,6 +52,7 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         rounding=512 if cuda else 1,
         layouts=layouts(target),
         temporaries=temporaries() if cuda else {},
+        workspace_bytes=target.workspace_bytes,
         peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
         bandwidth=target.bandwidth,
     )

@@ -24,6 +24,8 @@ from pytest_gputrain.worker.flops import formulas, recomputation_told_to
 _FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
 
+_PRODUCTS: Final = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
+
 Temporaries = Callable[[tuple[Any, ...]], int]
 """Bytes that an operator's kernel takes and gives back, from the operator's arguments."""
 
@@ -62,6 +64,7 @@ class _Operator:
     name: str
     flops: Callable[..., int] | None
     moves: bool
+    multiplies: bool
     """Whether it reads and writes memory: a view does not."""
     temporaries: Temporaries | None
 
@@ -74,6 +77,7 @@ class Tracker(TorchDispatchMode):
         rounding: bytes that every storage is rounded up to a multiple of.
         layouts: what to call instead of an operator, see `layouts`.
         temporaries: of the operators that have any.
+        workspace_bytes: what the first matrix product of a thread takes for good; the backward pass has its own thread.
         peak_flops: FLOP/s by dtype; an empty one leaves the roofline at zero.
         bandwidth: bytes per second.
 
@@ -92,6 +96,7 @@ class Tracker(TorchDispatchMode):
         rounding: int = 1,
         layouts: dict[Any, Layout] | None = None,
         temporaries: dict[Any, Temporaries] | None = None,
+        workspace_bytes: int = 0,
         peak_flops: dict[torch.dtype, float] | None = None,
         bandwidth: float | None = None,
     ) -> None:
@@ -99,6 +104,9 @@ class Tracker(TorchDispatchMode):
         self._device = device
         self._rounding = rounding
         self._temporaries = temporaries or {}
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: set[bool] = set()
+        """Whether of the backward thread."""
         self._rates = peak_flops or {}
         self._seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
         self._formulas = formulas()
@@ -164,6 +172,8 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         operator = self._known.get(func) or self._look_up(func)
         self._follow_phase()
+        if operator.multiplies and self._workspace_bytes:
+            self._take_workspace()
         read = list(tensors_in((*args, *kwargs.values())))
         result = compute(func, args, kwargs, read, self._shapes)
         if operator.temporaries is not None:
@@ -198,6 +208,7 @@ class Tracker(TorchDispatchMode):
             name=name,
             flops=self._formulas.get(packet),
             moves=not (func.is_view or reads_nothing),
+            multiplies=name in _PRODUCTS,
             temporaries=self._temporaries.get(packet),
         )
         self._known[func] = known
@@ -269,6 +280,12 @@ class Tracker(TorchDispatchMode):
             number = self._allocate(size, operator, None)
             self._mark_peak()
             self._free(number)
+
+    def _take_workspace(self) -> None:
+        backward = self.phase == "backward"
+        if backward not in self._workspaces:
+            self._workspaces.add(backward)
+            self._allocate(self._workspace_bytes, "workspace of matrix products", None)
 
     def _count(self, operator: _Operator, read: list[Tensor], result: Any, written: int, args: Any, kwargs: Any) -> None:
         work = self.work
