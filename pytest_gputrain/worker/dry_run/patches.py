@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Target
@@ -41,6 +42,7 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         for patch in _for_fakes(target):
             stack.enter_context(patch)
         if target.kind == "cuda":
+            stack.enter_context(_FromPython(device))
             for patch in _for_gpu(device):
                 stack.enter_context(patch)
             if target.lists:
@@ -53,6 +55,20 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
             for name in {"reduce_scatter_tensor", "reduce_scatter_single"} & set(vars(distributed)):
                 stack.enter_context(mock.patch.object(distributed, name, _reduce_scatter_by_gloo))
         yield
+
+
+class _FromPython(TorchFunctionMode):
+    """Tensors of Python's numbers are made by C++, which has but one CPU and leaves out which of the two was meant."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self._gpu:
+            return func(*args, **{**kwargs, "device": None}).to(self._gpu)
+        return func(*args, **kwargs)
 
 
 def _for_fakes(target: Target) -> Iterator[Any]:
