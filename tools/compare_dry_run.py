@@ -42,17 +42,20 @@ class Conditions:
     context_bytes: int
     target: dict[str, Any]
     """Fields of `Target` in which the libraries of that time differ from those of today."""
-    qlora_precision: str = "bf16"
-    """Of the layers that are not quantised, and of the arithmetic."""
+    qlora_precision: str = ""
+    """Of the layers that are not quantised, and of the arithmetic, where it is not the case's."""
 
     def case(self, case: Case) -> Case:
-        return case.replace(precision=self.qlora_precision) if case.method == "qlora" else case
+        changed = case.method == "qlora" and self.qlora_precision
+        return case.replace(precision=self.qlora_precision) if changed else case
 
     def __str__(self) -> str:
-        fields = ", ".join(f"{name} {value}" for name, value in self.target.items())
+        fields = [f"{name} {value}" for name, value in self.target.items()]
+        if self.qlora_precision:
+            fields.append(f"QLoRA in {self.qlora_precision}")
         return (
-            f"figures read as {self.read_as}, context {self.context_bytes // MiB} MiB (counted), {fields}, "
-            f"QLoRA in {self.qlora_precision}, loss in the type of the logits, native allocator"
+            f"figures read as {self.read_as}, context of {self.context_bytes // MiB} MiB counted, {', '.join(fields)}, "
+            "loss in the type of the logits, native allocator"
         )
 
 
@@ -61,7 +64,7 @@ CONDITIONS: Final = {
         read_as="thousands of MiB, printed as GiB",
         unit_bytes=1000 * MiB / GiB,
         context_bytes=600 * MiB,
-        target={"attention": "transformers-4.49"},
+        target={"attention": "transformers-4.49", "workspace_bytes": 32 * MiB},
         qlora_precision="fp32",
     ),
     "pangu-deepspeed": Conditions(
@@ -98,23 +101,35 @@ class Row:
         return self.predicted / self.published - 1 if self.published and self.fits else None
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        published = "out of memory" if self.published is None else f"{self.published / GiB:.1f}"
-        error = "" if self.error is None else f"{100 * self.error:+.1f} %"
-        call = ("fits" if self.fits else "out of memory") + ("" if self.right else " (WRONG)")
-        return (PLATFORMS[self.platform].title, str(self.case), published, f"{self.predicted / GiB:.1f}", error, call)
+    def call(self) -> str:
+        return ("fits" if self.fits else "out of memory") + ("" if self.right else " (WRONG)")
 
     @property
-    def markdown(self) -> str:
-        return f"| {' | '.join(self.cells)} |"
+    def sizes(self) -> str:
+        """Predicted / published, in GiB."""
+        published = "out of memory" if self.published is None else f"{self.published / GiB:.1f}"
+        return f"{self.predicted / GiB:.1f} / {published}"
+
+    @property
+    def error_text(self) -> str:
+        return "" if self.error is None else f"{100 * self.error:+.1f} %"
 
     def __str__(self) -> str:
-        gpu, case, published, predicted, error, call = self.cells
-        figures = f"{gpu:12} {case:28} {predicted:>6} / {published:13} {error:>8}"
-        return f"{figures}  {call:20} {self.notes} [{self.seconds:.0f} s]"
+        figures = f"{PLATFORMS[self.platform].title:12} {self.case!s:28} {self.sizes:21} {self.error_text:>8}"
+        return f"{figures}  {self.call:20} {self.notes} [{self.seconds:.0f} s]"
 
 
-HEADERS: Final = ("GPU", "case", "published GiB", "predicted GiB", "error", "call")
+def markdown(rows: list[Row]) -> str:
+    """A line for each case, a column for each platform."""
+    platforms = list(dict.fromkeys(row.platform for row in rows))
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        verdict = row.error_text if row.right and row.error_text else row.call
+        cells.setdefault(str(row.case), {})[row.platform] = f"{row.sizes}: {verdict}"
+    titles = [PLATFORMS[platform].title for platform in platforms]
+    lines = [["predicted / published, GiB", *titles], ["---"] * (len(titles) + 1)]
+    lines += [[case, *(of.get(platform, "") for platform in platforms)] for case, of in cells.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def rows_of(table: PublishedTable, platform: str, only: str) -> Iterator[Row]:
@@ -189,12 +204,13 @@ def main() -> int:
     for name in arguments.tables:
         table = msgspec.json.decode((TABLES / f"{name}.json").read_bytes(), type=PublishedTable)
         print(f"{table.title}: {CONDITIONS[name]}.\n")
-        if arguments.markdown:
-            print(f"| {' | '.join(HEADERS)} |\n| --- | --- | ---: | ---: | ---: | --- |")
         of_table = []
         for row in rows_of(table, arguments.platform, arguments.only):
-            print(row.markdown if arguments.markdown else row, flush=True)
             of_table.append(row)
+            if not arguments.markdown:
+                print(row, flush=True)
+        if arguments.markdown:
+            print(markdown(of_table))
         print(f"\n{summary(of_table)[0]}.\n")
         rows += of_table
     text, reached = summary(rows)
