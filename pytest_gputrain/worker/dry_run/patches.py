@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Target
@@ -135,9 +136,26 @@ def _for_gpu(device: torch.device) -> Iterator[Any]:
 
 
 def _for_lists() -> Iterator[Any]:
+    # Numbers become a tensor on the one CPU, whichever was named. torch remembers which functions take a default device.
+    _device_constructors()
+    for name in ("tensor", "as_tensor"):
+        yield mock.patch.object(torch, name, _where_wanted(getattr(torch, name)))
     # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])
+
+
+def _where_wanted(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(data: Any, **options: Any) -> Tensor:
+        result = make(data, **options)
+        wanted = options.get("device")
+        if wanted is None and not isinstance(data, Tensor):
+            wanted = torch.get_default_device()
+        if wanted is None or result.device == torch.device(wanted):
+            return result
+        return result.detach().to(wanted).requires_grad_(result.requires_grad)
+
+    return made
 
 
 def _register_cuda(library: Any, target: Target) -> None:
