@@ -1,10 +1,14 @@
 """A dry run by the rules of a CPU, against what the worker counts there in real steps."""
 
+from unittest import mock
+
+import bitsandbytes
 import msgspec
 import pytest
+import torch
 from zoo_examples import example, run
 
-from pytest_gputrain import launch
+from pytest_gputrain import Case, launch
 from pytest_gputrain.cases import PRECISIONS
 from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
 from pytest_gputrain.units import GiB, MiB
@@ -22,6 +26,7 @@ H100 = Target(
 )
 
 LLAMA = example("llama-3.1-8b", activation_checkpointing=True)
+OWN = Case(model="own", method="custom", precision="fp32", code="here")
 # The quickest; `test_dry_run_suite` has every model of the suite.
 ONE_OF_EACH_FAMILY = [
     "phi-3-mini-128k",
@@ -45,7 +50,9 @@ def predicted(case, target=CPU, builder=None, scale="tiny"):
 
 def compare(case, builder=None):
     load(case)  # which makes tensors that are none of the training's
-    real = run(case.replace(steps=1, warmup=0), builder)
+    # A table that bitsandbytes makes when it first quantises is of the training.
+    with mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True):
+        real = run(case.replace(steps=1, warmup=0), builder)
     assert isinstance(real, Measurement), real
     prediction = predicted(case, builder=builder)
     assert prediction.peak_allocated_bytes == real.peak_allocated_bytes
@@ -80,6 +87,34 @@ def test_partial_checkpointing(share):
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_accumulation(method):
     compare(LLAMA.replace(method=method, gradient_accumulation=4))
+
+
+def test_numbers_become_tensors_of_the_device():
+    assert predicted(OWN, H100, _with_a_list).peak_allocated_bytes == 3 * 512
+
+
+def _with_a_list(setup):
+    kept = torch.ones(8, device=setup.device)
+
+    def step():
+        kept * torch.tensor([2.0] * 8, device=setup.device)
+
+    return step
+
+
+def test_integers_become_the_default_type_of_the_moment():
+    compare(OWN, _under_two_defaults)
+
+
+def _under_two_defaults(setup):
+    counts = torch.ones(2**20, device=setup.device, dtype=torch.int64)
+
+    def step():
+        for dtype in (torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert (counts / 3).dtype == dtype
+
+    return step
 
 
 def test_a_gpu_s_optimizer_works_on_lists_of_tensors():

@@ -67,7 +67,8 @@ class _FromPython(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self._gpu:
-            return func(*args, **{**kwargs, "device": None}).to(self._gpu)
+            made = func(*args, **{**kwargs, "device": None})
+            return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
         return func(*args, **kwargs)
 
 

@@ -66,6 +66,8 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         with joined, FakeTensorMode(allow_non_fake_inputs=True), patched(target, device), tracker:
             progress.enter("build")
             training = build(task, device, builder, group)
+            # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
+            gc.collect(0)
             progress.enter("count")
             typical = tracker.work
             for update in counted_steps(task.case):
