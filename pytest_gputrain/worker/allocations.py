@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -46,8 +48,15 @@ class AllocationCounter(TorchDispatchMode):
                     self._see(part.untyped_storage())
         return result
 
+    def __enter__(self) -> AllocationCounter:
+        self._resizing = resizes_told_to(self._see)
+        self._resizing.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._resizing.__exit__(*exc_info)
         # No callbacks into a counter that nobody reads any more: they would disturb what is timed next.
         self._references.clear()
 
@@ -64,6 +73,19 @@ class AllocationCounter(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._references.pop(key, None)
         self.live_bytes -= self._sizes.pop(key, 0)
+
+
+@contextlib.contextmanager
+def resizes_told_to(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """A context in which ``seen`` gets every storage that Python code resizes, as FSDP does: no operator tells of it."""
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined]
+        seen(storage)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize):
+        yield
 
 
 def wraps(types: Iterable[type]) -> bool:

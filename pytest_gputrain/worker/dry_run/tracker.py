@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
-from pytest_gputrain.worker.allocations import wraps
+from pytest_gputrain.worker.allocations import resizes_told_to, wraps
 from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
 from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.dry_run.shapes import Shapes
@@ -199,11 +199,14 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> Tracker:
         self._telling = recomputation_told_to(lambda: self.work)
         self._telling.__enter__()
+        self._resizing = resizes_told_to(self._see_resized)
+        self._resizing.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._resizing.__exit__(*exc_info)
         self._telling.__exit__(*exc_info)
         # No callbacks into a tracker that nobody reads any more.
         self._references.clear()
@@ -253,13 +256,23 @@ class Tracker(TorchDispatchMode):
         if known is None:
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
         if known != size:
-            before = self._numbers.get(key)
-            self._nbytes[key] = size
-            self._numbers[key] = self._allocate(size, operator, tensor)
-            if before is not None:
-                self._free(before)
-            self._mark_peak()
+            self._hold(key, size, operator, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         return min(tensor.numel() * tensor.itemsize, size)
+
+    def _see_resized(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if self._nbytes.get(key, size) != size:
+            self._hold(key, size, "resize_", (size,), "bytes")
+
+    def _hold(self, key: int, size: int, operator: str, shape: tuple[int, ...], dtype: str) -> None:
+        """A storage is new, or has become larger or smaller."""
+        before = self._numbers.pop(key, None)
+        self._nbytes[key] = size
+        if size:
+            self._numbers[key] = self._allocate(size, operator, shape, dtype)
+        if before is not None:
+            self._free(before)
+        self._mark_peak()
 
     def _see_elsewhere(self, tensor: FakeTensor) -> None:
         """Count a storage on the host; what is neither there nor on the device (``meta``) is nowhere."""
@@ -283,11 +296,9 @@ class Tracker(TorchDispatchMode):
         if number is not None:
             self._free(number)
 
-    def _allocate(self, size: int, operator: str, tensor: Tensor | None) -> int:
+    def _allocate(self, size: int, operator: str, shape: tuple[int, ...], dtype: str) -> int:
         held = -(-size // self._rounding) * self._rounding
         number = len(self.allocations)
-        shape = () if tensor is None else tuple(tensor.shape)
-        dtype = "bytes" if tensor is None else str(tensor.dtype).removeprefix("torch.")
         self.allocations.append(Allocation(held, operator, self.phase, shape, dtype))
         self.trace.append(number)
         self.live_bytes += held
@@ -300,7 +311,7 @@ class Tracker(TorchDispatchMode):
     def _pass(self, size: int, operator: str) -> None:
         """A kernel's own memory, taken and given back."""
         if size:
-            number = self._allocate(size, operator, None)
+            number = self._allocate(size, operator, (size,), "bytes")
             self._mark_peak()
             self._free(number)
 
