@@ -319,7 +319,7 @@ class Tracker(TorchDispatchMode):
         backward = self.phase == "backward"
         if backward not in self._workspaces:
             self._workspaces.add(backward)
-            self._allocate(self._workspace_bytes, "workspace of matrix products", None)
+            self._allocate(self._workspace_bytes, "workspace of matrix products", (self._workspace_bytes,), "bytes")
 
     def _count(self, operator: _Operator, read: list[Tensor], result: Any, written: int, args: Any, kwargs: Any) -> None:
         work = self.work
