@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.files import write_atomically
+from pytest_gputrain.files import locked, write_atomically
 from pytest_gputrain.records import (
     FORMAT,
     MAX_RUNS,
@@ -38,7 +37,7 @@ from pytest_gputrain.records import (
     Scale,
 )
 
-_RESTORE: Final = "restore it from git, or delete it and record again"
+RESTORE: Final = "restore it from git, or delete it and record again"
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 
 
@@ -86,9 +85,17 @@ class Store:
         Raises:
             BaselineError: the file is there but cannot be read.
         """
+        return self.suite(device, suite).get(key)
+
+    def suite(self, device: str, suite: str) -> Mapping[str, Baseline]:
+        """All baselines of a suite by key.
+
+        Raises:
+            BaselineError: as of `get`.
+        """
         if (device, suite) not in self._files:
             self._files[device, suite] = _load(self.path(device, suite), device)
-        return self._files[device, suite].get(key)
+        return self._files[device, suite]
 
     def other_devices(self, device: str, suite: str) -> list[str]:
         """Other devices that have baselines of the suite."""
@@ -114,14 +121,9 @@ class Store:
         Raises:
             BaselineError: the present file cannot be read, or the new one cannot be written; nothing has changed then.
         """
-        from filelock import FileLock
-
         path = self.path(device, suite)
-        # The lock lies outside of the folder: it would be committed with it.
-        locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.getuid()}"
         try:
-            locks.mkdir(parents=True, exist_ok=True)
-            with FileLock(locks / hashlib.sha256(os.fsencode(path)).hexdigest()):
+            with locked(path):
                 merged = {**_load(path, device), **entries}
                 write_atomically(path, _encode(device, suite, merged))
         except OSError as error:
@@ -139,17 +141,20 @@ class ReportStore:
         """
         report = decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote")
         self.path = path
-        self._baselines: dict[tuple[str, str], Baseline] = {}
+        self._suites: dict[str, dict[str, Baseline]] = {}
         for result in report.results:
             if result.search is not None or result.loss_curves:
                 continue  # of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
-                self._baselines[result.suite, result.key] = baseline
+                self._suites.setdefault(result.suite, {})[result.key] = baseline
 
     def get(self, device: str, suite: str, key: str) -> Baseline | None:
         """The case's figures in the report, whatever device they are of: the judge tells what can be compared."""
-        return self._baselines.get((suite, key))
+        return self.suite(device, suite).get(key)
+
+    def suite(self, device: str, suite: str) -> Mapping[str, Baseline]:
+        return self._suites.get(suite, {})
 
 
 def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Baseline:
@@ -224,12 +229,12 @@ def _run(path: Path, key: str, fields: Mapping[str, Any], environments: Mapping[
     reference = fields.get("environment")
     if not isinstance(reference, str) or reference not in environments:
         raise BaselineError(
-            f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; {_RESTORE}"
+            f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; {RESTORE}"
         )
     try:
         return msgspec.convert({**fields, "environment": msgspec.to_builtins(environments[reference])}, BaselineRun)
     except msgspec.ValidationError as error:
-        raise BaselineError(f"the baseline file {path} holds no sound run for {key}: {error}; {_RESTORE}") from None
+        raise BaselineError(f"the baseline file {path} holds no sound run for {key}: {error}; {RESTORE}") from None
 
 
 def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
@@ -244,7 +249,7 @@ def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
         raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
 
 
-def decode(path: Path, type_: Any, what: str, remedy: str = _RESTORE) -> Any:
+def decode(path: Path, type_: Any, what: str, remedy: str = RESTORE) -> Any:
     """The record of ``type_`` in a file.
 
     Raises:
@@ -285,8 +290,12 @@ def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> bytes
         cases[key] = _StoredCase(case=baseline.case, scale=baseline.scale, runs=tuple(runs))
     ordered = {digest: environments[digest] for digest in sorted(environments)}
     document = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases=cases)
+    return readable(document)
+
+
+def readable(document: Struct) -> bytes:
+    """JSON for diffs: a list of numbers on one line, so that a re-recorded case is a few changed lines, not fifty."""
     pretty = msgspec.json.format(msgspec.json.encode(document), indent=1)
-    # A list of numbers on one line: a re-recorded case is then a few changed lines, not fifty.
     one_line = re.sub(rb"\[\n\s+([-0-9.e+,\s]+?)\n\s*\]", lambda m: b"[" + re.sub(rb"\s+", b" ", m[1]) + b"]", pretty)
     return one_line + b"\n"
 

@@ -1,18 +1,20 @@
 """Runs against a baseline: a verdict with its sentence. Pure: no file, clock or hardware.
 
-The rule is plain here: the median of the runs' median steps against that of the baseline's, the median of the runs' peaks
-against the largest of the baseline's, the median of their scaling efficiencies where a test asks for them, each with a
-tolerance; a case fits if every run does. It wants no more than what a baseline stores raw, so a better rule can replace it.
+`pytest_gputrain.stats` has the rule of times (the median step of a process, and the scaling efficiency where a test asks for
+it) and of what takes several processes to tell; here it meets the records. It wants no more than what a baseline stores raw,
+so a better rule can replace it.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from pytest_gputrain.cases import differences
+from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -28,9 +30,10 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
-from pytest_gputrain.scaling import efficiency
-from pytest_gputrain.settings import MemoryTolerance
-from pytest_gputrain.units import MiB, format_bytes, format_percent, format_seconds, format_topology
+from pytest_gputrain.scaling import efficiencies
+from pytest_gputrain.sentences import changes, counters, dates, describe_failure, finding
+from pytest_gputrain.stats import MOST_RUNS, PRIOR_SD, decide, exceeds, runs_out
+from pytest_gputrain.units import MiB, format_bytes, format_percent
 
 GPU_MEMORY_FLOOR_BYTES: Final = 64 * MiB
 """Added to the memory limit on a GPU, whose allocator differs by a few segments from run to run. A CPU's count is exact."""
@@ -40,12 +43,38 @@ SHARED_CPU_RATIO: Final = 0.1
 the peak of tiny models under FSDP2 by up to 6 % from run to run."""
 
 
+LEAST_RUNS_ON_A_CPU: Final = 5
+"""Of a baseline, for time on a CPU to be judged against it: its processes differ too much for fewer to tell."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
     """How much worse passes."""
 
     time: float
     memory: MemoryTolerance
+    cpu_time: bool = False
+    """Whether time on a CPU is judged, too; it takes a baseline of several runs of the same host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """What is known beside the case."""
+
+    most: int = MOST_RUNS
+    """Runs that there may be."""
+    prior: float = PRIOR_SD
+    """See `pytest_gputrain.stats.suite_prior`."""
+    shift: float = 0.0
+    """See `pytest_gputrain.stats.suite_shift`."""
+
+
+class Judgement(NamedTuple):
+    verdict: Verdict
+    settled: bool = True
+    """Whether further fresh processes could not change the verdict; if not, it is the one if there are to be none."""
+    first: float | None = None
+    """Logarithm of the first run's step time over the baseline's, where that was compared."""
 
 
 def judge(
@@ -55,7 +84,8 @@ def judge(
     tolerance: Tolerance,
     hint: str = "",
     no_scaling: str = "",
-) -> Verdict:
+    circumstances: Circumstances = Circumstances(),
+) -> Judgement:
     """What ``replies`` (one per fresh process, at least one) mean against ``baseline``.
 
     Args:
@@ -64,49 +94,44 @@ def judge(
     """
     for reply in replies:
         if isinstance(reply, (Crashed, TimedOut)):
-            return Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}")
+            return Judgement(Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}"))
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
     if baseline is None:
-        return _without_baseline(case, out, hint, no_scaling)
+        return Judgement(_without_baseline(case, out, hint, no_scaling))
     if baseline.case.identity() != case.identity():
         change = differences(baseline.case, case)
-        return Verdict(
-            status="not-comparable",
-            sentence=f"{case} is not what its baseline of {_dates(baseline)} measured ({change}); {_RECORD}",
-        )
+        sentence = f"{case} is not what its baseline of {dates(baseline)} measured ({change}); {_RECORD}"
+        return Judgement(Verdict(status="not-comparable", sentence=sentence))
     here = next(reply.environment for reply in replies if isinstance(reply, (Measurement, OutOfMemory)))
     foreign = _other_device(here, baseline.runs)
     fitted = [run for run in baseline.runs if run.outcome == "measured"]
     baseline_fits = len(fitted) == len(baseline.runs)
     if foreign and (out or not baseline_fits):
-        sentence = f"{case} cannot be compared with its baseline of {_dates(baseline)}: {foreign}; {_RECORD}"
-        return Verdict(status="not-comparable", sentence=sentence)
+        sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {foreign}; {_RECORD}"
+        return Judgement(Verdict(status="not-comparable", sentence=sentence))
     if out:
-        return _out_of_memory(case, out, len(replies), baseline, baseline_fits)
+        return _out_of_memory(case, out, len(replies), baseline, baseline_fits, circumstances.most)
     if not baseline_fits:
-        return Verdict(
-            status="improved",
-            sentence=f"{case} fits in memory now; its baseline of {_dates(baseline)} did not; {_RECORD}",
-        )
-    metrics = [_time(measured, fitted, tolerance.time), _memory(measured, fitted, tolerance.memory)]
+        sentence = f"{case} fits in memory now; its baseline of {dates(baseline)} did not; {_RECORD}"
+        return Judgement(Verdict(status="improved", sentence=sentence))
+    found = [
+        _time(measured, fitted, tolerance, circumstances),
+        _memory(measured, fitted, tolerance.memory, circumstances.most),
+    ]
     if no_scaling:
-        metrics.append(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling))
-    elif (here_scales := efficiency(case, measured)) is not None:
-        metrics.append(_scaling(here_scales, efficiency(case, fitted), measured, fitted, tolerance.time))
-    return _conclude(case, tuple(metrics), measured, baseline, fitted)
+        found.append(_Found(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling)))
+    elif here_scales := efficiencies(case, measured):
+        known = efficiencies(case, fitted)
+        found.append(_scaling(here_scales, known, measured, fitted, tolerance, circumstances))
+    verdict = _conclude(case, tuple(one.metric for one in found), measured, baseline, fitted, tolerance)
+    return Judgement(verdict, all(one.settled for one in found), found[0].first)
 
 
-def describe_failure(reply: Crashed | TimedOut | OutOfMemory) -> str:
-    """What went wrong, as the rest of a sentence that begins with the case."""
-    at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
-    rank = "" if isinstance(reply, TimedOut) or reply.rank is None else f", rank {reply.rank}"
-    place = f"({reply.phase}{at}{rank})"
-    if isinstance(reply, TimedOut):
-        return f"was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
-    if isinstance(reply, OutOfMemory):
-        return f"ran out of {reply.where} memory {place}: {reply.message}"
-    return f"gave no measurement {place}: {reply.sentence}"
+class _Found(NamedTuple):
+    metric: MetricVerdict
+    settled: bool = True
+    first: float | None = None
 
 
 _RECORD: Final = "record it with --gpu-baseline-update"
@@ -130,44 +155,114 @@ def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
     return ""
 
 
-def _out_of_memory(case: Case, out: Sequence[OutOfMemory], runs: int, baseline: Baseline, baseline_fits: bool) -> Verdict:
+def _out_of_memory(
+    case: Case, out: Sequence[OutOfMemory], runs: int, baseline: Baseline, baseline_fits: bool, most: int
+) -> Judgement:
     what = f"{case} {describe_failure(out[0])}"
     if not baseline_fits:
         known = {run.out_of for run in baseline.runs if run.outcome == "out_of_memory"}
         if out[0].where in known:
-            return Verdict(status="pass", sentence=f"{what}, as in its baseline of {_dates(baseline)}")
-        return Verdict(
-            status="failed",
-            sentence=f"{what}; its baseline of {_dates(baseline)} ran out of {' and '.join(map(str, known))} memory",
-        )
+            return Judgement(Verdict(status="pass", sentence=f"{what}, as in its baseline of {dates(baseline)}"))
+        ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, known))} memory"
+        return Judgement(Verdict(status="failed", sentence=f"{what}; {ran_out}"))
     peak = max((run.peak_allocated_bytes or 0 for run in baseline.runs), default=0)
     some = f" in {len(out)} of {runs} runs" if runs > 1 else ""
-    return Verdict(
-        status="regressed",
-        sentence=f"{what}{some}; its baseline of {_dates(baseline)} fitted with {format_bytes(peak)} allocated; "
-        f"{_changes(out[0].environment, baseline.runs)}",
-        metrics=(MetricVerdict(metric="peak_allocated_bytes", status="regressed", baseline=peak),),
+    decided = runs_out(len(out), runs, most)
+    status: Status = "inconclusive" if decided is False else "regressed"
+    sentence = (
+        f"{what}{some}; its baseline of {dates(baseline)} fitted with {format_bytes(peak)} allocated; "
+        f"{changes(out[0].environment, baseline.runs)}"
     )
+    metric = MetricVerdict(metric="peak_allocated_bytes", status=status, baseline=peak)
+    return Judgement(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
 
 
-def _time(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: float) -> MetricVerdict:
-    value = statistics.median(run.median_step_seconds for run in measured)
-    base = statistics.median(statistics.median(run.step_seconds) for run in fitted)
-    limit = base * (1 + tolerance)
-    reason = _why_time_is_foreign(measured[0].environment, fitted)
+def _time(
+    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
+) -> _Found:
+    new = [run.median_step_seconds for run in measured]
+    base = [statistics.median(run.step_seconds) for run in fitted]
+    reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
     if reason:
-        return MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=base, note=reason)
-    status: Status = "regressed" if value > limit else "improved" if value < base / (1 + tolerance) else "pass"
-    return MetricVerdict(metric="step_seconds", status=status, value=value, baseline=base, limit=limit)
+        value, known = statistics.median(new), statistics.median(base)
+        return _Found(
+            MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=known, note=reason)
+        )
+    return _decided("step_seconds", base, new, tolerance, circumstances)
 
 
-def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun]) -> str:
+def _scaling(
+    value: Sequence[float],
+    base: Sequence[float],
+    measured: Sequence[Measurement],
+    fitted: Sequence[BaselineRun],
+    tolerance: Tolerance,
+    circumstances: Circumstances,
+) -> _Found:
+    reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
+    if reason or not base:
+        metric = MetricVerdict(
+            metric="scaling_efficiency",
+            status="not-comparable" if reason else "new",
+            value=statistics.median(value),
+            baseline=statistics.median(base) if base else None,
+            note=reason or "the baseline has none",
+        )
+        return _Found(metric)
+    # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
+    return _decided("scaling_efficiency", [1 / one for one in base], [1 / one for one in value], tolerance, circumstances)
+
+
+def _decided(
+    name: MetricName, base: Sequence[float], new: Sequence[float], tolerance: Tolerance, circumstances: Circumstances
+) -> _Found:
+    """The rule's word on times; an efficiency, whose reciprocals they are then, is shown as such."""
+    decision = decide(
+        base,
+        new,
+        tolerance=tolerance.time,
+        prior=circumstances.prior,
+        most=circumstances.most,
+        shift=circumstances.shift if name == "step_seconds" else 0.0,  # one worker is as slow as several, that day
+    )
+    notes = []
+    if decision.outcome == "pass" and len(new) > 1 and decision.suspicious:
+        ratios = ", ".join(format_percent(round(math.expm1(ratio), 6) + 0.0) for ratio in decision.ratios)
+        notes.append(f"measured {len(new)} times: {ratios}")
+    if decision.shift and decision.outcome != "pass":
+        notes.append(f"the whole suite is {format_percent(math.expm1(decision.shift))} today")
+    value, known, limit = statistics.median(new), decision.centre, decision.centre * math.exp(decision.limit)
+    if name == "scaling_efficiency":
+        value, known, limit = 1 / value, 1 / known, 1 / limit
+    metric = MetricVerdict(
+        metric=name,
+        status=decision.outcome,
+        value=value,
+        baseline=known,
+        limit=limit,
+        note="; ".join(notes),
+        sd=decision.sd,
+        sensitivity=math.expm1(decision.sensitivity),
+        baseline_runs=len(base),
+        runs=len(new),
+        votes=decision.votes,
+    )
+    return _Found(metric, decision.settled, decision.ratios[0])
+
+
+def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> str:
     if here.device_type == "cpu":
         # The same tiny step in fresh processes of one machine differed by up to 26 %, and more beside a busy neighbour.
-        return "time on a CPU is shown, not judged"
+        if not tolerance.cpu_time:
+            return "time on a CPU is shown, not judged"
+        if len(fitted) < LEAST_RUNS_ON_A_CPU:
+            return f"time on a CPU is judged against {LEAST_RUNS_ON_A_CPU} runs or more, the baseline has {len(fitted)}"
     other = _other_device(here, fitted)
     if other:
         return other
+    hosts = {run.environment.host for run in fitted} - {here.host}
+    if here.device_type == "cpu" and hosts:
+        return f"recorded on the host {min(hosts)}, here {here.host}"
     return _other_count(here, fitted)
 
 
@@ -176,8 +271,9 @@ def _other_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
     return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
 
 
-def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance) -> MetricVerdict:
-    value = statistics.median_high(run.peak_allocated_bytes for run in measured)
+def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int) -> _Found:
+    values = [run.peak_allocated_bytes for run in measured]
+    value = statistics.median_high(values)
     peaks = [run.peak_allocated_bytes for run in fitted if run.peak_allocated_bytes is not None]
     here = measured[0].environment
     foreign = next((run.environment for run in fitted if run.environment.device_type != here.device_type), None)
@@ -187,35 +283,26 @@ def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tole
     elif not peaks:
         reason = "the baseline has no peak"
     if reason:
-        return MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
+        return _Found(MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason))
     highest, lowest = max(peaks), min(peaks)
     on_cpu = here.device_type == "cpu"
-    slack = tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES)
-    exact = on_cpu and here.device_count == 1
+    exact = on_cpu and here.device_count == 1  # so another process would only count the same
     ratio = max(tolerance.ratio, SHARED_CPU_RATIO) if on_cpu and not exact else tolerance.ratio
+    slack = tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES)
     limit = highest * (1 + ratio) + slack
+    above = exceeds(values, limit, 1 if exact else most)
     status: Status = "pass"
-    if value > limit:
+    if above is not False:
         status = "regressed"
-    elif value < lowest / (1 + ratio) - slack:
+    elif all(peak < lowest / (1 + ratio) - slack for peak in values):
         status = "improved"
     # A CPU's peak is an exact count: within the limit a change still says that something changed.
     changed = exact and status == "pass" and not lowest <= value <= highest
     note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
-    return MetricVerdict(metric="peak_allocated_bytes", status=status, value=value, baseline=highest, limit=limit, note=note)
-
-
-def _scaling(
-    value: float, base: float | None, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: float
-) -> MetricVerdict:
-    reason = _why_time_is_foreign(measured[0].environment, fitted)
-    if reason:
-        return MetricVerdict(metric="scaling_efficiency", status="not-comparable", value=value, baseline=base, note=reason)
-    if base is None:
-        return MetricVerdict(metric="scaling_efficiency", status="new", value=value, note="the baseline has none")
-    limit = base / (1 + tolerance)
-    status: Status = "regressed" if value < limit else "improved" if value > base * (1 + tolerance) else "pass"
-    return MetricVerdict(metric="scaling_efficiency", status=status, value=value, baseline=base, limit=limit)
+    metric = MetricVerdict(
+        metric="peak_allocated_bytes", status=status, value=value, baseline=highest, limit=limit, note=note, runs=len(values)
+    )
+    return _Found(metric, above is not None)
 
 
 def _conclude(
@@ -224,105 +311,40 @@ def _conclude(
     measured: Sequence[Measurement],
     baseline: Baseline,
     fitted: Sequence[BaselineRun],
+    tolerance: Tolerance,
 ) -> Verdict:
-    compared = [metric for metric in metrics if metric.status not in ("not-comparable", "new")]
-    if not compared:
+    if all(metric.status in ("not-comparable", "new") for metric in metrics):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in metrics))
-        sentence = f"{case} cannot be compared with its baseline of {_dates(baseline)}: {reasons}; {_RECORD}"
+        sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {reasons}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
-    worse = [metric for metric in compared if metric.status == "regressed"]
-    better = [metric for metric in compared if metric.status == "improved"]
-    if worse:
-        findings = " and ".join(finding(metric, len(measured)) for metric in worse)
-        recorded = f"baseline of {_dates(baseline)}, {_count(len(fitted), 'run')}"
-        changes = [_changes(measured[0].environment, fitted), *_counters(measured[0], fitted)]
-        return Verdict(status="regressed", sentence=f"{case} {findings} ({recorded}); {', '.join(changes)}", metrics=metrics)
+
+    def told(status: Status) -> str:
+        parts = [
+            f"{finding(metric)}{f'; {metric.note}' if metric.note else ''}" for metric in metrics if metric.status == status
+        ]
+        return f"{case} {' and '.join(parts)}" if parts else ""
+
+    if worse := told("regressed"):
+        since = [changes(measured[0].environment, fitted), *counters(measured[0], fitted)]
+        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}"
+        return Verdict(status="regressed", sentence=sentence, metrics=metrics)
+    if unclear := told("inconclusive"):
+        allowed = format_percent(tolerance.time, signed=False)
+        sentence = f"{unclear}; more than the tolerance of {allowed}, and not surely the case's own"
+        return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
     # What was asked for and cannot be gated must not pass for gated.
     for metric in (metric for metric in metrics if metric.metric == "scaling_efficiency"):
         if metric.status == "new":
-            sentence = f"{case} has no scaling efficiency in its baseline of {_dates(baseline)}; {_RECORD}"
+            sentence = f"{case} has no scaling efficiency in its baseline of {dates(baseline)}; {_RECORD}"
             return Verdict(status="new", sentence=sentence, metrics=metrics)
         if metric.value is None:
             sentence = f"{case} has no scaling efficiency: {metric.note}"
             return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
-    if better:
-        findings = " and ".join(finding(metric, len(measured)) for metric in better)
-        return Verdict(status="improved", sentence=f"{case} {findings}; {_RECORD} to keep it", metrics=metrics)
+    if better := told("improved"):
+        return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
     notes = [metric.note for metric in metrics if metric.note]
-    return Verdict(
-        status="pass", sentence=f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}", metrics=metrics
-    )
-
-
-_MEMORY: Final[dict[MetricName, str]] = {
-    "peak_allocated_bytes": "peak allocated",
-    "peak_reserved_bytes": "peak reserved",
-    "device_used_bytes": "in use on the device",
-}
-
-
-def finding(metric: MetricVerdict, runs: int) -> str:
-    """``is 7.2 % slower: 5.04 s against 4.70 s a step, limit 4.84 s``, to follow the case in a sentence."""
-    assert metric.value is not None
-    assert metric.baseline is not None
-    delta = metric.value / metric.baseline - 1 if metric.baseline else float("inf")
-    size = format_percent(abs(delta), signed=False)
-    limit = ""
-    if metric.metric == "scaling_efficiency":
-        if metric.limit is not None and delta < 0:
-            limit = f", limit {format_percent(metric.limit, signed=False)}"
-        values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"
-        return f"scales {size} {'worse' if delta < 0 else 'better'}: an efficiency of {values}{limit}"
-    if metric.metric == "step_seconds":
-        if metric.limit is not None and delta > 0:
-            limit = f", limit {format_seconds(metric.limit)}"
-        word = "slower" if delta > 0 else "faster"
-        of = f" in {runs} runs" if runs > 1 else ""
-        values = f"{format_seconds(metric.value)} against {format_seconds(metric.baseline)} a step{of}"
-        return f"is {size} {word}: {values}{limit}"
-    if metric.limit is not None and delta > 0:
-        limit = f", limit {format_bytes(metric.limit)}"
-    word = "more" if delta > 0 else "less"
-    values = f"{format_bytes(metric.value)} against {format_bytes(metric.baseline)} {_MEMORY[metric.metric]}"
-    return f"needs {format_bytes(abs(metric.value - metric.baseline))} ({size}) {word} memory: {values}{limit}"
-
-
-def _counters(measured: Measurement, fitted: Sequence[BaselineRun]) -> Iterable[str]:
-    """Exact counters that moved too: they tell a changed model from a slower one."""
-    flops, before = measured.flops_per_step, fitted[-1].flops_per_step
-    if flops and before and flops != before:
-        yield f"{format_percent(flops / before - 1)} FLOPs per step"
-    if measured.model_bytes and fitted[-1].model_bytes and measured.model_bytes != fitted[-1].model_bytes:
-        yield f"model memory {format_bytes(fitted[-1].model_bytes)} -> {format_bytes(measured.model_bytes)}"
-    alone, alone_before = measured.one_worker_seconds, fitted[-1].one_worker_seconds
-    if alone and alone_before:
-        yield f"one worker alone {format_seconds(alone_before)} -> {format_seconds(alone)}"
-
-
-def _changes(here: Environment | None, runs: Sequence[BaselineRun]) -> str:
-    """What differs between the baseline's latest environment and this one."""
-    if here is None or not runs:
-        return "environment unknown"
-    there = runs[-1].environment
-    changes = []
-    for name in Environment.__struct_fields__:
-        before, after = getattr(there, name), getattr(here, name)
-        if name == "packages":
-            changes += [
-                f"{package} {before.get(package, 'absent')} -> {after.get(package, 'absent')}"
-                for package in sorted({*before, *after})
-                if before.get(package) != after.get(package)
-            ]
-        elif name == "topology" and before != after:
-            changes.append(f"topology {format_topology(before)} -> {format_topology(after)}")
-        elif before != after:
-            changes.append(f"{name.replace('_', ' ')} {before} -> {after}")
-    return f"since then: {', '.join(changes)}" if changes else "same environment"
-
-
-def _dates(baseline: Baseline) -> str:
-    return max((run.date[:10] for run in baseline.runs), default="an unknown day")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    caught = next((metric.sensitivity for metric in metrics if metric.sensitivity is not None), None)
+    if caught is not None:
+        notes.append(f"a slowdown of {format_percent(caught, signed=False)} would be caught 99 times in 100")
+    sentence = f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}"
+    return Verdict(status="pass", sentence=sentence, metrics=metrics)

@@ -8,9 +8,9 @@ from typing import Final
 from pytest_gputrain import spread
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.machine import Machine
-from pytest_gputrain.judge import describe_failure
 from pytest_gputrain.records import Case, Measurement, Reply, Result, Summary
 from pytest_gputrain.scaling import efficiency
+from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.studies import failed_curves
 
 _DETAIL_LINES: Final = 40

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, Final
 
 import msgspec
 import pytest
 
-from pytest_gputrain import settings as options
 from pytest_gputrain import sweep
 from pytest_gputrain.baselines import BaselineError, Store
+from pytest_gputrain.dry_run.forecast import Forecast
+from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.live import Live
-from pytest_gputrain.runner import Runner, suite_of
-from pytest_gputrain.selection import platforms_of
+from pytest_gputrain.runner import Expected, Runner, suite_of
+from pytest_gputrain.selection import platforms_named, platforms_of
+from pytest_gputrain.settings import Settings, read
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gputrain", "GPU training benchmarks")
-    for option in options.OPTIONS:
+    for option in OPTIONS:
         if option.switch:
             group.addoption(option.flag, action="store_true", default=None, help=option.help)
         else:
@@ -40,9 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
         what = "a CPU" if marker == CPU else PLATFORMS[marker].title
         config.addinivalue_line("markers", f"{marker}: gputrain: declared for {what}")
     try:
-        settings = options.read(
-            {option.name: config.getoption(option.flag) for option in options.OPTIONS},
-            {option.name: str(config.getini(option.ini)) for option in options.OPTIONS},
+        settings = read(
+            {option.name: config.getoption(option.flag) for option in OPTIONS},
+            {option.name: str(config.getini(option.ini)) for option in OPTIONS},
             config.rootpath if config.inipath is None else config.inipath.parent,
         )
         if settings.platform not in (None, *MARKERS):
@@ -50,12 +53,49 @@ def pytest_configure(config: pytest.Config) -> None:
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
-        runner = Runner(settings)
+        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
     plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
+
+
+def _platforms(config: pytest.Config, settings: Settings) -> list[str]:
+    """Those that this run is for, as far as the command line tells."""
+    return platforms_named(str(config.getoption("markexpr", "") or "")) if settings.platform is None else [settings.platform]
+
+
+def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
+    """What is predicted for a real run of full size."""
+    named = _platforms(config, settings)
+    if settings.dry_run or settings.scale == "tiny" or len(named) != 1 or named[0] == CPU:
+        return None
+    return Forecast(settings.baseline_dir, named[0])
+
+
+def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
+    """Raises:
+    ValueError: no platform is named, or several are.
+    """
+    named = _platforms(config, settings)
+    if len(named) != 1:
+        found = f"-m names {', '.join(named)}" if named else "none is named"
+        raise ValueError(f"--gpu-dry-run predicts for one platform, and {found}; add --gpu-platform=h100, or -m h100")
+    cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
+    return DryRunner(settings, named[0], None if cache is None else cache.mkdir("gputrain"))
+
+
+_MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}
+
+
+def _cases_of(item: pytest.Item) -> list[Case]:
+    """The cases that a test is parametrized with and will ask for."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or "gputrain" not in getattr(item, "fixturenames", ()):
+        return []
+    knobs = callspec.params.get("gputrain_knobs", {})
+    return [sweep.override(case, knobs) for case in callspec.params.values() if isinstance(case, Case)]
 
 
 class GpuTrainPlugin:
@@ -72,6 +112,7 @@ class GpuTrainPlugin:
         self._live: Live | None = None
         self._measured: defaultdict[str, list[Result]] = defaultdict(list)
         self._failed: set[str] = set()
+        self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
     @pytest.hookimpl(trylast=True)  # ids end in what the command line adds
@@ -90,6 +131,31 @@ class GpuTrainPlugin:
                     item.add_marker(self._marks[marker])
                 self.runner.declare(suite_of(item.path), sweep.override(value, knobs))
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.forecast is not None:
+            self.forecast.order(items, lambda item: item.path, lambda item: (suite_of(item.path), _cases_of(item)))
+
+    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> str | None:
+        """A warning of what is predicted not to fit."""
+        if self.forecast is None:
+            return None
+        cases = {str(case): (suite_of(item.path), case) for item in items for case in _cases_of(item)}
+        unfit = [name for name, (suite, case) in cases.items() if self.forecast.is_unfit(suite, case)]
+        return (
+            f"gputrain: predicted not to fit {self.forecast.platform}, and run last: {', '.join(unfit)}" if unfit else None
+        )
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        expression = str(self.config.getoption("markexpr", "") or "")
+        expected = []
+        for item in session.items:
+            markers = frozenset(mark.name for mark in item.iter_markers())
+            if not markers & _MAY_NOT_RUN:
+                suite = suite_of(item.path)
+                expected += [Expected(suite, case, markers, expression) for case in _cases_of(item)]
+        self.runner.expected = expected
+
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
@@ -97,7 +163,7 @@ class GpuTrainPlugin:
             return
         uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
         self._live = Live(self.config.get_terminal_writer().fullwidth, uncaptured)
-        self.runner.watch = self._live.show
+        self.runner.bench.watch = self._live.show
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -135,7 +201,7 @@ class GpuTrainPlugin:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_unconfigure(self) -> None:
-        self.runner.close()
+        self.runner.bench.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.book is None or not (self.book.results or self.book.notes):

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 from pytest_gputrain.cases import differences
 from pytest_gputrain.figures import Figure, Figures
-from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance, describe_failure, finding
+from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance
+from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.published import GATED
 from pytest_gputrain.records import (
     Case,
@@ -28,7 +29,7 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
-from pytest_gputrain.settings import MemoryTolerance
+from pytest_gputrain.sentences import describe_failure, finding
 
 MEMORY: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
 """Memory of a GPU that a table may print; each is compared with its like."""
@@ -129,7 +130,9 @@ def _time(
     value = statistics.median(known)
     limit = printed.most * (1 + tolerance)
     status: Status = "regressed" if value > limit else "improved" if value < printed.least / (1 + tolerance) else "pass"
-    return MetricVerdict(metric="step_seconds", status=status, value=value, baseline=printed.middle, limit=limit)
+    return MetricVerdict(
+        metric="step_seconds", status=status, value=value, baseline=printed.middle, limit=limit, runs=len(measured)
+    )
 
 
 def _seconds(case: Case, run: Measurement, figures: Figures) -> float | None:
@@ -157,7 +160,7 @@ def _memory(
     limit = printed.most * (1 + tolerance.ratio) + slack
     least = printed.least / (1 + tolerance.ratio) - slack
     status: Status = "regressed" if value > limit else "improved" if value < least else "pass"
-    return MetricVerdict(metric=name, status=status, value=value, baseline=printed.middle, limit=limit)
+    return MetricVerdict(metric=name, status=status, value=value, baseline=printed.middle, limit=limit, runs=len(measured))
 
 
 def _out_of_memory(case: Case, out: Sequence[OutOfMemory], runs: int, row: Published) -> Verdict:
@@ -180,7 +183,7 @@ def _conclude(case: Case, metrics: tuple[MetricVerdict, ...], measured: Sequence
     found: dict[str, list[str]] = {"regressed": [], "improved": []}
     for metric in metrics:
         if metric.status in found:
-            found[metric.status].append(finding(metric, len(measured)))
+            found[metric.status].append(finding(metric))
     if found["regressed"]:
         sentence = f"{case} {' and '.join(found['regressed'])} ({_of(row)}; here with {_here(measured[0])})"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)

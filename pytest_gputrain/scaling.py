@@ -19,15 +19,20 @@ def one_worker(case: Case) -> Case:
     return case.replace(gpus=1, parallel="single" if plain else case.parallel)
 
 
-def efficiency(case: Case, runs: Iterable[Measurement | BaselineRun]) -> float | None:
-    """Throughput of n workers over n times the throughput of one: the median of ``runs``, None where none can tell.
+def efficiencies(case: Case, runs: Iterable[Measurement | BaselineRun]) -> list[float]:
+    """Throughput of n workers over n times the throughput of one, of each of ``runs`` that can tell.
 
     A worker has the same batch alone and among others, so the ratio is that of the times: one worker's seconds of an update
     over the case's. Of whole updates, because processes that accumulate gradients may exchange them only then.
     """
-    known = [
+    return [
         run.one_worker_seconds / seconds
         for run in runs
         if run.one_worker_seconds and (seconds := update_seconds(run.step_seconds, case.gradient_accumulation))
     ]
+
+
+def efficiency(case: Case, runs: Iterable[Measurement | BaselineRun]) -> float | None:
+    """The median of `efficiencies`, None where no run can tell."""
+    known = efficiencies(case, runs)
     return statistics.median(known) if known else None

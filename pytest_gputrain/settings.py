@@ -1,28 +1,14 @@
-"""Every option once: its flag, its ini twin, its default, and the frozen object that the rest of the house reads."""
+"""The frozen object that the rest of the house reads, from the command line, the ini file and the defaults."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-from pytest_gputrain.loss import LEAST_STEPS
-from pytest_gputrain.records import MAX_RUNS
-from pytest_gputrain.sweep import Axes, parse_axes
-from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio, parse_seconds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryTolerance:
-    """How much more memory passes: a share of the baseline, or bytes."""
-
-    ratio: float = 0.0
-    bytes: int = 0
-
-    def __str__(self) -> str:
-        return format_bytes(self.bytes) if self.bytes else format_percent(self.ratio, signed=False)
+from pytest_gputrain.options import OPTIONS, MemoryTolerance
+from pytest_gputrain.sweep import Axes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +23,10 @@ class Settings:
     """``measured``, ``published``, or the path of a report to compare with."""
     time_tolerance: float
     memory_tolerance: MemoryTolerance
-    runs: int
-    """Fresh processes per case."""
+    runs: int | None
+    """Fresh processes per case; None for one, or five where a baseline of a GPU is recorded."""
+    reruns: int
+    """Most fresh processes more, where the first leave doubt."""
     strict: bool | None
     """None: strict where CI is set and there are baselines of the device, or a report to compare with."""
     steps: int | None
@@ -47,7 +35,7 @@ class Settings:
     timeout_seconds: float
     scale: Literal["auto", "full", "tiny"]
     platform: str | None
-    """Catalog marker that this machine passes for, None for what is detected."""
+    """Catalog marker that this machine passes for, or that is predicted for; None for what is detected."""
     processes: int
     """Most processes of a case on a CPU."""
     gpu_ids: tuple[str, ...] | None
@@ -62,36 +50,14 @@ class Settings:
     json: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
+    dry_run: bool
+    """Whether cases are predicted instead of run."""
     find_batch: bool
     find_batch_max: int
     """The largest micro-batch that is tried."""
     loss_steps: int | None
     """Steps of the loss curves, None where there are to be none."""
     root: Path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """One option: ``--gpu-name`` and, in the ini file, ``gpu_name``."""
-
-    name: str
-    help: str
-    parse: Callable[[str], Any] = str
-    default: str = ""
-    """As one would type it; empty for none."""
-    metavar: str | None = None
-    switch: bool = False
-    """Takes no value on the command line."""
-    repeated: bool = False
-    """May be given several times; one a line in the ini file."""
-
-    @property
-    def flag(self) -> str:
-        return f"--gpu-{self.name}"
-
-    @property
-    def ini(self) -> str:
-        return "gpu_" + self.name.replace("-", "_")
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
@@ -148,6 +114,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         time_tolerance=values["time-tolerance"],
         memory_tolerance=values["memory-tolerance"],
         runs=values["runs"],
+        reruns=values["reruns"],
         strict=values["strict"],
         steps=values["steps"],
         warmup=values["warmup"],
@@ -162,6 +129,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         rendezvous=values["rendezvous"] or "",
         json=None if values["json"] is None else values["json"].absolute(),
         sweep=values["set"] or (),
+        dry_run=bool(values["dry-run"]),
         find_batch=bool(values["find-batch"]),
         find_batch_max=values["find-batch-max"],
         loss_steps=values["loss"],
@@ -176,6 +144,18 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
         if asked and values["nodes"] > 1:
             raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
+    if values["dry-run"]:
+        against = {
+            "--gpu-find-batch": values["find-batch"],
+            "--gpu-loss": values["loss"],
+            f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
+            f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
+            "--gpu-isolation=inline": values["isolation"] == "inline",
+        }
+        for other in (flag for flag, asked in against.items() if asked):
+            raise ValueError(
+                f"--gpu-dry-run and {other} contradict each other: it trains nothing, and compares with recorded predictions"
+            )
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:
@@ -184,7 +164,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
         against = {
             "--gpu-baseline-update": values["baseline-update"],
             "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
-            f"--gpu-runs={values['runs']}": values["runs"] > 1,
+            f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             "--gpu-isolation=inline": values["isolation"] == "inline",
         }
         for other in (flag for flag, asked in against.items() if asked):
@@ -199,201 +179,3 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     for knob, flag in both.items():
         if flag and knob in swept:
             raise ValueError(f"--gpu-set {knob} and {flag} contradict each other: both say what {knob} is; give one")
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{text!r} is none of {', '.join(choices)}")
-        return text
-
-    return parse
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-        if number < least or (most is not None and number > most):
-            raise ValueError(f"{text!r} is not a whole number from {least} {'on' if most is None else f'to {most}'}")
-        return number
-
-    return parse
-
-
-def _switch(text: str) -> bool | None:
-    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-    if text.lower() == "auto":
-        return None
-    if text.lower() not in known:
-        raise ValueError(f"{text!r} is neither true, false nor auto")
-    return known[text.lower()]
-
-
-def _memory_tolerance(text: str) -> MemoryTolerance:
-    try:
-        return MemoryTolerance(ratio=parse_ratio(text))
-    except ValueError:
-        pass
-    try:
-        return MemoryTolerance(bytes=parse_bytes(text))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02 or 512MiB") from None
-
-
-def _endpoint(text: str) -> str:
-    if not re.fullmatch(r"[\w.-]+(:[0-9]{1,5})?", text):
-        raise ValueError(f"{text!r} is not a host, or a host and a port, as node1 or node1:29400")
-    return text
-
-
-def _ids(text: str) -> tuple[str, ...]:
-    ids = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not ids or len(set(ids)) != len(ids):
-        raise ValueError(f"{text!r} is not a list of GPU indices or UUIDs, each once, separated by commas")
-    return ids
-
-
-OPTIONS: Final = (
-    Option(
-        name="baseline-update",
-        switch=True,
-        parse=_switch,
-        help="store today's figures as the baselines (all runs of a case are replaced)",
-    ),
-    Option(
-        name="baseline-update-new-only", switch=True, parse=_switch, help="store figures of cases without a baseline only"
-    ),
-    Option(
-        name="baseline-dir",
-        parse=Path,
-        default="baselines",
-        metavar="DIR",
-        help="folder of the baselines (default: baselines beside the ini file)",
-    ),
-    Option(
-        name="baseline",
-        default="measured",
-        metavar="measured|published|REPORT",
-        help=(
-            "what to compare with: the baselines of this device, the tables that others published, or the report of an "
-            "earlier --gpu-json (default: measured)"
-        ),
-    ),
-    Option(
-        name="time-tolerance",
-        parse=parse_ratio,
-        default="3%",
-        metavar="RATIO",
-        help="slowdown of the median step, and loss of scaling efficiency, that passes (default: 3%%)",
-    ),
-    Option(
-        name="memory-tolerance",
-        parse=_memory_tolerance,
-        default="2%",
-        metavar="RATIO|BYTES",
-        help=("growth of peak allocated memory that passes, as 2%% or 512MiB; a GPU gets 64 MiB on top (default: 2%%)"),
-    ),
-    Option(
-        name="runs",
-        parse=_whole(1, MAX_RUNS),
-        default="1",
-        metavar="K",
-        help="fresh processes per case; the median of their medians counts (default: 1)",
-    ),
-    Option(
-        name="strict",
-        switch=True,
-        parse=_switch,
-        default="auto",
-        help=(
-            "fail cases that are new or not comparable (default: where CI is set and there are baselines of the device, "
-            "or a report)"
-        ),
-    ),
-    Option(name="steps", parse=_whole(1), metavar="N", help="timed steps of every case (default: each case's own)"),
-    Option(name="warmup", parse=_whole(0), metavar="N", help="steps before the timed ones (default: each case's own)"),
-    Option(
-        name="timeout",
-        parse=parse_seconds,
-        default="30min",
-        metavar="TIME",
-        help="end a process after this time, as 90s, 15min or 2h (default: 30min)",
-    ),
-    Option(
-        name="scale",
-        parse=_one_of("auto", "full", "tiny"),
-        default="auto",
-        metavar="auto|full|tiny",
-        help="size of the models; auto: full on a GPU, tiny on a CPU (default: auto)",
-    ),
-    Option(
-        name="platform",
-        metavar="MARKER",
-        help="what this machine must be (h100, a100, ...); a GPU not in the catalog passes for it; cpu leaves GPUs alone",
-    ),
-    Option(
-        name="processes",
-        parse=_whole(1),
-        default="2",
-        metavar="N",
-        help=(
-            "most processes of a case on a CPU, where a case for several GPUs is run with as many or fewer, and as many "
-            "parameter servers at most; 1 skips those (default: 2)"
-        ),
-    ),
-    Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
-    Option(
-        name="isolation",
-        parse=_one_of("auto", "process", "inline"),
-        default="auto",
-        metavar="auto|process|inline",
-        help=(
-            "where cases run: each in a fresh interpreter (process), or in the pytest process for a debugger (inline); "
-            "auto: as process, but on a CPU the models' cases are forked from a process that has only imported their "
-            "libraries (default: auto)"
-        ),
-    ),
-    Option(name="nodes", parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
-    Option(
-        name="shared",
-        parse=Path,
-        default=".gputrain",
-        metavar="DIR",
-        help="folder that all nodes share, for cases of several nodes (default: .gputrain beside the ini file)",
-    ),
-    Option(
-        name="rendezvous",
-        parse=_endpoint,
-        metavar="HOST[:PORT]",
-        help="this node as the others reach it, where they are no Slurm allocation (default: its name, any free port)",
-    ),
-    Option(
-        name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"
-    ),
-    Option(
-        name="set",
-        parse=parse_axes,
-        repeated=True,
-        metavar="KNOB=A,B",
-        help="run every case with each of these values for a knob of its own; given for several knobs, with their product",
-    ),
-    Option(
-        name="find-batch",
-        switch=True,
-        parse=_switch,
-        help="find the largest micro-batch of every case that fits and the fastest one, instead of judging it",
-    ),
-    Option(
-        name="find-batch-max",
-        parse=_whole(1),
-        default="1024",
-        metavar="N",
-        help="largest micro-batch that --gpu-find-batch tries (default: 1024)",
-    ),
-    Option(
-        name="loss",
-        parse=_whole(LEAST_STEPS),
-        metavar="STEPS",
-        help="train every case that many steps in each precision and compare the loss curves, instead of judging it",
-    ),
-)

@@ -11,9 +11,9 @@ import msgspec
 from pytest_gputrain import loss
 from pytest_gputrain.findings import LossCurve, Search, Try
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.judge import describe_failure
 from pytest_gputrain.records import Case, Crashed, Measurement, OutOfMemory, Reply, Task, TimedOut
 from pytest_gputrain.search import find_batch
+from pytest_gputrain.sentences import describe_failure
 
 Launch = Callable[[Task], Reply]
 """Runs a task in a fresh process."""

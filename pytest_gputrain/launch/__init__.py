@@ -17,7 +17,7 @@ from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import Process, start
 from pytest_gputrain.launch.ranks import Rank, folder_of, follow
 from pytest_gputrain.launch.torchrun import Cluster, on_nodes
-from pytest_gputrain.records import Event, Prediction, Reply, Served, Task
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
 
 __all__ = ["Cluster", "Preloaded", "Watch", "in_process", "inline", "on_nodes", "predict"]
 
@@ -47,7 +47,7 @@ def in_process(
 
 def predict(
     task: Task, *, timeout_seconds: float, watch: Watch = lambda event: None, preloaded: Preloaded | None = None
-) -> Prediction | Reply:
+) -> Prediction | OutOfMemory | Crashed | TimedOut:
     """Run ``task``, which names a target, on fake tensors in a process of its own: it may abort, and it patches libraries.
 
     Args:
@@ -57,7 +57,9 @@ def predict(
         The prediction; another reply where there is none.
     """
     assert task.target is not None, "a prediction is for a device"
-    return _launched(task, (), timeout_seconds, watch, preloaded)
+    reply = _launched(task, (), timeout_seconds, watch, preloaded)
+    assert not isinstance(reply, Measurement), "nothing was trained"
+    return reply
 
 
 def _launched(

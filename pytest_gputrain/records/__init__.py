@@ -7,7 +7,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
-from pytest_gputrain.records.prediction import LiveTensor, Prediction, Target, TrainingPhase
+from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase
 from pytest_gputrain.records.reply import (
     Crashed,
     Environment,
@@ -49,6 +49,7 @@ __all__ = [
     "Measurement",
     "MetricName",
     "MetricVerdict",
+    "OperatorWork",
     "OutOfMemory",
     "Phase",
     "Prediction",

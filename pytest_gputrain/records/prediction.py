@@ -24,9 +24,14 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the caching allocator grows its segments in place, instead of asking for new ones."""
     capability: tuple[int, int] = (9, 0)
     """CUDA's compute capability: before 8.0 there is no flash attention."""
-    grouped_queries: bool = True
-    """Whether transformers hands attention its fewer keys and values as they are, as version 5 does. False repeats them for
-    every head before, as version 4 did. In fp32 no fused kernel takes the former."""
+    attention: Literal["current", "transformers-4.49", "unfused"] = "current"
+    """Whose attention: that of the libraries here; that of transformers 4.49, which repeats keys and values that heads share
+    (version 5 hands them over as they are, which no fused kernel takes in fp32) and leaves out Gemma 2's cap of the scores
+    (version 5 holds the scores to apply it); or plain products, as before torch 2.0."""
+    lists: bool = True
+    """Whether optimizers work on lists of tensors, torch's default on a GPU since 2.0; else on one tensor after another."""
+    workspace_bytes: int = 0
+    """What cuBLAS takes of the caching allocator, once for the forward and once for the backward pass."""
     peak_flops: dict[str, float] = {}
     """FLOP/s by arithmetic: ``fp32``, ``bf16``, ``fp16``."""
     bandwidth: float | None = None
@@ -45,6 +50,15 @@ class LiveTensor(Struct, frozen=True, kw_only=True):
     dtype: str
 
 
+class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
+    """What all calls of one operator in one micro-batch do."""
+
+    calls: int
+    flops: int
+    bytes: int
+    """Read and written."""
+
+
 class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="outcome"):
     """A case that ran to its end on fake tensors. Exact: the same on every machine with the same library versions."""
 
@@ -61,8 +75,8 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     peak_phase: TrainingPhase
     phase_peak_bytes: dict[TrainingPhase, int]
     """The same by phase; ``build`` is the highest before the first step."""
-    largest: tuple[LiveTensor, ...]
-    """At the peak, largest first."""
+    largest: dict[TrainingPhase, tuple[LiveTensor, ...]]
+    """At the peak of each phase, largest first."""
     peak_reserved_bytes: int | None
     """Highest memory held by the caching allocator, as in a measurement; where the case does not fit, what it would hold
     without limit. None without such an allocator."""
@@ -79,6 +93,7 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     """Read and written by the operators of a micro-batch: one without an update where the case accumulates."""
     roofline_seconds: float | None
     """Of that micro-batch: for each operator the larger of arithmetic and memory traffic at the device's peaks."""
-    operators_per_step: int
-    """Of that micro-batch."""
+    operators: dict[str, OperatorWork]
+    """Of that micro-batch, recomputation included, by name."""
     packages: dict[str, str]
+    """Version of every training library whose code the case runs, without local label (``+cu130``)."""

@@ -9,15 +9,28 @@ from msgspec import Struct
 from pytest_gputrain.figures import Figures
 from pytest_gputrain.findings import LossCurve, Search
 from pytest_gputrain.records.case import FORMAT, Case, Scale
+from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.reply import Environment, Reply
 
 MAX_RUNS: Final = 20
 """Runs that a baseline keeps of one case."""
 
-Status = Literal["pass", "regressed", "improved", "new", "not-comparable", "failed", "recorded"]
+Status = Literal["pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded"]
 MetricName = Literal[
-    "step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "scaling_efficiency"
+    "step_seconds",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "device_used_bytes",
+    "scaling_efficiency",
+    "build_peak_bytes",
+    "forward_peak_bytes",
+    "backward_peak_bytes",
+    "optimizer_peak_bytes",
+    "flops_per_step",
+    "recomputed_flops_per_step",
+    "bytes_per_step",
 ]
+"""Those from ``build_peak_bytes`` on are of a dry run."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -84,7 +97,16 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     limit: float | None = None
     """The value beyond which the metric regresses: above it, for a scaling efficiency below it."""
     note: str = ""
-    """Why it was not compared, or what changed within the limit."""
+    """Why it was not compared, what changed within the limit, or what else is to be known."""
+    sd: float | None = None
+    """Between fresh processes, as a share of the time; this and what follows where `pytest_gputrain.stats` decided."""
+    sensitivity: float | None = None
+    """The slowdown, as a share, that would be caught 99 times in 100."""
+    baseline_runs: int | None = None
+    runs: int | None = None
+    """Fresh processes of today."""
+    votes: int | None = None
+    """Of those, the ones beyond the limit, on the side that has more."""
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -139,8 +161,12 @@ class Result(Struct, frozen=True, kw_only=True):
     """Catalog marker of the machine, or ``unknown``."""
     device: str
     """Slug: the folder of its baselines."""
-    replies: tuple[Reply, ...]
-    """One per fresh process."""
+    replies: tuple[Reply, ...] = ()
+    """One per fresh process; of a dry run only that of a process that failed."""
+    prediction: Prediction | None = None
+    """Of a dry run."""
+    remedy: str = ""
+    """What makes a case fit that does not, found by a dry run."""
     summary: Summary | None = None
     verdict: Verdict | None = None
     """None where the test only measured."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -13,10 +16,15 @@ import msgspec
 
 from pytest_gputrain.baselines import BaselineError, Store, to_baseline
 from pytest_gputrain.cases import same_id
-from pytest_gputrain.records import Baseline, Case, Report, Result
+from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.records import Baseline, Case, Measurement, Report, Result
 from pytest_gputrain.report import document
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
+from pytest_gputrain.stats import SHIFT_TOLD
+from pytest_gputrain.suites import Suites
+from pytest_gputrain.units import format_percent
 
 _SAVE_EVERY_SECONDS: Final = 30.0
 
@@ -32,9 +40,10 @@ class Book:
         self.results: list[Result] = []
         self.notes: list[str] = []
         self.failed = False
-        """Whether something could not be saved."""
+        """Whether something could not be saved, or the suite regressed as a whole."""
         self._session: Session | None = None
         self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
+        self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
         self._stored: dict[tuple[str, str, str], Case] = {}
         self._saved_at = time.monotonic()
@@ -68,6 +77,11 @@ class Book:
             self.failed = True
             self.notes.append(f"not recorded: {same_id(result.suite, first, result.case)}")
             return
+        if result.prediction is not None:
+            case = Case(**result.case.identity())
+            entry = Recorded(case=case, scale=result.scale, predictions=(result.prediction,))
+            self._predicted[result.platform, result.suite][result.key] = entry
+            return
         session = self.session
         baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
         self._pending[result.device, result.suite][result.key] = baseline
@@ -75,11 +89,14 @@ class Book:
     def close(self, exit_status: int) -> None:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
         self._save_baselines()
+        self._tell_shift()
         exit_status = exit_status or int(self.failed)
         for path, count in self._recorded.items():
             self.notes.append(
                 f"{count} baseline{'' if count == 1 else 's'} recorded in {path}; review the difference in git"
             )
+        if any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded):
+            self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
         if self.settings.json is None:
             return
         report = self._report(exit_status)
@@ -88,17 +105,42 @@ class Book:
         except OSError as error:
             self._keep_aside(f"the report {self.settings.json} cannot be written: {error.strerror}", report)
 
+    def _tell_shift(self) -> None:
+        """Tell of a suite that is slower as a whole; its cases are not, each for itself."""
+        suites = Suites()
+        for result in self.results:
+            metric = result.verdict.metric("step_seconds") if result.verdict else None
+            first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
+            if first and metric and metric.baseline and metric.baseline_runs:
+                suites.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
+        if abs(suites.shift) <= SHIFT_TOLD or self.settings.baseline_update == "all":
+            return
+        shift = format_percent(math.expm1(suites.shift))
+        if suites.shift > math.log1p(self.settings.time_tolerance):
+            self.failed = True
+            self.notes.append(
+                f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
+            )
+        else:
+            self.notes.append(f"the median case is {shift} off its baseline: the machine rather than a case")
+
     def _save_baselines(self) -> None:
         self._saved_at = time.monotonic()
-        store = Store(self.settings.baseline_dir)
+        measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
         pending, self._pending = self._pending, defaultdict(dict)
         for (device, suite), entries in pending.items():
-            try:
-                path = store.update(device, suite, entries)
-            except BaselineError as error:
-                self._keep_aside(str(error), self._report(1))
-                continue
-            self._recorded[path] = self._recorded.get(path, 0) + len(entries)
+            self._save(functools.partial(measured.update, device, suite, entries), len(entries))
+        foretold, self._predicted = self._predicted, defaultdict(dict)
+        for (platform, suite), recorded in foretold.items():
+            self._save(functools.partial(predicted.update, platform, suite, recorded), len(recorded))
+
+    def _save(self, update: Callable[[], Path], count: int) -> None:
+        try:
+            path = update()
+        except BaselineError as error:
+            self._keep_aside(str(error), self._report(1))
+        else:
+            self._recorded[path] = self._recorded.get(path, 0) + count
 
     def _keep_aside(self, trouble: str, report: Report) -> None:
         """Write ``report``, which holds every figure, somewhere else."""

@@ -42,12 +42,12 @@ class Live:
         self._uncaptured = uncaptured
         self._drawn_at = 0.0
 
-    def show(self, case: Case, event: Event) -> None:
-        """Draw ``event``, unless something was drawn just now."""
+    def show(self, case: Case, event: Event, run: int = 1) -> None:
+        """Draw ``event`` of the case's ``run``-th process, unless something was drawn just now."""
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_EVERY_SECONDS:
             self._drawn_at = now
-            self._write(f"{_BEGIN}{describe(case, event)[: self._width - 1]}{_END}")
+            self._write(f"{_BEGIN}{describe(case, event, run)[: self._width - 1]}{_END}")
 
     def clear(self) -> None:
         """Take the line away."""
@@ -61,9 +61,9 @@ class Live:
             sys.stdout.flush()
 
 
-def describe(case: Case, event: Event) -> str:
-    """``llama-3.1-8b-lora-bf16  step 3/10  0.42 s/step  35.6 GiB``."""
-    parts = [str(case)]
+def describe(case: Case, event: Event, run: int = 1) -> str:
+    """``llama-3.1-8b-lora-bf16  run 2  step 3/10  0.42 s/step  35.6 GiB``."""
+    parts = [str(case)] if run == 1 else [str(case), f"run {run}"]
     if event.phase == "measure":
         parts.append(f"step {event.step or 0}/{case.steps}")
     else:

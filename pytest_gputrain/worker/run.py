@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from pytest_gputrain.cases import LIBRARIES
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, finite_losses, local
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
@@ -34,17 +35,6 @@ SEED: Final = 20_240_101
 
 _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED", re.I)
 """How libraries tell that their workspace found no room, which happens a few MiB before torch's allocator finds none."""
-
-_REPORTED_PACKAGES: Final = (
-    "torch",
-    "transformers",
-    "diffusers",
-    "peft",
-    "accelerate",
-    "bitsandbytes",
-    "deepspeed",
-    "triton",
-)
 
 
 def run(task: Task, progress: Progress, builder: StepBuilder | None = None, group: Group = ALONE) -> Reply | Served:
@@ -296,7 +286,7 @@ def _environment(device: Device, group: Group) -> Environment:
 def versions() -> dict[str, str]:
     """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
     found = {}
-    for name in _REPORTED_PACKAGES:
+    for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -135,8 +135,9 @@ def test_five_percent_slower_fails_its_own_test_only(gated: Project) -> None:
     result = gated.run()
     result.assert_outcomes(passed=2, failed=1)
     sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
-    assert sentence.startswith(f"{GEMMA} is 5.0 % slower: 4.94 s against 4.70 s a step, limit 4.84 s (baseline of ")
-    assert sentence.endswith(", 1 run); same environment")
+    assert sentence.startswith(f"{GEMMA} is 5.0 % slower at 4.94 s a step than baseline 4.70 s +- 0.03 (5 runs); ")
+    assert "; limit 3.0 %; 3 of 3 fresh runs slower (baseline of 20" in sentence
+    assert sentence.endswith("); same environment")
 
 
 def test_two_gib_bigger_fails_its_own_test_only(gated: Project) -> None:
@@ -144,7 +145,7 @@ def test_two_gib_bigger_fails_its_own_test_only(gated: Project) -> None:
     result = gated.run()
     result.assert_outcomes(passed=2, failed=1)
     assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(
-        f"{GEMMA} needs 2.00 GiB (5.7 %) more memory: 37.0 GiB against 35.0 GiB peak allocated, limit 35.8 GiB ("
+        f"{GEMMA} needs 2.00 GiB (5.7 %) more memory: 37.0 GiB against 35.0 GiB peak allocated in 3 runs, limit 35.8 GiB ("
     )
 
 
@@ -243,7 +244,7 @@ def test_memory_growth_measured_here_fails_exactly_its_test(project: Project) ->
     sentence = only_sentence(result, "test_grown")
     assert sentence.startswith("build-fp32 needs 5.00 MiB (25.0 %) more memory: 25.0 MiB against 20.0 MiB peak allocated, ")
     assert ", limit 20.4 MiB (baseline of 20" in sentence
-    assert sentence.endswith(", 1 run); same environment")
+    assert sentence.endswith("); same environment")
 
     suite = ElementTree.parse(project.path / "junit.xml").getroot()[0]
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "0")
@@ -269,3 +270,114 @@ def test_ci_is_strict_where_the_device_has_baselines_of_any_suite(
     (folder / "tuning.json").rename(folder / "renamed.json")
     monkeypatch.setenv("CI", value)
     h100.run().assert_outcomes(**{"failed" if strict else "passed": 3})
+
+
+# Further processes
+
+
+def _launches(project: Project, *arguments: str) -> list[str]:
+    """Ids of the cases that a run launches, in order."""
+    before = len(project.launches)
+    project.run(*arguments)
+    return [launched["id"] for launched in project.launches[before:]]
+
+
+def test_a_case_that_looks_slower_once_is_measured_until_three_agree(gated: Project) -> None:
+    gated.answer(recorded(slower=1.2), recorded(), to=GEMMA)
+    result = gated.run("--gpu-strict", "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert gated.verdicts()[GEMMA] == "pass"
+    result.stdout.fnmatch_lines([f"{GEMMA}: step time measured 4 times: +20.0 %, +0.0 %, +0.0 %, +0.0 %"])
+    assert [len(one["replies"]) for one in gated.report()["results"]] == [1, 4, 1]
+
+
+def test_a_case_that_is_as_before_is_measured_once(gated: Project) -> None:
+    assert sorted(_launches(gated)) == sorted([LLAMA, GEMMA, LLAMA_2])
+
+
+def test_reruns_are_bounded(gated: Project) -> None:
+    gated.answer(recorded(slower=1.2), to=GEMMA)
+    assert _launches(gated, "-k", "gemma") == [GEMMA] * 3
+    assert _launches(gated, "-k", "gemma", "--gpu-reruns=1") == [GEMMA] * 2
+    assert _launches(gated, "-k", "gemma", "--gpu-reruns=0") == [GEMMA]
+
+
+def test_without_reruns_the_limit_is_wider(gated: Project) -> None:
+    gated.answer(recorded(slower=1.12), to=GEMMA)
+    assert list(failures(gated.run("--gpu-reruns=0"))) == [f"test_tuning[{GEMMA}]"]
+    gated.answer(recorded(slower=1.025), to=GEMMA)
+    gated.run("--gpu-reruns=0", "--gpu-strict").assert_outcomes(passed=3)
+
+
+def test_a_crash_among_the_further_processes_fails(gated: Project) -> None:
+    gated.answer(recorded(slower=1.2), recorded("crashed"), to=GEMMA)
+    assert "gave no measurement" in only_sentence(gated.run(), f"test_tuning[{GEMMA}]")
+
+
+def test_running_out_of_memory_once_of_three_is_inconclusive_and_fails_when_strict(gated: Project) -> None:
+    gated.answer(recorded("h100_out_of_memory"), recorded(), to=GEMMA)
+    result = gated.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert gated.verdicts()[GEMMA] == "inconclusive"
+    result.stdout.fnmatch_lines([f"1 case in doubt: {GEMMA} ran out of device memory *in 1 of 3 runs; *"])
+    sentence = only_sentence(gated.run("--gpu-strict"), f"test_tuning[{GEMMA}]")
+    assert sentence.endswith("same environment (strict)")
+
+
+def test_more_memory_in_one_process_only_passes(gated: Project) -> None:
+    gated.answer(recorded(bigger=2 * GiB), recorded(), to=GEMMA)
+    gated.run("--gpu-strict").assert_outcomes(passed=3)
+
+
+MANY = """
+import pytest
+from pytest_gputrain import Case, grid
+
+CASES = grid(Case(model="gemma-7b", method="lora", sequence_length=512), batch_size=range(1, 13))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_many(gputrain, case):
+    gputrain.check(case)
+"""
+
+
+@pytest.fixture
+def many(h100: Project) -> Project:
+    """Twelve cases with baselines."""
+    h100.write(test_many=MANY)
+    h100.run("--gpu-baseline-update").assert_outcomes(passed=12)
+    return h100
+
+
+def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: Project) -> None:
+    many.answer(recorded(slower=1.05))
+    result = many.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=12)
+    assert set(many.verdicts().values()) == {"inconclusive"}
+    result.stdout.fnmatch_lines(["*all cases together regressed: the median case is +5.0 % off its baseline*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_ten_cases_are_asked_before_one_is_called_slower_and_none_twice(many: Project) -> None:
+    many.answer(recorded(slower=1.05))
+    assert len(_launches(many)) == 12
+    two = [f"test_many.py::test_many[gemma-7b-lora-bf16-batch_size={size}]" for size in (4, 5)]
+    assert len(_launches(many, *two)) == 6  # too few to tell a slower day
+
+
+def test_a_slower_case_among_many_fails_alone(many: Project) -> None:
+    slow = "gemma-7b-lora-bf16-batch_size=1"
+    many.answer(recorded(slower=1.05), to=slow)
+    result = many.run()
+    assert list(failures(result)) == [f"test_many[{slow}]"]
+    assert "all cases together" not in result.stdout.str()
+
+
+def test_a_slower_case_on_a_slower_day_fails_alone(many: Project) -> None:
+    slow = "gemma-7b-lora-bf16-batch_size=1"
+    many.answer(recorded(slower=1.02))
+    many.answer(recorded(slower=1.15), to=slow)
+    result = many.run()
+    assert list(failures(result)) == [f"test_many[{slow}]"]
+    result.stdout.fnmatch_lines(["the median case is +2.0 % off its baseline: the machine rather than a case"])

@@ -29,7 +29,7 @@ def test_own_code_passes(pytester):
 
 
 def test_options_are_all_in_the_table():
-    from pytest_gputrain.settings import OPTIONS
+    from pytest_gputrain.options import OPTIONS
 
     missing = [option.flag for option in OPTIONS if f"`{option.flag}" not in README.read_text()]
     assert missing == []

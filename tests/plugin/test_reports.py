@@ -294,7 +294,7 @@ def test_an_earlier_report_serves_as_the_baseline(suite: Project) -> None:
     suite.run("--gpu-json=earlier.json").assert_outcomes(passed=3)
     suite.answer(recorded(slower=1.05), to=GEMMA)
     result = suite.run("--gpu-baseline=earlier.json", "--gpu-json=report.json")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} is 5.0 % slower: ")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} is 5.0 % slower at ")
     assert sorted(suite.verdicts().values()) == ["pass", "pass", "regressed"]
 
 

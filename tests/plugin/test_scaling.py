@@ -96,7 +96,7 @@ def test_a_worse_efficiency_fails_its_test_with_one_sentence(gated: Project) -> 
     _answer(gated, four=1.4)
     result = gated.run("--gpu-time-tolerance=10%")
     sentence = only_sentence(result, f"test_scaling[{FOUR}]")
-    assert "scales 10.7 % worse: an efficiency of 71.4 % against 80.0 %, limit 72.7 %" in sentence
+    assert "scales 10.7 % worse: an efficiency of 71.4 % against 80.0 %; limit 9.1 %; 3 of 3 fresh runs worse" in sentence
     assert "one worker alone" in sentence
 
 
@@ -199,7 +199,7 @@ def test_a_case_without_figures_measures_no_single_worker(gated: Project) -> Non
     before = len(gated.launches)
     result = gated.run(_only(FOUR))
     assert "ran out of device memory" in only_sentence(result, f"test_scaling[{FOUR}]")
-    assert len(gated.launches) == before + 1
+    assert len(gated.launches) == before + 2  # it takes two of three to run out
 
 
 @pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20"])

@@ -21,11 +21,16 @@ def test_update_records_every_case_that_ran(suite: Project) -> None:
     result.assert_outcomes(passed=3)
     entries = suite.baselines("tuning", H100_FOLDER)
     assert sorted(entries) == sorted([LLAMA, GEMMA, LLAMA_2])
-    (run,) = entries[GEMMA]["runs"]
-    assert run["peak_allocated_bytes"] == 35 * GiB
-    assert run["step_seconds"] == recorded()["step_seconds"]
+    runs = entries[GEMMA]["runs"]
+    assert [run["peak_allocated_bytes"] for run in runs] == [35 * GiB] * 5
+    assert [run["step_seconds"] for run in runs] == [recorded()["step_seconds"]] * 5
     path = suite.baseline_file("tuning", H100_FOLDER)
-    result.stdout.fnmatch_lines([f"3 baselines recorded in {path}; review the difference in git"])
+    result.stdout.fnmatch_lines(
+        [
+            f"3 baselines recorded in {path}; review the difference in git",
+            "all runs of these baselines are of this session, so they do not tell how much days differ",
+        ]
+    )
 
 
 def test_update_then_gate_passes_for_what_is_measured_here(project: Project) -> None:
@@ -40,7 +45,7 @@ def test_update_replaces_the_figures_of_before(suite: Project) -> None:
     suite.answer(recorded(slower=2, bigger=5 * GiB))
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     for entry in suite.baselines("tuning", H100_FOLDER).values():
-        assert [run["peak_allocated_bytes"] for run in entry["runs"]] == [40 * GiB]
+        assert [run["peak_allocated_bytes"] for run in entry["runs"]] == [40 * GiB] * 5
     suite.run("--gpu-strict").assert_outcomes(passed=3)
 
 
@@ -49,7 +54,30 @@ def test_update_tells_what_the_verdict_would_have_been(suite: Project) -> None:
     suite.answer(recorded(slower=1.05), to=GEMMA)
     suite.run("--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=3)
     sentences = {result["key"]: result["verdict"]["sentence"] for result in suite.report()["results"]}
-    assert sentences[GEMMA].startswith(f"{GEMMA} has today's figures as its baseline now; before, {GEMMA} is 5.0 % slower: ")
+    assert sentences[GEMMA].startswith(
+        f"{GEMMA} has today's figures as its baseline now; before, {GEMMA} is 5.0 % slower at "
+    )
+
+
+def test_an_update_records_as_many_runs_as_are_asked_for(suite: Project) -> None:
+    suite.run("--gpu-baseline-update", "--gpu-runs=2").assert_outcomes(passed=3)
+    assert [len(entry["runs"]) for entry in suite.baselines("tuning", H100_FOLDER).values()] == [2] * 3
+
+
+def test_an_update_on_a_cpu_records_one_run_and_needs_no_warning(project: Project) -> None:
+    project.machine(None)
+    project.write(test_tuning=SUITE)
+    result = project.run("--gpu-baseline-update")
+    assert [len(entry["runs"]) for entry in project.baselines("tuning").values()] == [1] * 3
+    assert "of this session" not in result.stdout.str()
+
+
+def test_new_only_measures_a_known_case_once(suite: Project) -> None:
+    suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    before = len(suite.launches)
+    suite.run("--gpu-baseline-update-new-only").assert_outcomes(passed=3)
+    launched = [one["id"] for one in suite.launches[before:]]
+    assert (launched.count(GEMMA), launched.count(LLAMA)) == (1, 5)
 
 
 def test_update_keeps_the_entries_of_deselected_cases(suite: Project) -> None:

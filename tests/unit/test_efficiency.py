@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from unit_examples import baseline, baseline_run, cpu_environment, gpu_environment, measurement
 
 from pytest_gputrain.judge import Tolerance, judge
+from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Baseline, Case, Measurement, MetricVerdict, Verdict
 from pytest_gputrain.scaling import efficiency, one_worker
-from pytest_gputrain.settings import MemoryTolerance
 
 CASE = Case(model="llama-3.1-8b", parallel="ddp", gpus=4, sequence_length=512)
 WIDE = Tolerance(time=0.10, memory=MemoryTolerance(ratio=0.02))
@@ -22,7 +22,7 @@ def _run(seconds: float, alone: float | None = 1.0) -> Measurement:
 
 
 def _judged(seconds: float, alone: float | None = 1.0, known: Baseline = EIGHTY) -> tuple[Verdict, MetricVerdict | None]:
-    verdict = judge(CASE, [_run(seconds, alone)], known, WIDE)
+    verdict = judge(CASE, [_run(seconds, alone)] * 3, known, WIDE).verdict
     return verdict, verdict.metric("scaling_efficiency")
 
 
@@ -54,7 +54,7 @@ def test_efficiency_of_other_devices_is_not_compared(environment: object) -> Non
     reply = measurement(one_worker_seconds=1.0, environment=environment)
     if environment != cpu_environment():
         reply = measurement(one_worker_seconds=1.0)
-    metric = judge(CASE, [reply], known, WIDE).metric("scaling_efficiency")
+    metric = judge(CASE, [reply], known, WIDE).verdict.metric("scaling_efficiency")
     assert metric is not None
     assert (metric.status, metric.value) == ("not-comparable", 1.0)
 

@@ -30,19 +30,25 @@ FLOORS = {
     "sweep": 0,
     "search": 0,
     "loss": 0,
+    "stats": 0,
     "scaling": 1,
+    "options": 1,
     "settings": 1,
     "session": 1,
     "spread": 1,
     "worker": 1,
     "hardware": 2,
+    "sentences": 2,
     "judge": 2,
     "baselines": 2,
     "published": 2,
     "reproduction": 2,
     "selection": 2,
+    "suites": 2,
     "launch": 3,
+    "measuring": 3,
     "studies": 4,
+    "dry_run": 4,
     "outcome": 4,
     "runner": 4,
     "report": 4,
@@ -105,7 +111,7 @@ def test_every_module_has_a_floor() -> None:
 
 
 def test_the_imports_were_found() -> None:
-    assert Import("pytest_gputrain.runner", "pytest_gputrain.launch", "") in INSIDE
+    assert Import("pytest_gputrain.measuring", "pytest_gputrain.launch", "") in INSIDE
     assert Import("pytest_gputrain.launch", "torch", "inline") in IMPORTS
 
 

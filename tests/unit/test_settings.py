@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.settings import OPTIONS, MemoryTolerance, Option, Settings, read
+from pytest_gputrain.options import OPTIONS, MemoryTolerance, Option
+from pytest_gputrain.settings import Settings, read
 from pytest_gputrain.units import MiB
 
 ROOT = Path("/project")
@@ -55,7 +56,8 @@ LAYERS = [
         ("5%", MemoryTolerance(ratio=0.05)),
         MemoryTolerance(ratio=0.02),
     ),
-    Layers("runs", "runs", ("5", 5), ("3", 3), 1),
+    Layers("runs", "runs", ("5", 5), ("3", 3), None),
+    Layers("reruns", "reruns", ("0", 0), ("2", 2), 4),
     Layers("strict", "strict", (True, True), ("false", False), None),
     Layers("steps", "steps", ("7", 7), ("8", 8), None),
     Layers("warmup", "warmup", ("0", 0), ("1", 1), None),

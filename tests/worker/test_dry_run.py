@@ -1,15 +1,19 @@
 """A dry run by the rules of a CPU, against what the worker counts there in real steps."""
 
+from unittest import mock
+
+import bitsandbytes
 import msgspec
 import pytest
-from zoo_examples import EXAMPLES, example, run
+import torch
+from zoo_examples import example, run
 
-from pytest_gputrain import launch
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain import Case, launch
 from pytest_gputrain.cases import PRECISIONS
 from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
 from pytest_gputrain.units import GiB, MiB
 from pytest_gputrain.worker.dry_run.predict import predict
+from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress
 
 CPU = Target(marker="cpu", kind="cpu")
@@ -22,6 +26,19 @@ H100 = Target(
 )
 
 LLAMA = example("llama-3.1-8b", activation_checkpointing=True)
+OWN = Case(model="own", method="custom", precision="fp32", code="here")
+# The quickest; `test_dry_run_suite` has every model of the suite.
+ONE_OF_EACH_FAMILY = [
+    "phi-3-mini-128k",
+    "bert-large",
+    "transformer-big",
+    "resnet-50",
+    "sd3",
+    "hunyuan-video",
+    "qwen2-vl-2b",
+    "word2vec",
+    "ctr-dnn",
+]
 
 
 def predicted(case, target=CPU, builder=None, scale="tiny"):
@@ -32,10 +49,13 @@ def predicted(case, target=CPU, builder=None, scale="tiny"):
 
 
 def compare(case, builder=None):
-    real = run(case.replace(steps=1, warmup=0), builder)
+    load(case)  # which makes tensors that are none of the training's
+    # A table that bitsandbytes makes when it first quantises is of the training.
+    with mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True):
+        real = run(case.replace(steps=1, warmup=0), builder)
     assert isinstance(real, Measurement), real
     prediction = predicted(case, builder=builder)
-    assert prediction.peak_allocated_bytes == pytest.approx(real.peak_allocated_bytes, rel=0.005)
+    assert prediction.peak_allocated_bytes == real.peak_allocated_bytes
     assert prediction.model_bytes == real.model_bytes
     assert prediction.parameters == real.parameters
     assert prediction.trainable_parameters == real.trainable_parameters
@@ -43,24 +63,9 @@ def compare(case, builder=None):
     assert prediction.recomputed_flops_per_step == (real.recomputed_flops_per_step or 0)
 
 
-DIFFUSION_OFF = pytest.mark.xfail(
-    reason="a real step of most diffusion transformers holds 12 to 98 kB more, not explained yet: up to 2.7 % at tiny scale",
-    strict=False,
-)
-DIFFUSION = {"diffusion", "video_diffusion"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=DIFFUSION_OFF if architectures()[case.model].family in DIFFUSION else ())
-        for case in EXAMPLES
-    ],
-    ids=str,
-)
-def test_every_model_and_method(case):
-    compare(case)
+@pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)
+def test_every_family(model):
+    compare(example(model))
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
@@ -84,6 +89,34 @@ def test_accumulation(method):
     compare(LLAMA.replace(method=method, gradient_accumulation=4))
 
 
+def test_numbers_become_tensors_of_the_device():
+    assert predicted(OWN, H100, _with_a_list).peak_allocated_bytes == 3 * 512
+
+
+def _with_a_list(setup):
+    kept = torch.ones(8, device=setup.device)
+
+    def step():
+        kept * torch.tensor([2.0] * 8, device=setup.device)
+
+    return step
+
+
+def test_integers_become_the_default_type_of_the_moment():
+    compare(OWN, _under_two_defaults)
+
+
+def _under_two_defaults(setup):
+    counts = torch.ones(2**20, device=setup.device, dtype=torch.int64)
+
+    def step():
+        for dtype in (torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert (counts / 3).dtype == dtype
+
+    return step
+
+
 def test_a_gpu_s_optimizer_works_on_lists_of_tensors():
     lists, fused = (predicted(LLAMA.replace(optimizer=name), H100) for name in ("adamw", "adamw-fused"))
     temporary = lists.phase_peak_bytes["optimizer"] - fused.phase_peak_bytes["optimizer"]
@@ -95,8 +128,8 @@ def test_grouped_queries_in_fp32_hold_the_scores():
     case = LLAMA.replace(precision="fp32", activation_checkpointing=False)
     scores = 4 * 2 * 4 * 128 * 128
     grouped, repeated = (
-        predicted(case, msgspec.structs.replace(H100, grouped_queries=grouped)).phase_peak_bytes["forward"]
-        for grouped in (True, False)
+        predicted(case, msgspec.structs.replace(H100, attention=attention)).phase_peak_bytes["forward"]
+        for attention in ("current", "transformers-4.49")
     )
     assert grouped > repeated + scores
 
@@ -108,6 +141,30 @@ def test_bf16_needs_no_scores():
         for capability in ((9, 0), (7, 0))
     )
     assert new < old
+
+
+def test_attention_before_there_were_kernels_holds_scores_and_weights():
+    case = example("pangu-350m", precision="fp32")
+    plain, fused = (
+        predicted(case, msgspec.structs.replace(H100, attention=attention)).phase_peak_bytes["forward"]
+        for attention in ("unfused", "current")
+    )
+    # Of each of three blocks the softmax, what dropout left of it and its mask: 4 + 4 + 1 bytes for each of 4 x 64 x 64.
+    assert plain > fused + 3 * 9 * 4 * 64 * 64
+
+
+def test_optimizers_may_loop():
+    lists, loop = (
+        predicted(LLAMA, msgspec.structs.replace(H100, lists=lists)).phase_peak_bytes["optimizer"] for lists in (True, False)
+    )
+    assert loop < lists
+
+
+def test_matrix_products_take_a_workspace_for_each_of_two_threads():
+    without, with_one = (predicted(LLAMA, msgspec.structs.replace(H100, workspace_bytes=size)) for size in (0, MiB))
+    for phase in ("forward", "backward", "optimizer"):
+        # The second step has both.
+        assert with_one.phase_peak_bytes[phase] - without.phase_peak_bytes[phase] == 2 * MiB
 
 
 def test_too_little_memory_is_told_with_what_it_was_for():
@@ -127,7 +184,7 @@ def test_what_is_held_covers_what_is_allocated():
         size for phase, size in prediction.phase_peak_bytes.items() if phase != "build"
     )
     assert prediction.phase_peak_bytes[prediction.peak_phase] == prediction.peak_allocated_bytes
-    assert sum(row.bytes for row in prediction.largest) <= prediction.peak_allocated_bytes
+    assert sum(row.bytes for row in prediction.largest[prediction.peak_phase]) <= prediction.peak_allocated_bytes
 
 
 def test_the_same_in_every_process():

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Target
@@ -41,8 +42,12 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         for patch in _for_fakes(target, device):
             stack.enter_context(patch)
         if target.kind == "cuda":
-            for patch in _for_cuda(device):
+            stack.enter_context(_FromPython(device))
+            for patch in _for_gpu(device):
                 stack.enter_context(patch)
+            if target.lists:
+                for patch in _for_lists():
+                    stack.enter_context(patch)
             library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
             _register_cuda(library, target)
         else:
@@ -50,6 +55,21 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
             for name in {"reduce_scatter_tensor", "reduce_scatter_single"} & set(vars(distributed)):
                 stack.enter_context(mock.patch.object(distributed, name, _reduce_scatter_by_gloo))
         yield
+
+
+class _FromPython(TorchFunctionMode):
+    """Tensors of Python's numbers are made by C++, which has but one CPU and leaves out which of the two was meant."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self._gpu:
+            made = func(*args, **{**kwargs, "device": None})
+            return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
+        return func(*args, **kwargs)
 
 
 def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
@@ -76,11 +96,12 @@ def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
         import transformers.utils.import_utils as transformers_utils
 
         yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
-        if not target.grouped_queries:
-            # An older release is predicted for.
+        if target.attention == "transformers-4.49":
             import transformers.integrations.sdpa_attention as transformers_attention
+            import transformers.models.gemma2.modeling_gemma2 as gemma2
 
             yield mock.patch.object(transformers_attention, "use_gqa_in_sdpa", _no)
+            yield mock.patch.object(gemma2, "eager_attention_forward", _uncapped)
     if "bitsandbytes" in sys.modules:
         import bitsandbytes
 
@@ -98,6 +119,13 @@ def _reduce_scatter_by_gloo(
     output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
 
 
+def _uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    """Attention of Gemma 2 by transformers 4.49, which leaves the cap of the scores out and warns of it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(*args, **kwargs)
+
+
 def _no(*values: object) -> bool:
     # A mock would remember its arguments, and keep them alive.
     return False
@@ -111,9 +139,12 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _for_cuda(device: torch.device) -> Iterator[Any]:
+def _for_gpu(device: torch.device) -> Iterator[Any]:
     # FSDP knows one CPU.
     yield mock.patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", return_value=device)
+
+
+def _for_lists() -> Iterator[Any]:
     # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])

@@ -8,20 +8,22 @@ from typing import Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytest_gputrain.records import Crashed, Prediction, Target, Task
+from pytest_gputrain.cases import library_versions
+from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Target, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.attention import temporaries
+from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, Tracker, live_tensor
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import StepBuilder
-from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes, versions
+from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes
 
-SHOWN: Final = 12
-"""Rows of the largest tensors at the peak."""
+SHOWN: Final = 8
+"""Rows of the largest tensors at each peak."""
 
 HOST: Final = torch.device("cpu")
 GPU: Final = torch.device("cpu", 0)
@@ -48,7 +50,9 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
     tracker = Tracker(
         device,
         rounding=512 if cuda else 1,
+        layouts=layouts(target),
         temporaries=temporaries() if cuda else {},
+        workspace_bytes=target.workspace_bytes,
         peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
         bandwidth=target.bandwidth,
     )
@@ -62,6 +66,8 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         with joined, FakeTensorMode(allow_non_fake_inputs=True), patched(target, device), tracker:
             progress.enter("build")
             training = build(task, device, builder, group)
+            # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
+            gc.collect(0)
             progress.enter("count")
             typical = tracker.work
             for update in counted_steps(task.case):
@@ -90,7 +96,7 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         peak_allocated_bytes=tracker.peak_bytes,
         peak_phase=tracker.peak_phase,
         phase_peak_bytes=tracker.phase_peaks,
-        largest=tracker.largest_at_peak(SHOWN),
+        largest=tracker.largest_at_peaks(SHOWN),
         peak_reserved_bytes=held.peak_reserved if cuda else None,
         host_bytes=tracker.host_bytes,
         fits=None if capacity is None else refused is None,
@@ -99,6 +105,9 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         recomputed_flops_per_step=typical.recomputed,
         bytes_per_step=typical.bytes,
         roofline_seconds=typical.roofline_seconds or None,
-        operators_per_step=typical.operators,
-        packages=versions(),
+        operators={
+            name: OperatorWork(calls=calls, flops=flops, bytes=moved)
+            for name, (calls, flops, moved) in sorted(typical.operators.items())
+        },
+        packages=library_versions(task.case),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -16,12 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gputrain.records import LiveTensor, TrainingPhase
 from pytest_gputrain.worker.allocations import resizes_told_to, wraps
 from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
+from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.dry_run.shapes import Shapes
 from pytest_gputrain.worker.dry_run.values import compute
 from pytest_gputrain.worker.flops import formulas, recomputation_told_to
 
 _FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
+
+_PRODUCTS: Final = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
 
 Temporaries = Callable[[tuple[Any, ...]], int]
 """Bytes that an operator's kernel takes and gives back, from the operator's arguments."""
@@ -45,8 +48,9 @@ class Work:
     flops: int = 0
     recomputed: int = 0
     bytes: int = 0
-    operators: int = 0
     roofline_seconds: float = 0.0
+    operators: dict[str, list[int]] = field(default_factory=dict)
+    """Calls, FLOPs and bytes by operator."""
 
     @property
     def total(self) -> int:
@@ -60,6 +64,7 @@ class _Operator:
     name: str
     flops: Callable[..., int] | None
     moves: bool
+    multiplies: bool
     """Whether it reads and writes memory: a view does not."""
     temporaries: Temporaries | None
 
@@ -70,7 +75,9 @@ class Tracker(TorchDispatchMode):
     Args:
         device: whose storages are followed.
         rounding: bytes that every storage is rounded up to a multiple of.
+        layouts: what to call instead of an operator, see `layouts`.
         temporaries: of the operators that have any.
+        workspace_bytes: what the first matrix product of a thread takes for good; the backward pass has its own thread.
         peak_flops: FLOP/s by dtype; an empty one leaves the roofline at zero.
         bandwidth: bytes per second.
 
@@ -88,7 +95,9 @@ class Tracker(TorchDispatchMode):
         device: torch.device,
         *,
         rounding: int = 1,
+        layouts: dict[Any, Layout] | None = None,
         temporaries: dict[Any, Temporaries] | None = None,
+        workspace_bytes: int = 0,
         peak_flops: dict[torch.dtype, float] | None = None,
         bandwidth: float | None = None,
     ) -> None:
@@ -96,11 +105,14 @@ class Tracker(TorchDispatchMode):
         self._device = device
         self._rounding = rounding
         self._temporaries = temporaries or {}
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: set[bool] = set()
+        """Whether of the backward thread."""
         self._rates = peak_flops or {}
         self._seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
         self._formulas = formulas()
         self._known: dict[Any, _Operator] = {}
-        self._shapes = Shapes()
+        self._shapes = Shapes(layouts or {})
         self._numbers: dict[int, int] = {}
         """Allocation by address of the storage."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -115,7 +127,8 @@ class Tracker(TorchDispatchMode):
         self.phase: TrainingPhase = "build"
         self.phase_peaks: dict[TrainingPhase, int] = {"build": 0}
         self._peak = 0
-        self._peak_at = 0
+        self._peaks_at: dict[TrainingPhase, int] = {"build": 0}
+        """Events of the trace until the peak of each phase."""
         self.peak_phase: TrainingPhase = "build"
         self.work = Work()
 
@@ -137,10 +150,13 @@ class Tracker(TorchDispatchMode):
         """Highest ``live_bytes`` since the first step began."""
         return self._peak
 
-    def largest_at_peak(self, count: int) -> tuple[LiveTensor, ...]:
-        """What lived at the peak, alike storages together."""
+    def largest_at_peaks(self, count: int) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+        """What lived at the peak of each phase, alike storages together, the largest ``count`` of them."""
+        return {phase: self._largest_at(at)[:count] for phase, at in self._peaks_at.items()}
+
+    def _largest_at(self, event_number: int) -> tuple[LiveTensor, ...]:
         live: set[int] = set()
-        for event in self.trace[: self._peak_at]:
+        for event in self.trace[:event_number]:
             if event >= 0:
                 live.add(event)
             elif event != EMPTY_CACHE:
@@ -150,7 +166,7 @@ class Tracker(TorchDispatchMode):
             allocation = self.allocations[number]
             alike[allocation] = alike.get(allocation, 0) + 1
         rows = [live_tensor(allocation, times) for allocation, times in alike.items()]
-        return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
+        return tuple(sorted(rows, key=lambda row: -row.bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
@@ -161,6 +177,8 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         operator = self._known.get(func) or self._look_up(func)
         self._follow_phase()
+        if operator.multiplies and self._workspace_bytes:
+            self._take_workspace()
         read = list(tensors_in((*args, *kwargs.values())))
         result = compute(func, args, kwargs, read, self._shapes)
         if operator.temporaries is not None:
@@ -201,6 +219,7 @@ class Tracker(TorchDispatchMode):
             name=name,
             flops=self._formulas.get(packet),
             moves=not (func.is_view or reads_nothing),
+            multiplies=name in _PRODUCTS,
             temporaries=self._temporaries.get(packet),
         )
         self._known[func] = known
@@ -225,8 +244,9 @@ class Tracker(TorchDispatchMode):
         live, phase = self.live_bytes, self.phase
         if live > self.phase_peaks.get(phase, -1):
             self.phase_peaks[phase] = live
+            self._peaks_at[phase] = len(self.trace)
         if live > self._peak:
-            self._peak, self._peak_at, self.peak_phase = live, len(self.trace), phase
+            self._peak, self.peak_phase = live, phase
 
     def _see(self, tensor: Tensor, operator: str) -> int:
         """Bytes of the tensor's elements, after its storage was looked at."""
@@ -295,10 +315,15 @@ class Tracker(TorchDispatchMode):
             self._mark_peak()
             self._free(number)
 
+    def _take_workspace(self) -> None:
+        backward = self.phase == "backward"
+        if backward not in self._workspaces:
+            self._workspaces.add(backward)
+            self._allocate(self._workspace_bytes, "workspace of matrix products", (self._workspace_bytes,), "bytes")
+
     def _count(self, operator: _Operator, read: list[Tensor], result: Any, written: int, args: Any, kwargs: Any) -> None:
         work = self.work
-        work.operators += 1
-        moved = 0
+        moved = flops = 0
         if operator.moves:
             moved = written
             for tensor in read:
@@ -314,6 +339,13 @@ class Tracker(TorchDispatchMode):
             if rate:
                 seconds = max(seconds, flops / rate)
         work.roofline_seconds += seconds
+        row = work.operators.get(operator.name)
+        if row is None:
+            work.operators[operator.name] = [1, flops, moved]
+        else:
+            row[0] += 1
+            row[1] += flops
+            row[2] += moved
 
 
 def live_tensor(allocation: Allocation, count: int = 1) -> LiveTensor:

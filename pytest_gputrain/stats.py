@@ -1,0 +1,210 @@
+"""The rule that tells a slower step from a noisy one. Pure arithmetic on seconds: no records, no files, no clock.
+
+Everything is in logarithms, so that a ratio is a difference. x is the median step time of one process after its warm-up; a
+baseline has K runs, this time there are m so far, one per fresh process:
+
+    c     = mean(log x_base) without the fastest and the slowest (K >= 5); their median (K < 5)
+    r_j   = log x_new_j - c
+    dev   = |log x_base - c| (K > 1)  and  |log x_new - median(log x_new)| (m > 1);  k of them
+    s1^2  = (4 s0^2 + k (1.4826 median dev)^2) / (4 + k)
+    s^2   = (4 s0^2 + sum min(dev, 3 s1)^2) / (4 + (K - 1) + (m - 1))
+    limit = max(log(1 + tolerance), 2.6 s sqrt(0.65 + 1.15 / K))
+
+A run from -limit to limit / 2 passes; otherwise there are more, five at most, until three agree. Runs vote and are not
+averaged: the mean of runs of which one is bad is bad too.
+
+Where it comes from: s is a winsorised standard deviation (Tukey's) about a trimmed mean, shrunk towards a prior s0 that
+counts as four observations, as the variance of an inverse-gamma prior is; 1.4826 makes a median absolute deviation that of a
+normal distribution (Hampel 1974). The other constants were chosen by simulating what benchmarks do: processes that differ by
+more than their steps tell, autocorrelated steps, outliers, bad processes, days. ``tools/measure_gate.py`` repeats that
+simulation with fresh seeds and prints what the rule reaches.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+PRIOR_SD: Final = 0.01
+"""Between processes, where nothing is known: s0."""
+PRIOR_WEIGHT: Final = 4
+"""Observations that s0 counts for."""
+NORMAL_MAD: Final = 1.4826
+WINSOR: Final = 3.0
+"""Deviations count for so many s1 at most: one bad process must not widen the limit for all others."""
+LIMIT_SDS: Final = 2.6
+LIMIT_SDS_OF_ONE: Final = 4.0 / math.sqrt(0.65 + 1.15 / 5)
+"""Without re-measurement: 4.0 s at K = 5."""
+SENSITIVITY_SDS: Final = 2.7
+ROUNDING: Final = 1e-9
+"""What the logarithms of equal times may differ by, and more."""
+MOST_RUNS: Final = 5
+AGREEING: Final = 3
+MANY_CASES: Final = 10
+"""From so many on, a suite tells its own s0 and whether all of it is slower today."""
+SHIFT_TOLD: Final = 0.01
+"""A suite's shift from which on it counts."""
+
+Outcome = Literal["pass", "regressed", "improved", "inconclusive"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What runs mean against a baseline's, all in logarithms of the ratio of their times."""
+
+    outcome: Outcome
+    settled: bool
+    """Whether further runs would be of no use; if not, `outcome` is what they mean if there are to be none."""
+    suspicious: bool
+    """Whether it was not plain at a glance."""
+    centre: float
+    """Of the baseline's runs, in their unit: the exponential of c."""
+    ratios: tuple[float, ...]
+    """r_j of every run, in its order."""
+    sd: float
+    """Between processes: s."""
+    limit: float
+    """Regressed above it, improved below its negative."""
+    sensitivity: float
+    """The slowdown that is caught 99 times in 100, about."""
+    votes: int
+    """Runs beyond the limit, on the side of the outcome or of the median."""
+    shift: float
+    """Of the whole suite, as far as it counted."""
+
+
+def decide(
+    base: Sequence[float],
+    new: Sequence[float],
+    *,
+    tolerance: float,
+    prior: float = PRIOR_SD,
+    most: int = MOST_RUNS,
+    shift: float = 0.0,
+) -> Decision:
+    """What ``new`` runs (seconds, one per fresh process, at least one) mean against ``base`` (likewise).
+
+    Args:
+        tolerance: slowdown that always passes, as a share.
+        prior: s0, the standard deviation between processes (of the logarithm) that is expected before any is seen.
+        most: runs that there may be in all; with fewer than three, all have to agree, and beyond a wider limit.
+        shift: of the whole suite (see `suite_shift`); 0 for none. A case regresses only if it does with and without it.
+
+    Raises:
+        ValueError: no runs, or figures that cannot be times, tolerances or counts.
+    """
+    _check(base, new, tolerance, prior, most, shift)
+    most = max(most, len(new))
+    known, found = sorted(map(math.log, base)), [math.log(seconds) for seconds in new]
+    centre = _centre(known)
+    ratios = tuple(value - centre for value in found)
+    sd = _sd(known, centre, found, prior)
+    alone = most < AGREEING
+    bound = (LIMIT_SDS_OF_ONE if alone else LIMIT_SDS) * sd * math.sqrt(0.65 + 1.15 / len(base))
+    within = math.log1p(tolerance) + ROUNDING
+    limit = max(within, bound)
+    counted = shift if abs(shift) > SHIFT_TOLD else 0.0
+    # Of what all cases share and what this one has for itself, the one that says less.
+    slower = [min(ratio, ratio - counted) for ratio in ratios]
+    faster = [max(ratio, ratio - counted) for ratio in ratios]
+    above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
+    needed = max(min(AGREEING, most), most // 2 + 1)
+    middle = statistics.median(ratios)
+    suspicious = any(ratio < -limit for ratio in faster) or any(ratio > limit / 2 for ratio in slower)
+    outcome: Outcome = "pass"
+    settled = True
+    if above >= needed:
+        outcome = "regressed"
+    elif below >= needed:
+        outcome = "improved"
+    elif not suspicious:
+        # What only the suite's shift explains is no pass.
+        outcome = "inconclusive" if middle > limit else "pass"
+    else:
+        outcome = "inconclusive" if middle > within else "pass"
+        settled = len(ratios) - above - below >= needed or len(ratios) >= most
+    return Decision(
+        outcome=outcome,
+        settled=settled,
+        suspicious=suspicious,
+        centre=float(f"{math.exp(centre):.12g}"),  # so that equal times differ by nothing
+        ratios=ratios,
+        sd=sd,
+        limit=limit,
+        sensitivity=limit + SENSITIVITY_SDS * sd * math.sqrt(0.29 + 1.15 / len(base)),
+        votes=max(above, below),
+        shift=counted,
+    )
+
+
+def _check(base: Sequence[float], new: Sequence[float], tolerance: float, prior: float, most: int, shift: float) -> None:
+    if not base or not new:
+        raise ValueError(f"a comparison needs runs on both sides, got {len(base)} and {len(new)}")
+    for seconds in (*base, *new):
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"{seconds!r} is not the time of a step: it must be above 0 and finite")
+    if not (0 <= tolerance < math.inf and 0 <= prior < math.inf and math.isfinite(shift) and most >= 1):
+        raise ValueError(f"tolerance {tolerance!r}, prior {prior!r}, shift {shift!r} or most {most!r} is out of range")
+
+
+def _centre(known: Sequence[float]) -> float:
+    """Of sorted logarithms: robust against the one process that is bad."""
+    if len(known) < 5:
+        return statistics.median(known)
+    return statistics.fmean(known[1:-1])
+
+
+def _sd(known: Sequence[float], centre: float, found: Sequence[float], prior: float) -> float:
+    deviations = [abs(value - centre) for value in known] if len(known) > 1 else []
+    if len(found) > 1:
+        middle = statistics.median(found)
+        deviations += [abs(value - middle) for value in found]
+    if not deviations:
+        return prior
+    k, weighted = len(deviations), PRIOR_WEIGHT * prior**2
+    first = math.sqrt((weighted + k * (NORMAL_MAD * statistics.median(deviations)) ** 2) / (PRIOR_WEIGHT + k))
+    total = weighted + sum(min(deviation, WINSOR * first) ** 2 for deviation in deviations)
+    return math.sqrt(total / (PRIOR_WEIGHT + len(known) - 1 + len(found) - 1))
+
+
+def suite_prior(baselines: Sequence[Sequence[float]]) -> float:
+    """s0 from the cases of a suite, each with the seconds of its baseline's runs.
+
+    From ten cases of two runs and more on, the median of their standard deviations; it is 1 - 1 / 4K of the true one, about.
+    """
+    own = [
+        statistics.stdev(map(math.log, seconds)) / (1 - 1 / (4 * len(seconds))) for seconds in baselines if len(seconds) > 1
+    ]
+    return statistics.median(own) if len(own) >= MANY_CASES else PRIOR_SD
+
+
+def suite_shift(first: Sequence[float]) -> float | None:
+    """By how much all cases are slower today: the median of their first runs' r; None of fewer than ten."""
+    return statistics.median(first) if len(first) >= MANY_CASES else None
+
+
+def exceeds(peaks: Sequence[int], limit: float, most: int = AGREEING) -> bool | None:
+    """Whether memory is above ``limit`` in every one of three processes; None where too few were asked to tell.
+
+    Args:
+        most: processes that there may be.
+    """
+    if any(peak <= limit for peak in peaks):
+        return False
+    return True if len(peaks) >= min(AGREEING, most) else None
+
+
+def runs_out(out: int, runs: int, most: int = AGREEING) -> bool | None:
+    """Whether a case that fitted runs out of memory: in two of three processes; None where that is not decided.
+
+    Args:
+        out: of ``runs``, those that ran out.
+        most: processes that there may be.
+    """
+    enough = min(AGREEING, most)
+    if 2 * out > max(runs, enough):
+        return True
+    return False if runs >= enough else None

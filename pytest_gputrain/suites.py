@@ -1,0 +1,47 @@
+"""What the cases of a run tell of each other: how noisy the machine is, and whether all of it is slower today."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from pytest_gputrain.records import Baseline
+from pytest_gputrain.stats import MANY_CASES, suite_prior, suite_shift
+
+
+class Suites:
+    """Grows with the cases of one pytest process."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], float] = {}
+        self._priors: dict[str, float] = {}
+
+    @property
+    def lacking(self) -> int:
+        """Cases that are missing until the shift is known."""
+        return max(0, MANY_CASES - len(self._first))
+
+    @property
+    def shift(self) -> float:
+        """Logarithm of how much slower all cases are today; 0 as long as there are too few to tell."""
+        return suite_shift(list(self._first.values())) or 0.0
+
+    def add(self, suite: str, key: str, first: float | None) -> None:
+        """Take in the first run of a case, if it could be compared."""
+        if first is not None:
+            self._first.setdefault((suite, key), first)
+
+    def knows(self, suite: str, key: str) -> bool:
+        return (suite, key) in self._first
+
+    def prior(self, suite: str, baselines: Mapping[str, Baseline]) -> float:
+        """Standard deviation between processes that a case of the suite is expected to have."""
+        if suite not in self._priors:
+            self._priors[suite] = suite_prior(
+                [
+                    [statistics.median(run.step_seconds) for run in baseline.runs]
+                    for baseline in baselines.values()
+                    if all(run.step_seconds for run in baseline.runs)
+                ]
+            )
+        return self._priors[suite]
