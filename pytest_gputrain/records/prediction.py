@@ -80,6 +80,8 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     peak_reserved_bytes: int | None
     """Highest memory held by the caching allocator, as in a measurement; where the case does not fit, what it would hold
     without limit. None without such an allocator."""
+    host_bytes: int = 0
+    """Highest sum of tensor storages on the host, where that is not the device: what a case offloads."""
     fits: bool | None
     """None without a limit."""
     refused: LiveTensor | None = None

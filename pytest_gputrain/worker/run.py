@@ -108,6 +108,8 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         training = build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
         movement = None if training.model is None or task.curve else Movement(training.model, training.idle)
+        # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
+        gc.collect()
         device.reset_peaks()
         if counter is not None:
             progress.enter("count")

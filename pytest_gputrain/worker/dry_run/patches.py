@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._device import _device_constructors
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run import attention
-from pytest_gputrain.worker.dry_run.data_parallel import Rehearsed
+from pytest_gputrain.worker.dry_run import attention, engines, zero
+from pytest_gputrain.worker.dry_run.values import keep, value_of
 
 _AUTOCAST_FP32: Final = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm
@@ -39,9 +39,10 @@ _AUTOCAST_FP32_RESULT: Final = "prod softmax.int log_softmax.int cumprod cumsum 
 def patched(target: Target, device: torch.device) -> Iterator[None]:
     """A context in which the recipe runs on fakes as it would on ``target``."""
     with contextlib.ExitStack() as stack:
-        for patch in _for_fakes(target):
+        for patch in _for_fakes(target, device):
             stack.enter_context(patch)
         if target.kind == "cuda":
+            stack.enter_context(_FromPython(device))
             for patch in _for_gpu(device):
                 stack.enter_context(patch)
             if target.lists:
@@ -56,9 +57,25 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _for_fakes(target: Target) -> Iterator[Any]:
+class _FromPython(TorchFunctionMode):
+    """Tensors of Python's numbers are made by C++, which has but one CPU and leaves out which of the two was meant."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self._gpu:
+            return func(*args, **{**kwargs, "device": None}).to(self._gpu)
+        return func(*args, **kwargs)
+
+
+def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
     # Module.to() swaps fakes instead of setting their data, and refuses those with weak references, as ours all have.
     yield mock.patch.object(nn.Module, "_apply", _apply)
+    # Data that is set leaves a fake its device and its value.
+    yield mock.patch.object(FakeTensor, "data", property(Tensor.data.__get__, _set_data), create=True)  # type: ignore[attr-defined]
     # Foreach optimizers, the default on a GPU, know two types of tensors only, and fakes are of a third.
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         types = sys.modules[module]._foreach_supported_types
@@ -69,9 +86,10 @@ def _for_fakes(target: Target) -> Iterator[Any]:
         name = "_propagate_tensor_meta_non_cached"
         yield mock.patch.object(sharding, name, _without_modes(getattr(sharding, name)))
     for name in ("torch.nn.parallel", "pytest_gputrain.worker.parallel.data_parallel"):
-        yield mock.patch.object(sys.modules[name], "DistributedDataParallel", Rehearsed)
+        yield mock.patch.object(sys.modules[name], "DistributedDataParallel", engines.DistributedDataParallel)
+    yield mock.patch("pytest_gputrain.worker.parallel.parameter_server.sparse", engines.row_gradient)
     if "deepspeed" in sys.modules:
-        yield from _for_deepspeed()
+        yield from zero.patches(device if target.kind == "cuda" else None)
     if "transformers" in sys.modules:
         # Takes fakes for tracing, for which it makes masks that a real run leaves out.
         import transformers.utils.import_utils as transformers_utils
@@ -100,14 +118,6 @@ def _reduce_scatter_by_gloo(
     output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
 
 
-def _for_deepspeed() -> Iterator[Any]:
-    # It looks at the addresses of fakes, which torch warns of.
-    yield warnings.catch_warnings(action="ignore", category=UserWarning)
-    # It would remember the process group of this run.
-    for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):
-        yield mock.patch.dict(vars(sys.modules[name]))
-
-
 def _uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
     """Attention of Gemma 2 by transformers 4.49, which leaves the cap of the scores out and warns of it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -129,33 +139,14 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_gpu(device: torch.device) -> Iterator[Any]:
-    # FSDP knows one CPU. What it moves to the device by setting data would keep its label.
-    fsdp = "torch.distributed.fsdp._fully_shard._fully_shard"
-    yield mock.patch(f"{fsdp}._get_device_from_mesh", return_value=device)
-    yield mock.patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", _move)
+    # FSDP knows one CPU.
+    yield mock.patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", return_value=device)
 
 
 def _for_lists() -> Iterator[Any]:
-    # Numbers become a tensor on the one CPU, whichever was named. torch remembers which functions take a default device.
-    _device_constructors()
-    for name in ("tensor", "as_tensor"):
-        yield mock.patch.object(torch, name, _where_wanted(getattr(torch, name)))
     # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])
-
-
-def _where_wanted(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def made(data: Any, **options: Any) -> Tensor:
-        result = make(data, **options)
-        wanted = options.get("device")
-        if wanted is None and not isinstance(data, Tensor):
-            wanted = torch.get_default_device()
-        if wanted is None or result.device == torch.device(wanted):
-            return result
-        return result.detach().to(wanted).requires_grad_(result.requires_grad)
-
-    return made
 
 
 def _register_cuda(library: Any, target: Target) -> None:
@@ -224,7 +215,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
         if quantise is not None and applied.device.type != "meta":
             quantise()
         elif applied is not parameter:
-            set_data(parameter, applied)
+            parameter.data = applied
         if parameter.grad is not None:
             with torch.no_grad():
                 parameter.grad.data = fn(parameter.grad)
@@ -234,17 +225,11 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     return self
 
 
-def _move(parameters: list[nn.Parameter], buffers: list[Tensor], device: torch.device) -> None:
-    for tensor in (*parameters, *buffers):
-        if tensor.device != device:
-            set_data(tensor, tensor.detach().to(device))
-
-
-def set_data(tensor: Any, value: Any) -> None:
-    """``tensor.data = value``, which leaves a fake its label."""
-    tensor.data = value
+def _set_data(tensor: Any, value: Any) -> None:
+    Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     if isinstance(value, FakeTensor):
         tensor.fake_device = value.fake_device
+        keep(tensor, value_of(value))
 
 
 def _four_bits(

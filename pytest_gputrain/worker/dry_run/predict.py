@@ -98,6 +98,7 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         phase_peak_bytes=tracker.phase_peaks,
         largest=tracker.largest_at_peaks(SHOWN),
         peak_reserved_bytes=held.peak_reserved if cuda else None,
+        host_bytes=tracker.host_bytes,
         fits=None if capacity is None else refused is None,
         refused=None if refused is None else live_tensor(tracker.allocations[refused]),
         flops_per_step=typical.flops - typical.recomputed,

@@ -85,6 +85,7 @@ class Tracker(TorchDispatchMode):
         trace: an allocation's number where it is made, its complement where it is freed; see `allocator.replay`.
         allocations: by number.
         live_bytes: now.
+        host_bytes: highest sum of storages on the host, where that is not the device.
         phase_peaks: highest ``live_bytes`` by phase.
         work: since the last `begin_step`.
     """
@@ -119,6 +120,10 @@ class Tracker(TorchDispatchMode):
         self.trace = array("q")
         self.allocations: list[Allocation] = []
         self.live_bytes = 0
+        self._on_host: dict[int, int] = {}
+        """Bytes by address of the storage."""
+        self._live_on_host = 0
+        self.host_bytes = 0
         self.phase: TrainingPhase = "build"
         self.phase_peaks: dict[TrainingPhase, int] = {"build": 0}
         self._peak = 0
@@ -180,11 +185,14 @@ class Tracker(TorchDispatchMode):
             self._pass(operator.temporaries(args), operator.name)
         moved = 0
         for tensor in tensors_in((result,)):
-            if isinstance(tensor, FakeTensor) and tensor.fake_device == self._device:
-                if tensor.layout is torch.strided:
-                    moved += self._see(tensor, operator.name)
-                else:
-                    moved += sum(self._see(part, operator.name) for part in sparse_parts(tensor))
+            if not isinstance(tensor, FakeTensor):
+                continue
+            if tensor.fake_device != self._device:
+                self._see_elsewhere(tensor)
+            elif tensor.layout is torch.strided:
+                moved += self._see(tensor, operator.name)
+            else:
+                moved += sum(self._see(part, operator.name) for part in sparse_parts(tensor))
         self._count(operator, read, result, moved, args, kwargs)
         return result
 
@@ -253,9 +261,24 @@ class Tracker(TorchDispatchMode):
             self._mark_peak()
         return min(tensor.numel() * tensor.itemsize, size)
 
+    def _see_elsewhere(self, tensor: FakeTensor) -> None:
+        """Count a storage on the host; what is neither there nor on the device (``meta``) is nowhere."""
+        if tensor.fake_device.type != "cpu" or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._on_host.get(key)
+        if known is None:
+            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+        if known != size:
+            self._on_host[key] = size
+            self._live_on_host += size - (known or 0)
+            self.host_bytes = max(self.host_bytes, self._live_on_host)
+
     def _forget(self, key: int) -> None:
         self._references.pop(key, None)
         self._nbytes.pop(key, None)
+        self._live_on_host -= self._on_host.pop(key, 0)
         number = self._numbers.pop(key, None)
         if number is not None:
             self._free(number)
@@ -293,7 +316,7 @@ class Tracker(TorchDispatchMode):
         if operator.moves:
             moved = written
             for tensor in read:
-                if tensor.layout is torch.strided:
+                if tensor.layout is torch.strided and getattr(tensor, "fake_device", None) == self._device:
                     # Of an expanded tensor no more than the storage.
                     moved += min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
             work.bytes += moved

@@ -32,11 +32,7 @@ _NAME: Final = "_gputrain_value"
 
 def value_of(tensor: Tensor) -> Tensor | None:
     """The contents of a tensor that may be fake, None where they are not known."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor
-    value: Tensor | None = getattr(tensor, _NAME, None)
-    # Its data may have been set to another's, as DeepSpeed does.
-    return value if value is not None and value.shape == tensor.shape else None
+    return getattr(tensor, _NAME, None) if isinstance(tensor, FakeTensor) else tensor
 
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], shapes: Shapes) -> Any:
@@ -52,7 +48,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
     if not tensors:
         result = func(*args, **kwargs)
         if func.overloadpacket in _MAKERS and _is_small(result):
-            _keep(result, _real(func, args, kwargs))
+            keep(result, _real(func, args, kwargs))
         return result
     if func is _SCALAR:
         return _read(tensors[0], func)
@@ -62,7 +58,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
     result = shapes.call(func, args, kwargs, tensors)
     if known:
         if all(_is_small(part) for part in _parts(result)):
-            _keep(result, _real(func, args, kwargs))
+            keep(result, _real(func, args, kwargs))
     elif func._schema.is_mutable:
         _forget(func, args)
     return result
@@ -127,17 +123,18 @@ def _made_of(real: Any, tensors: list[Tensor]) -> Any:
     """Fakes of what was computed."""
     if isinstance(real, Tensor):
         fake = tensors[0].new_empty(real.shape, dtype=real.dtype)
-        _keep(fake, real)
+        keep(fake, real)
         return fake
     return type(real)(_made_of(part, tensors) for part in real)
 
 
-def _keep(result: Any, real: Any) -> None:
+def keep(result: Any, real: Any) -> None:
+    """Remember the contents of fakes."""
     if isinstance(result, FakeTensor):
         setattr(result, _NAME, real)
     elif isinstance(result, list | tuple):
         for part, value in zip(result, real, strict=True):
-            _keep(part, value)
+            keep(part, value)
 
 
 def _is_small(tensor: Any) -> bool:

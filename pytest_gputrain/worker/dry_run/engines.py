@@ -1,4 +1,7 @@
-"""torch's DistributedDataParallel on fake tensors, which its reducer, written in C++, refuses."""
+"""Stand-ins for the two parts of engines that fakes cannot run; all else is the engines' own code.
+
+They allocate what the originals do, and compute nothing else.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from pytest_gputrain.worker.checks import CheckFailed
 _MIB: Final = 2**20
 
 
-class Rehearsed(nn.Module):
-    """Allocates what ``DistributedDataParallel`` does: the buckets that gradients are averaged in, beside the gradients.
+class DistributedDataParallel(nn.Module):
+    """torch's, whose reducer, written in C++, refuses fakes: the buckets that gradients are averaged in, beside the gradients.
 
     Rules are those of torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp. One bucket for everything
     (``_ddp_init_helper``) is replaced, before the forward pass that follows the first exchange, by buckets of 1 and then 25 MiB
@@ -98,3 +101,46 @@ def _assigned(values: list[Tensor], limits: list[int]) -> list[list[Tensor]]:
             buckets.append(open_buckets.pop(value.dtype))
             closed[value.dtype] = number + 1
     return buckets + list(open_buckets.values())
+
+
+class RowGradient:
+    """A sparse gradient of a table whose rows are known: a fake sparse tensor knows neither them nor how many are equal.
+
+    Sums are a CPU's; a GPU's take more for a moment.
+
+    Args:
+        ids: (rows,), each once, in order.
+        values: (rows, width).
+    """
+
+    def __init__(self, ids: Tensor, values: Tensor) -> None:
+        self._ids = ids
+        self._values = values
+
+    def indices(self) -> Tensor:
+        """(1, rows)."""
+        return self._ids.unsqueeze(0)
+
+    def values(self) -> Tensor:
+        """(rows, width)."""
+        return self._values
+
+    def __add__(self, other: RowGradient) -> RowGradient:
+        """Both one after the other, equal rows then merged in place (add_out_sparse_cpu of SparseTensorMath.cpp)."""
+        ids = torch.cat((self._ids, other._ids))
+        values = torch.cat((self._values, other._values))
+        once = ids.unique()
+        return RowGradient(ids[: len(once)].copy_(once), values[: len(once)])
+
+    def coalesce(self) -> RowGradient:
+        """Its rows are each there once."""
+        return self
+
+    def cpu(self) -> RowGradient:
+        """On the host."""
+        return RowGradient(self._ids.cpu(), self._values.cpu())
+
+
+def row_gradient(ids: Tensor, values: Tensor, rows: int) -> RowGradient:
+    """What `table_server.sparse` makes: a sorted copy."""
+    return RowGradient(ids.clone(), values.clone())
