@@ -20,7 +20,7 @@ _MIB: Final = 2**20
 
 
 class DistributedDataParallel(nn.Module):
-    """torch's, whose reducer is written in C++ and refuses fakes: buckets that gradients are averaged in, beside the gradients.
+    """torch's, whose reducer is C++ and refuses fakes: buckets in which gradients are averaged, beside the gradients.
 
     Rules are those of torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp. One bucket for
     everything (``_ddp_init_helper``) is replaced, before the forward pass that follows the first exchange, by buckets of 1

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _NEVER: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
+_FROM_THE_START: Final = frozenset({torch.ops.aten.as_strided.default})
+"""Operators whose arguments name places in the storage."""
 _RESIZING: Final = frozenset({"aten.resize_", "aten.resize_as_", "aten.set_", "aten.sparse_resize_"})
 
 
@@ -29,6 +31,7 @@ class _Result:
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
+    """From that of the argument: DeepSpeed's parameters are all of one shape in one storage."""
     dtype: torch.dtype = torch.float32
 
 
@@ -66,6 +69,8 @@ class Shapes:
                 return call(*args, **kwargs)
         # The default is the type of what integers become.
         key = (func, _key(args), _key(kwargs.items()) if kwargs else None, torch.get_default_dtype())
+        if func in _FROM_THE_START:
+            key += (tensors[0].storage_offset(),)
         try:
             known = self._results.get(key, self)
         except TypeError:  # an argument without a hash
@@ -95,7 +100,7 @@ def _key(values: Any) -> Any:
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append((value.shape, value.stride(), value.storage_offset(), value.dtype, device_of(value)))
+            found.append((value.shape, value.stride(), value.dtype, device_of(value)))
         elif isinstance(value, list | tuple):
             found.append(_key(value))
         else:
@@ -120,6 +125,7 @@ def _described(result: Any, tensors: list[Tensor]) -> Any:
         if tensor.untyped_storage()._cdata == storage._cdata:
             if tensor.dtype != result.dtype:
                 return None
+            offset -= int(tensor.storage_offset())
             return _Result(base=number, size=size, stride=stride, offset=offset, dtype=result.dtype)
     with torch._C._DisableTorchDispatch():
         again = torch.empty_strided(size, stride, dtype=result.dtype, device="meta")
@@ -137,7 +143,8 @@ def _made(known: Any, tensors: list[Tensor], mode: FakeTensorMode) -> Any:
     with torch._C._DisableTorchDispatch():
         if known.base >= 0:
             element = torch.empty((0,), dtype=known.dtype, device="meta")
-            element.set_(tensors[known.base].untyped_storage(), known.offset, known.size, known.stride)
+            base = tensors[known.base]
+            element.set_(base.untyped_storage(), base.storage_offset() + known.offset, known.size, known.stride)
         else:
             element = torch.empty_strided(known.size, known.stride, dtype=known.dtype, device="meta")
     return _fake(mode, element, device_of(tensors[0]))
