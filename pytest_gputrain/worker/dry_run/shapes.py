@@ -68,9 +68,8 @@ class Shapes:
             if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
                 return call(*args, **kwargs)
         # The default is the type of what integers become.
-        key = (func, _key(args), _key(kwargs.items()) if kwargs else None, torch.get_default_dtype())
-        if func in _FROM_THE_START:
-            key += (tensors[0].storage_offset(),)
+        start = tensors[0].storage_offset() if func in _FROM_THE_START else 0
+        key = (func, _key(args), _key(kwargs.items()) if kwargs else None, torch.get_default_dtype(), start)
         try:
             known = self._results.get(key, self)
         except TypeError:  # an argument without a hash
