@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.files import write_atomically
+from pytest_gputrain.files import locked, write_atomically
 from pytest_gputrain.records import (
     FORMAT,
     MAX_RUNS,
@@ -38,7 +37,7 @@ from pytest_gputrain.records import (
     Scale,
 )
 
-_RESTORE: Final = "restore it from git, or delete it and record again"
+RESTORE: Final = "restore it from git, or delete it and record again"
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 
 
@@ -122,14 +121,9 @@ class Store:
         Raises:
             BaselineError: the present file cannot be read, or the new one cannot be written; nothing has changed then.
         """
-        from filelock import FileLock
-
         path = self.path(device, suite)
-        # The lock lies outside of the folder: it would be committed with it.
-        locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.getuid()}"
         try:
-            locks.mkdir(parents=True, exist_ok=True)
-            with FileLock(locks / hashlib.sha256(os.fsencode(path)).hexdigest()):
+            with locked(path):
                 merged = {**_load(path, device), **entries}
                 write_atomically(path, _encode(device, suite, merged))
         except OSError as error:
@@ -236,12 +230,12 @@ def _run(path: Path, key: str, fields: Mapping[str, Any], environments: Mapping[
     reference = fields.get("environment")
     if not isinstance(reference, str) or reference not in environments:
         raise BaselineError(
-            f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; {_RESTORE}"
+            f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; {RESTORE}"
         )
     try:
         return msgspec.convert({**fields, "environment": msgspec.to_builtins(environments[reference])}, BaselineRun)
     except msgspec.ValidationError as error:
-        raise BaselineError(f"the baseline file {path} holds no sound run for {key}: {error}; {_RESTORE}") from None
+        raise BaselineError(f"the baseline file {path} holds no sound run for {key}: {error}; {RESTORE}") from None
 
 
 def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
@@ -256,7 +250,7 @@ def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
         raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
 
 
-def decode(path: Path, type_: Any, what: str, remedy: str = _RESTORE) -> Any:
+def decode(path: Path, type_: Any, what: str, remedy: str = RESTORE) -> Any:
     """The record of ``type_`` in a file.
 
     Raises:
@@ -297,8 +291,12 @@ def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> bytes
         cases[key] = _StoredCase(case=baseline.case, scale=baseline.scale, runs=tuple(runs))
     ordered = {digest: environments[digest] for digest in sorted(environments)}
     document = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases=cases)
+    return readable(document)
+
+
+def readable(document: Struct) -> bytes:
+    """JSON for diffs: a list of numbers on one line, so that a re-recorded case is a few changed lines, not fifty."""
     pretty = msgspec.json.format(msgspec.json.encode(document), indent=1)
-    # A list of numbers on one line: a re-recorded case is then a few changed lines, not fifty.
     one_line = re.sub(rb"\[\n\s+([-0-9.e+,\s]+?)\n\s*\]", lambda m: b"[" + re.sub(rb"\s+", b" ", m[1]) + b"]", pretty)
     return one_line + b"\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import math
@@ -36,6 +37,9 @@ _ENGINES_OF_KNOBS: Final = {
     "asynchronous": ("ps",),
 }
 """Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
+
+LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", "bitsandbytes", "deepspeed", "triton")
+"""Those that train."""
 
 ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 _FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code"}
@@ -176,6 +180,29 @@ def _bad_parameter_server(case: Case) -> str | None:
     if case.precision == "fp16":
         return "asks for precision='fp16', whose scaled loss parallel='ps' does not do; choose precision='bf16-amp'"
     return None
+
+
+def libraries(case: Case) -> tuple[str, ...]:
+    """Training libraries whose code decides what the case allocates and computes; for own code, which nobody knows, all."""
+    if case.code:
+        return LIBRARIES
+    used = {"torch", *(part.library for part in architectures()[case.model].parts.values())}
+    used |= {"peft"} if case.method in ADAPTING else set()
+    used |= {"bitsandbytes"} if case.method == "qlora" else set()
+    used |= {"deepspeed"} if case.parallel.startswith("zero") else set()
+    return tuple(name for name in LIBRARIES if name in used)
+
+
+def library_versions(case: Case) -> dict[str, str]:
+    """Version of each of the case's libraries that is installed, without local label (``+cu130``), which tells the hardware
+    they were built for."""
+    from importlib import metadata
+
+    found = {}
+    for name in libraries(case):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name).partition("+")[0]
+    return found
 
 
 def differences(one: Case, other: Case) -> str:

@@ -1,10 +1,12 @@
-"""Files that are whole or absent."""
+"""Files that are whole or absent, and changed by one process at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -27,3 +29,19 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """A context that one process of this user at a time is in, of those that name the same file.
+
+    Raises:
+        OSError: the lock cannot be made.
+    """
+    from filelock import FileLock
+
+    # Outside of the file's folder: it would be committed with it.
+    locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.getuid()}"
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / hashlib.sha256(os.fsencode(path)).hexdigest()):
+        yield

@@ -16,7 +16,7 @@ from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.marks import terms_of
 from pytest_gputrain.measuring import BadCase
 from pytest_gputrain.outcome import detail_of, failure_of
-from pytest_gputrain.records import Case, Measurement, Result, Scale
+from pytest_gputrain.records import Case, Measurement, Prediction, Result, Scale
 from pytest_gputrain.runner import CannotRun, Runner, suite_of
 from pytest_gputrain.studies import diverged
 from pytest_gputrain.sweep import override
@@ -46,7 +46,7 @@ class GpuTrain:
     def scale(self) -> Scale:
         """``full``, or ``tiny`` for the stand-ins that a CPU trains: not all that holds for models holds for them."""
         try:
-            return self._runner.bench.scale()
+            return self._runner.scale()
         except BadCase as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
 
@@ -61,8 +61,9 @@ class GpuTrain:
             knobs: fields of `Case` to set.
 
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, one over a ``gpu_limit``
-        of the test, too. Under ``--gpu-find-batch``
-        the figures are those of the fastest batch.
+        of the test, too. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under ``--gpu-dry-run``
+        they are a `Prediction`, which has those of a `Measurement` that can be predicted; a test that asks for another
+        is skipped.
         """
         result = self._run(what, inline, knobs, judged=False)
         failure = failure_of(result)
@@ -70,7 +71,7 @@ class GpuTrain:
             failure = result.verdict.sentence
         if failure:
             pytest.fail(failure, pytrace=False)
-        return _first_measurement(result)
+        return _figures(result)
 
     def check(
         self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any
@@ -94,11 +95,11 @@ class GpuTrain:
             failure = failure_of(result) or diverged(result.case, result.loss_curves)
             if failure:
                 pytest.fail(failure, pytrace=False)
-            return _first_measurement(result)
+            return _figures(result)
         strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict()
         if verdict.status in _FAILING_STATUSES or strict:
             pytest.fail(f"{verdict.sentence}{' (strict)' if strict else ''}", pytrace=False)
-        return _first_measurement(result) if result.summary else None
+        return _figures(result) if result.summary or result.prediction else None
 
     def _run(
         self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool, scaling: bool = False
@@ -168,6 +169,9 @@ class GpuTrain:
             properties.append(("gputrain.peak_allocated_bytes", result.summary.peak_allocated_bytes))
             if result.summary.scaling_efficiency is not None:
                 properties.append(("gputrain.scaling_efficiency", result.summary.scaling_efficiency))
+        if result.prediction is not None:
+            properties.append(("gputrain.predicted_peak_allocated_bytes", result.prediction.peak_allocated_bytes))
+            properties.append(("gputrain.predicted_to_fit", result.prediction.fits))
         self._item.user_properties += properties
         detail = detail_of(result)
         if detail:
@@ -195,8 +199,20 @@ def _address(function: StepBuilder, root: Path) -> str:
     return f"{relative.as_posix()}::{name}"
 
 
-def _first_measurement(result: Result) -> Measurement:
-    return next(reply for reply in result.replies if isinstance(reply, Measurement))
+def _figures(result: Result) -> Measurement:
+    if result.prediction is None:
+        return next(reply for reply in result.replies if isinstance(reply, Measurement))
+    fields = {name: getattr(result.prediction, name) for name in Prediction.__struct_fields__}
+    return _Predicted(**fields)  # type: ignore[return-value]  # what it lacks, no test gets to see
+
+
+class _Predicted(Prediction, frozen=True, kw_only=True):
+    """A prediction that is taken for a measurement."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Measurement, name):
+            raise AttributeError(f"a prediction has no {name}")
+        pytest.skip(f"a dry run predicts no {name}")
 
 
 @pytest.fixture

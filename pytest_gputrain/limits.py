@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.options import MemoryTolerance
-from pytest_gputrain.records import Case, LimitVerdict, Measurement, MetricName, Reply, Scale, Verdict
+from pytest_gputrain.records import Case, LimitVerdict, Measurement, MetricName, Prediction, Reply, Scale, Verdict
 from pytest_gputrain.sentences import count
 from pytest_gputrain.stats import exceeds
 from pytest_gputrain.units import format_bytes, format_seconds
@@ -82,17 +82,41 @@ def against(
     return Limited(tuple(limits), settled)
 
 
+def foretold(caps: Sequence[Cap], case: Case, prediction: Prediction, *, scale: Scale) -> tuple[LimitVerdict, ...]:
+    """What a prediction means for each of ``caps``."""
+    limits = []
+    for cap in caps:
+        timed = cap.metric == "step_seconds"
+        reason = "a dry run predicts no time" if timed else _why_not_of_this_scale(case, scale)
+        over = not reason and prediction.peak_allocated_bytes > cap.most
+        limits.append(
+            LimitVerdict(
+                metric=cap.metric,
+                status="not-judged" if reason else "over-limit" if over else "pass",
+                value=None if timed else prediction.peak_allocated_bytes,
+                limit=cap.most,
+                stated=cap.stated,
+                note=reason,
+            )
+        )
+    return tuple(limits)
+
+
 def _value(cap: Cap, reply: Measurement) -> float:
     return reply.median_step_seconds if cap.metric == "step_seconds" else reply.peak_allocated_bytes
 
 
 def _why_not_judged(cap: Cap, case: Case, reply: Measurement, scale: Scale, cpu_time: bool) -> str:
     """Why a limit says nothing of what was measured; empty where it does. Own code has the size that it has."""
-    if scale == "tiny" and not case.code:
-        return "it is for the model, and this is the tiny scale"
+    if reason := _why_not_of_this_scale(case, scale):
+        return reason
     if cap.metric == "step_seconds" and reply.environment.device_type == "cpu" and not cpu_time:
         return "time on a CPU is shown, not judged"
     return ""
+
+
+def _why_not_of_this_scale(case: Case, scale: Scale) -> str:
+    return "it is for the model, and this is the tiny scale" if scale == "tiny" and not case.code else ""
 
 
 def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict, ...]) -> Verdict | None:
@@ -115,4 +139,5 @@ def _told(limit: LimitVerdict) -> str:
         what = f"takes {format_seconds(limit.value)} a step, over its limit of {format_seconds(limit.limit)}"
     else:
         what = f"needs {format_bytes(limit.value)} peak allocated, over its limit of {format_bytes(limit.limit)}"
-    return f"{what} in {count(limit.runs, 'fresh run')} ({limit.stated})"
+    runs = f"in {count(limit.runs, 'fresh run')}" if limit.runs else "by prediction"
+    return f"{what} {runs} ({limit.stated})"

@@ -35,7 +35,7 @@ class Bench:
         self.settings = settings
         self.watch: Watch = lambda case, event, run: None
         self._machine: Machine | None = None
-        self._preloaded = launch.Preloaded() if settings.isolation == "auto" else None
+        self.preloaded = launch.Preloaded() if settings.isolation == "auto" else None
         self._replies: dict[bytes, tuple[Reply, ...]] = {}
 
     @property
@@ -54,8 +54,8 @@ class Bench:
 
     def close(self) -> None:
         """End what was kept running for the cases to come."""
-        if self._preloaded is not None:
-            self._preloaded.close()
+        if self.preloaded is not None:
+            self.preloaded.close()
 
     def with_steps(self, case: Case) -> Case:
         steps, warmup = self.settings.steps, self.settings.warmup
@@ -131,7 +131,7 @@ class Bench:
                     gpus=gpus,
                     timeout_seconds=self.settings.timeout_seconds,
                     watch=watch,
-                    preloaded=self._preloaded,
+                    preloaded=self.preloaded,
                 )
             return _with_hardware(reply, gpus[0].driver, between, before) if gpus else reply
 

@@ -204,7 +204,10 @@ OPTIONS: Final = (
     Option(
         name="platform",
         metavar="MARKER",
-        help="what this machine must be (h100, a100, ...); a GPU not in the catalog passes for it; cpu leaves GPUs alone",
+        help=(
+            "what this machine must be (h100, a100, ...), or what a dry run predicts for; a GPU not in the catalog passes "
+            "for it; cpu leaves GPUs alone"
+        ),
     ),
     Option(
         name="processes",
@@ -251,6 +254,15 @@ OPTIONS: Final = (
         repeated=True,
         metavar="KNOB=A,B",
         help="run every case with each of these values for a knob of its own; given for several knobs, with their product",
+    ),
+    Option(
+        name="dry-run",
+        switch=True,
+        parse=_switch,
+        help=(
+            "predict memory, FLOPs, bytes and least time of every case on the platform that -m or --gpu-platform names, "
+            "without having one, and judge that against recorded predictions"
+        ),
     ),
     Option(
         name="find-batch",

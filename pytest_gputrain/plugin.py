@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +12,8 @@ import pytest
 
 from pytest_gputrain import late, sweep
 from pytest_gputrain.baselines import BaselineError, Store
+from pytest_gputrain.dry_run.forecast import Forecast
+from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.marks import HELP
@@ -20,8 +22,8 @@ from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.live import Live
 from pytest_gputrain.runner import Expected, Runner, suite_of
-from pytest_gputrain.selection import platforms_of
-from pytest_gputrain.settings import read
+from pytest_gputrain.selection import platforms_named, platforms_of
+from pytest_gputrain.settings import Settings, read
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
 
@@ -54,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
-        runner = Runner(settings)
+        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
     plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
@@ -62,7 +64,41 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(plugin, "gputrain-manager")
 
 
+def _platforms(config: pytest.Config, settings: Settings) -> list[str]:
+    """Those that this run is for, as far as the command line tells."""
+    return platforms_named(str(config.getoption("markexpr", "") or "")) if settings.platform is None else [settings.platform]
+
+
+def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
+    """What is predicted for a real run of full size."""
+    named = _platforms(config, settings)
+    if settings.dry_run or settings.scale == "tiny" or len(named) != 1 or named[0] == CPU:
+        return None
+    return Forecast(settings.baseline_dir, named[0])
+
+
+def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
+    """Raises:
+    ValueError: no platform is named, or several are.
+    """
+    named = _platforms(config, settings)
+    if len(named) != 1:
+        found = f"-m names {', '.join(named)}" if named else "none is named"
+        raise ValueError(f"--gpu-dry-run predicts for one platform, and {found}; add --gpu-platform=h100, or -m h100")
+    cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
+    return DryRunner(settings, named[0], None if cache is None else cache.mkdir("gputrain"))
+
+
 _MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}
+
+
+def _cases_of(item: pytest.Item) -> list[Case]:
+    """The cases that a test is parametrized with and will ask for."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or "gputrain" not in getattr(item, "fixturenames", ()):
+        return []
+    knobs = callspec.params.get("gputrain_knobs", {})
+    return [sweep.override(case, knobs) for case in callspec.params.values() if isinstance(case, Case)]
 
 
 class GpuTrainPlugin:
@@ -79,6 +115,7 @@ class GpuTrainPlugin:
         self._live: Live | None = None
         self._measured: defaultdict[str, list[Result]] = defaultdict(list)
         self._failed: set[str] = set()
+        self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
     @pytest.hookimpl(trylast=True)  # ids end in what the command line adds
@@ -97,17 +134,29 @@ class GpuTrainPlugin:
                     item.add_marker(self._marks[marker])
                 self.runner.declare(suite_of(item.path), sweep.override(value, knobs))
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.forecast is not None:
+            self.forecast.order(items, lambda item: item.path, lambda item: (suite_of(item.path), _cases_of(item)))
+
+    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> str | None:
+        """A warning of what is predicted not to fit."""
+        if self.forecast is None:
+            return None
+        cases = {str(case): (suite_of(item.path), case) for item in items for case in _cases_of(item)}
+        unfit = [name for name, (suite, case) in cases.items() if self.forecast.is_unfit(suite, case)]
+        return (
+            f"gputrain: predicted not to fit {self.forecast.platform}, and run last: {', '.join(unfit)}" if unfit else None
+        )
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         expression = str(self.config.getoption("markexpr", "") or "")
         expected = []
         for item in session.items:
             markers = frozenset(mark.name for mark in item.iter_markers())
-            callspec = getattr(item, "callspec", None)
-            if callspec is None or "gputrain" not in getattr(item, "fixturenames", ()) or markers & _MAY_NOT_RUN:
-                continue
-            knobs = callspec.params.get("gputrain_knobs", {})
-            cases = [value for value in callspec.params.values() if isinstance(value, Case)]
-            expected += [Expected(suite_of(item.path), sweep.override(case, knobs), markers, expression) for case in cases]
+            if not markers & _MAY_NOT_RUN:
+                suite = suite_of(item.path)
+                expected += [Expected(suite, case, markers, expression) for case in _cases_of(item)]
         self.runner.expected = expected
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:

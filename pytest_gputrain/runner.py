@@ -28,6 +28,7 @@ from pytest_gputrain.records import (
     Published,
     Reply,
     Result,
+    Scale,
     Task,
     Verdict,
 )
@@ -98,6 +99,14 @@ class Runner:
     def declare(self, suite: str, case: Case) -> Case:
         """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
         return self._keys.setdefault((suite, str(case)), case)
+
+    def scale(self) -> Scale:
+        """Of the cases.
+
+        Raises:
+            BadCase: the hardware is not what the options ask for.
+        """
+        return self.bench.scale()
 
     def check_selection(self, case: Case, markers: set[str], expression: str, *, scaling: bool = False) -> None:
         """Args:
@@ -357,8 +366,7 @@ class Runner:
             return self.settings.strict
         if self._published is not None:
             return False  # Strictness by itself is for figures that somebody forgot to record; nobody records these.
-        in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
-        return in_ci and (self._report is not None or self.store.has_device(self.bench.machine.slug))
+        return in_ci() and (self._report is not None or self.store.has_device(self.bench.machine.slug))
 
     def _records(self, baseline: Baseline | None) -> bool:
         """Whether an update option wants the case's figures."""
@@ -376,6 +384,11 @@ class Runner:
         what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
+
+
+def in_ci() -> bool:
+    """Whether this is a run of continuous integration, which sets ``CI``."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def suite_of(path: Path) -> str:

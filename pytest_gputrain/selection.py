@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection
 from typing import Final
 
@@ -20,6 +21,12 @@ def platforms_of(declared: object) -> tuple[str, ...]:
     if not declared or not isinstance(declared, tuple) or any(platform not in MARKERS for platform in declared):
         return MARKERS
     return tuple(dict.fromkeys((*declared, CPU)))
+
+
+def platforms_named(expression: str) -> list[str]:
+    """Platforms that a ``-m`` expression asks for by name."""
+    words = set(re.findall(r"\w+", expression))
+    return [marker for marker in MARKERS if marker in words and _holds(expression, {marker})]
 
 
 def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: int) -> str | None:

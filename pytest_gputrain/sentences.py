@@ -20,8 +20,12 @@ from pytest_gputrain.records import (
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds, format_spread, format_topology
 
 
-def describe_failure(reply: Crashed | TimedOut | OutOfMemory) -> str:
-    """What went wrong, as the rest of a sentence that begins with the case."""
+def describe_failure(reply: Crashed | TimedOut | OutOfMemory, wanted: str = "measurement") -> str:
+    """What went wrong, as the rest of a sentence that begins with the case.
+
+    Args:
+        wanted: of it.
+    """
     at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
     rank = "" if isinstance(reply, TimedOut) or reply.rank is None else f", rank {reply.rank}"
     place = f"({reply.phase}{at}{rank})"
@@ -29,7 +33,7 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory) -> str:
         return f"was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
     if isinstance(reply, OutOfMemory):
         return f"ran out of {reply.where} memory {place}: {reply.message}"
-    return f"gave no measurement {place}: {reply.sentence}"
+    return f"gave no {wanted} {place}: {reply.sentence}"
 
 
 _MEMORY: Final[dict[MetricName, str]] = {

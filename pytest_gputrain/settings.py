@@ -36,7 +36,7 @@ class Settings:
     timeout_seconds: float
     scale: Literal["auto", "full", "tiny"]
     platform: str | None
-    """Catalog marker that this machine passes for, None for what is detected."""
+    """Catalog marker that this machine passes for, or that is predicted for; None for what is detected."""
     processes: int
     """Most processes of a case on a CPU."""
     gpu_ids: tuple[str, ...] | None
@@ -51,6 +51,8 @@ class Settings:
     json: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
+    dry_run: bool
+    """Whether cases are predicted instead of run."""
     find_batch: bool
     find_batch_max: int
     """The largest micro-batch that is tried."""
@@ -132,6 +134,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         rendezvous=values["rendezvous"] or "",
         json=None if values["json"] is None else values["json"].absolute(),
         sweep=values["set"] or (),
+        dry_run=bool(values["dry-run"]),
         find_batch=bool(values["find-batch"]),
         find_batch_max=values["find-batch-max"],
         loss_steps=values["loss"],
@@ -146,6 +149,18 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
         if asked and values["nodes"] > 1:
             raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
+    if values["dry-run"]:
+        against = {
+            "--gpu-find-batch": values["find-batch"],
+            "--gpu-loss": values["loss"],
+            f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
+            f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
+            "--gpu-isolation=inline": values["isolation"] == "inline",
+        }
+        for other in (flag for flag, asked in against.items() if asked):
+            raise ValueError(
+                f"--gpu-dry-run and {other} contradict each other: it trains nothing, and compares with recorded predictions"
+            )
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:

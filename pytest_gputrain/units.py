@@ -38,6 +38,14 @@ def format_spread(seconds: float, spread: float) -> str:
     return f"{shown} {unit} +- {spread / size:.{len(shown.partition('.')[2])}f}"
 
 
+def format_flops(count: float) -> str:
+    """``1.25 TFLOP``."""
+    for name, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if abs(count) >= size:
+            return f"{_digits(count / size)} {name}"
+    return f"{count:.0f} FLOP"
+
+
 def format_rate(per_second: float) -> str:
     """``4.34/s`` with three significant digits."""
     return f"{_digits(per_second)}/s"

@@ -17,9 +17,9 @@ from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import Process, start
 from pytest_gputrain.launch.ranks import Rank, folder_of, follow
 from pytest_gputrain.launch.torchrun import Cluster, on_nodes
-from pytest_gputrain.records import Event, Reply, Served, Task
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
 
-__all__ = ["Cluster", "Preloaded", "Watch", "in_process", "inline", "on_nodes"]
+__all__ = ["Cluster", "Preloaded", "Watch", "in_process", "inline", "on_nodes", "predict"]
 
 Watch = Callable[[Event], None]
 
@@ -40,6 +40,31 @@ def in_process(
         watch: called with every progress event of the first rank, on this thread.
         preloaded: where the processes are forked from; fresh interpreters without it.
     """
+    reply = _launched(task, gpus, timeout_seconds, watch, preloaded)
+    assert not isinstance(reply, Prediction), "nobody asked for one"
+    return reply
+
+
+def predict(
+    task: Task, *, timeout_seconds: float, watch: Watch = lambda event: None, preloaded: Preloaded | None = None
+) -> Prediction | OutOfMemory | Crashed | TimedOut:
+    """Run ``task``, which names a target, on fake tensors in a process of its own: it may abort, and it patches libraries.
+
+    Args:
+        timeout_seconds, watch, preloaded: as in `in_process`.
+
+    Returns:
+        The prediction; another reply where there is none.
+    """
+    assert task.target is not None, "a prediction is for a device"
+    reply = _launched(task, (), timeout_seconds, watch, preloaded)
+    assert not isinstance(reply, Measurement), "nothing was trained"
+    return reply
+
+
+def _launched(
+    task: Task, gpus: Sequence[Gpu], timeout_seconds: float, watch: Watch, preloaded: Preloaded | None
+) -> Prediction | Reply:
     refuse_recursion()
     environment = worker_environment(task, gpus)
 
@@ -50,7 +75,7 @@ def in_process(
     with folder_of(task) as folder:
         ranks: list[Rank] = []
         try:
-            for number in range(task.processes + task.servers):
+            for number in range(task.processes + task.servers if task.target is None else 1):
                 ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
             return follow(ranks, timeout_seconds, watch)
         finally:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pytest_gputrain.records import Measurement, Rank, Reply, Served
+from pytest_gputrain.records import Measurement, Prediction, Rank, Reply, Served
 
 
-def merge(replies: Sequence[Reply | Served]) -> Measurement:
+def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
     """The figures of all ranks, in their order, as the case's."""
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     figures = [reply for reply in replies if isinstance(reply, Measurement | Served)]

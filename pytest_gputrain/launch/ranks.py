@@ -18,7 +18,7 @@ import msgspec
 from pytest_gputrain.kernel import oom_kills
 from pytest_gputrain.launch.merge import merge
 from pytest_gputrain.launch.processes import Process
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Reply, Served, Task, TimedOut
+from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
 
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
@@ -58,7 +58,7 @@ class Rank:
 
     def failed(self) -> bool:
         """Whether the ended process left no figures."""
-        return not isinstance(self.reply(), Measurement | Served)
+        return not isinstance(self.reply(), Measurement | Served | Prediction)
 
     def order(self) -> tuple[bool, bool, int]:
         """Sorts failed ranks by how likely each is the cause of the others' failures.
@@ -70,7 +70,7 @@ class Rank:
         written = reply.stat().st_mtime_ns if reply.exists() else 0
         return bool(written), not isinstance(self.reply(), OutOfMemory), written
 
-    def reply(self) -> Reply | Served:
+    def reply(self) -> Reply | Served | Prediction:
         """What the ended process left behind."""
         self.progress.read()
         killed_for_memory = self.process.killed_for_memory(self._kills_before)
@@ -94,7 +94,7 @@ def follow(
     *,
     trouble: Callable[[], Crashed | None] = lambda: None,
     grace_seconds: float = 0.0,
-) -> Reply:
+) -> Prediction | Reply:
     """The case's reply, once its ranks have ended. One rank's failure is the case's: the others would wait for it.
 
     Args:
@@ -129,9 +129,10 @@ def follow(
     if failed:
         first = min(failed, key=Rank.order)
         reply = first.reply()
-        assert not isinstance(reply, Served)
+        assert not isinstance(reply, Served | Prediction)
         return reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number)
-    return merge([rank.reply() for rank in ranks])
+    replies = [rank.reply() for rank in ranks]
+    return replies[0] if isinstance(replies[0], Prediction) else merge(replies)
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
@@ -145,7 +146,7 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail)
 
 
-def _read_reply(folder: Path, exit_code: int, last: Event, killed_for_memory: bool) -> Reply | Served:
+def _read_reply(folder: Path, exit_code: int, last: Event, killed_for_memory: bool) -> Reply | Served | Prediction:
     """What the ended process left behind, as a reply."""
 
     output = "".join(tail(folder / name) for name in ("stdout.txt", "stderr.txt", "stacks.txt"))
@@ -156,7 +157,9 @@ def _read_reply(folder: Path, exit_code: int, last: Event, killed_for_memory: bo
     reply_file = folder / "reply.json"
     if reply_file.exists():
         try:
-            reply: Reply | Served = msgspec.json.decode(reply_file.read_bytes(), type=Reply | Served)
+            reply: Reply | Served | Prediction = msgspec.json.decode(
+                reply_file.read_bytes(), type=Reply | Served | Prediction
+            )
         except msgspec.DecodeError as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:

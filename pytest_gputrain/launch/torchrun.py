@@ -38,7 +38,7 @@ from pytest_gputrain.nodes import (
     tell,
     told,
 )
-from pytest_gputrain.records import Crashed, Event, Reply, Task
+from pytest_gputrain.records import Crashed, Event, Prediction, Reply, Task
 
 JOIN_SECONDS: Final = 300.0
 """From a case's start until all its nodes must be there; at most half of the case's time-out."""
@@ -95,7 +95,9 @@ def on_nodes(
     ):
         ranks = [Rank(number, folder, agents.rank) for number in range(task.processes)]
         agents.start()
-        return follow(ranks, timeout_seconds, watch, trouble=agents.trouble, grace_seconds=_GRACE_SECONDS)
+        reply = follow(ranks, timeout_seconds, watch, trouble=agents.trouble, grace_seconds=_GRACE_SECONDS)
+        assert not isinstance(reply, Prediction), "nobody asked for one"
+        return reply
 
 
 @contextlib.contextmanager

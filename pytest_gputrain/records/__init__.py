@@ -7,6 +7,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase
 from pytest_gputrain.records.reply import (
     Crashed,
     Environment,
@@ -46,11 +47,14 @@ __all__ = [
     "Environment",
     "Event",
     "LimitVerdict",
+    "LiveTensor",
     "Measurement",
     "MetricName",
     "MetricVerdict",
+    "OperatorWork",
     "OutOfMemory",
     "Phase",
+    "Prediction",
     "Published",
     "Rank",
     "RankSpread",
@@ -61,8 +65,10 @@ __all__ = [
     "Served",
     "Status",
     "Summary",
+    "Target",
     "Task",
     "TimedOut",
+    "TrainingPhase",
     "Verdict",
     "knob_text",
     "update_seconds",

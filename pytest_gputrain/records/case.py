@@ -7,6 +7,8 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.records.prediction import Target
+
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
 
@@ -128,3 +130,5 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
     curve: bool = False
     """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
+    target: Target | None = None
+    """The device to predict for on fake tensors, instead of training."""

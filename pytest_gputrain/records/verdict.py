@@ -9,6 +9,7 @@ from msgspec import Struct
 from pytest_gputrain.figures import Figures
 from pytest_gputrain.findings import LossCurve, Search
 from pytest_gputrain.records.case import FORMAT, Case, Scale
+from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.reply import Environment, Reply
 
 MAX_RUNS: Final = 20
@@ -18,8 +19,20 @@ Status = Literal[
     "pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded", "over-limit"
 ]
 MetricName = Literal[
-    "step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "scaling_efficiency"
+    "step_seconds",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "device_used_bytes",
+    "scaling_efficiency",
+    "build_peak_bytes",
+    "forward_peak_bytes",
+    "backward_peak_bytes",
+    "optimizer_peak_bytes",
+    "flops_per_step",
+    "recomputed_flops_per_step",
+    "bytes_per_step",
 ]
+"""Those from ``build_peak_bytes`` on are of a dry run."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -170,8 +183,12 @@ class Result(Struct, frozen=True, kw_only=True):
     """Catalog marker of the machine, or ``unknown``."""
     device: str
     """Slug: the folder of its baselines."""
-    replies: tuple[Reply, ...]
-    """One per fresh process."""
+    replies: tuple[Reply, ...] = ()
+    """One per fresh process; of a dry run only that of a process that failed."""
+    prediction: Prediction | None = None
+    """Of a dry run."""
+    remedy: str = ""
+    """What makes a case fit that does not, found by a dry run."""
     summary: Summary | None = None
     verdict: Verdict | None = None
     """None where the test only measured."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,7 @@ import msgspec
 
 from pytest_gputrain.baselines import BaselineError, Store, to_baseline
 from pytest_gputrain.cases import same_id
+from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Measurement, Report, Result
 from pytest_gputrain.report import document
@@ -41,6 +44,7 @@ class Book:
         """Whether something could not be saved."""
         self._session: Session | None = None
         self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
+        self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
         self._stored: dict[tuple[str, str, str], Case] = {}
         self._saved_at = time.monotonic()
@@ -88,6 +92,11 @@ class Book:
             self.failed = True
             self.notes.append(f"not recorded: {same_id(result.suite, first, result.case)}")
             return
+        if result.prediction is not None:
+            case = Case(**result.case.identity())
+            entry = Recorded(case=case, scale=result.scale, predictions=(result.prediction,))
+            self._predicted[result.platform, result.suite][result.key] = entry
+            return
         session = self.session
         baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
         self._pending[result.device, result.suite][result.key] = baseline
@@ -101,7 +110,7 @@ class Book:
         exit_status = exit_status or int(self.failed)
         for path, number in self._recorded.items():
             self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
-        if any(path.parent.name != CPU for path in self._recorded):
+        if any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded):
             self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
         if self.settings.json is None:
             return
@@ -143,15 +152,21 @@ class Book:
 
     def _save_baselines(self) -> None:
         self._saved_at = time.monotonic()
-        store = Store(self.settings.baseline_dir)
+        measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
         pending, self._pending = self._pending, defaultdict(dict)
         for (device, suite), entries in pending.items():
-            try:
-                path = store.update(device, suite, entries)
-            except BaselineError as error:
-                self._keep_aside(str(error), self._report(1))
-                continue
-            self._recorded[path] = self._recorded.get(path, 0) + len(entries)
+            self._save(functools.partial(measured.update, device, suite, entries), len(entries))
+        foretold, self._predicted = self._predicted, defaultdict(dict)
+        for (platform, suite), recorded in foretold.items():
+            self._save(functools.partial(predicted.update, platform, suite, recorded), len(recorded))
+
+    def _save(self, update: Callable[[], Path], count: int) -> None:
+        try:
+            path = update()
+        except BaselineError as error:
+            self._keep_aside(str(error), self._report(1))
+        else:
+            self._recorded[path] = self._recorded.get(path, 0) + count
 
     def _keep_aside(self, trouble: str, report: Report) -> None:
         """Write ``report``, which holds every figure, somewhere else."""

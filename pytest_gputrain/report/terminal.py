@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
+from pytest_gputrain.dry_run.store import FOLDER
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
-from pytest_gputrain.report import comparison, layout, studies
+from pytest_gputrain.report import comparison, layout, predictions, studies
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds, format_topology
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
         searched = [result for result in members if result.search is not None]
         curved = [result for result in members if result.loss_curves]
         judged = [result for result in members if result.search is None and not result.loss_curves]
-        if any(result.published for result in judged):
+        if device.endswith(_DRY):
+            console.print(predictions.table(judged, _names, _verdict, width))
+        elif any(result.published for result in judged):
             console.print(comparison.table(judged, _verdict))
         elif judged:
             console.print(_table(judged, width))
@@ -71,6 +74,7 @@ def explain(results: Sequence[Result]) -> list[str]:
         found = [result for result in results if result.verdict and result.verdict.status == status]
         if found:
             lines.append(f"{_cases(len(found))} {what}: {found[0].verdict.sentence}{_and_more(found)}")  # type: ignore[union-attr]
+    lines += predictions.explain(results)
     reasons: defaultdict[str, int] = defaultdict(int)
     for result in results:
         for metric in result.verdict.metrics if result.verdict else ():
@@ -94,6 +98,7 @@ def explain(results: Sequence[Result]) -> list[str]:
     return lines
 
 
+_DRY: Final = " (dry run)"
 _CHANGES: Final[dict[MetricName, str]] = {
     "peak_allocated_bytes": "Δ mem.",
     "step_seconds": "Δ time",
@@ -122,6 +127,13 @@ _METRICS: Final[dict[MetricName, str]] = {
     "peak_reserved_bytes": "reserved memory",
     "device_used_bytes": "device memory",
     "scaling_efficiency": "scaling efficiency",
+    "build_peak_bytes": "peak of building",
+    "forward_peak_bytes": "peak of forward",
+    "backward_peak_bytes": "peak of backward",
+    "optimizer_peak_bytes": "peak of the optimizer",
+    "flops_per_step": "FLOPs",
+    "recomputed_flops_per_step": "recomputed FLOPs",
+    "bytes_per_step": "bytes moved",
 }
 
 
@@ -229,7 +241,10 @@ def _links(results: Sequence[Result]) -> list[str]:
 
 def _device(result: Result) -> str:
     platform = PLATFORMS.get(result.platform)
-    return f"{platform.title if platform else result.device} x{result.case.gpus}" if result.device != "cpu" else "CPU"
+    dry = _DRY if result.device.startswith(f"{FOLDER}/") else ""
+    if result.platform == CPU:
+        return f"CPU{dry}"
+    return f"{platform.title if platform else result.device} x{result.case.gpus}{dry}"
 
 
 def _cases(count: int) -> str:

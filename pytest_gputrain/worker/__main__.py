@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_gputrain.kernel import die_with_parent
 from pytest_gputrain.nodes import tell
-from pytest_gputrain.records import Crashed, Reply, Served, Task
+from pytest_gputrain.records import Crashed, Prediction, Reply, Served, Task
 from pytest_gputrain.worker.progress import Progress
 
 CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "reply.json", "stacks.txt", "rendezvous"
@@ -40,7 +40,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     task = msgspec.json.decode((case_folder / CASE).read_bytes(), type=Task)
     sys.path += [path for path in task.import_paths if path not in sys.path]
     progress.enter("import")
-    reply: Reply | Served
+    reply: Reply | Served | Prediction
     try:
         from pytest_gputrain.worker.libraries import load
 
@@ -55,9 +55,14 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         )
     else:
         random.seed(0)
-        meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
-        local_rank = rank if local_rank is None else local_rank
-        reply = run(task, progress, group=Group(rank, task.processes, local_rank, meeting, task.servers))
+        if task.target is None:
+            meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
+            local_rank = rank if local_rank is None else local_rank
+            reply = run(task, progress, group=Group(rank, task.processes, local_rank, meeting, task.servers))
+        else:
+            from pytest_gputrain.worker.dry_run.predict import predict
+
+            reply = predict(task, progress)
     progress.enter("reply")
     tell(folder / REPLY, reply)
     if task.processes + task.servers > 1:

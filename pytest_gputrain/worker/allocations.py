@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -35,15 +39,24 @@ class AllocationCounter(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, FakeTensor):
                 for part in _strided(value):
                     self._see(part.untyped_storage())
         return result
 
+    def __enter__(self) -> AllocationCounter:
+        self._resizing = resizes_told_to(self._see)
+        self._resizing.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._resizing.__exit__(*exc_info)
         # No callbacks into a counter that nobody reads any more: they would disturb what is timed next.
         self._references.clear()
 
@@ -60,6 +73,28 @@ class AllocationCounter(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._references.pop(key, None)
         self.live_bytes -= self._sizes.pop(key, 0)
+
+
+@contextlib.contextmanager
+def resizes_told_to(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """A context in which ``seen`` gets every storage that Python code resizes, as FSDP does: no operator tells of it."""
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined]
+        seen(storage)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize):
+        yield
+
+
+def wraps(types: Iterable[type]) -> bool:
+    """Whether any of an operator's types is a wrapper of tensors, such as DTensor.
+
+    Its own storage is as large as the whole that it is a part of, and empty. A dispatch mode that returns NotImplemented is
+    asked again for the tensors within.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -54,6 +54,11 @@ class Device(Protocol):
         """A context in which tensor storages are counted one by one, where no allocator does it; else an empty one."""
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Whether the device is one, or stands for one in a dry run: there is the CPU, and ``cpu:0``."""
+    return device.type != "cpu" or device.index is not None
+
+
 class Accelerator:
     """The visible GPU of this rank: the parent decides which ones are visible before this process starts."""
 

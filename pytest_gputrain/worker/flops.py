@@ -5,13 +5,23 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-_at_work: list[FlopCount] = []
+
+class Count(Protocol):
+    """What is told how much of it was recomputation."""
+
+    recomputed: int
+
+    @property
+    def total(self) -> int: ...
+
+
+_at_work: list[Callable[[], Count]] = []
 """The counter, for recomputation deep inside of backward. No context variable: on a GPU, backward has threads of its own."""
 
 
@@ -19,7 +29,7 @@ class FlopCount:
     """Result of `count_flops`."""
 
     def __init__(self) -> None:
-        self._counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+        self._counter = FlopCounterMode(display=False, custom_mapping=_own_formulas())
         self.recomputed = 0
 
     @property
@@ -31,12 +41,23 @@ class FlopCount:
 def count_flops() -> Iterator[FlopCount]:
     """Counts matrix multiplications, convolutions and attention, by the formulas of torch.utils.flop_counter."""
     count = FlopCount()
+    with recomputation_told_to(lambda: count), count._counter:
+        yield count
+
+
+@contextlib.contextmanager
+def recomputation_told_to(count: Callable[[], Count]) -> Iterator[None]:
+    """A context in which `checkpoint_contexts` tells what ``count`` returns."""
     _at_work.append(count)
     try:
-        with count._counter:
-            yield count
+        yield
     finally:
         _at_work.pop()
+
+
+def formulas() -> dict[Any, Callable[..., int]]:
+    """By operator: its FLOPs from its arguments and, as ``out_val``, its result."""
+    return dict(FlopCounterMode(display=False, custom_mapping=_own_formulas()).flop_registry)
 
 
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
@@ -46,7 +67,7 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
 
 @contextlib.contextmanager
 def _recomputing() -> Iterator[None]:
-    count = _at_work[-1] if _at_work else None
+    count = _at_work[-1]() if _at_work else None
     before = count.total if count else 0
     try:
         yield
@@ -55,7 +76,7 @@ def _recomputing() -> Iterator[None]:
             count.recomputed += count.total - before
 
 
-def _formulas() -> dict[Any, Any]:
+def _own_formulas() -> dict[Any, Any]:
     """Operators that torch's own counter lacks, or cannot count in all supported versions.
 
     Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries) and bitsandbytes' fused 4-bit

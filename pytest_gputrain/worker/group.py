@@ -25,6 +25,7 @@ class Group:
         local_rank: number of this process among those of its node: that of its GPU.
         meeting: through which they find each other, as torch.distributed's init_method.
         servers: further processes, which serve them.
+        rehearsed: this is the only one that there is: what it sends goes nowhere, and what it receives was never sent.
         trainers: torch's group of those that train; None where that is everybody.
     """
 
@@ -33,6 +34,7 @@ class Group:
     local_rank: int = 0
     meeting: str = ""
     servers: int = 0
+    rehearsed: bool = False
     trainers: Any = field(default=None, init=False)
 
     @property
@@ -52,6 +54,10 @@ class Group:
             return
         import torch.distributed as dist
 
+        if self.rehearsed:
+            with self._alone():
+                yield
+            return
         assert self.meeting, "several processes need a place to meet"
         world = self.size + self.servers
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank), "WORLD_SIZE": str(world)}
@@ -72,6 +78,22 @@ class Group:
             dist.barrier()
         # Only after success: with a rank lost, leaving would wait for it.
         dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """torch's own process group for such a purpose."""
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        world = self.size + self.servers
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank), "WORLD_SIZE": str(world)}
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=world)
+        try:
+            if self.servers:
+                self.trainers = dist.new_group(list(range(self.size)))
+            yield
+        finally:
+            dist.destroy_process_group()
 
     def of_all(self, names: tuple[set[str], ...]) -> tuple[set[str], ...]:
         """Sets of names, each united over the processes that train; all of them must call this."""

@@ -11,13 +11,14 @@ import platform
 import re
 import socket
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
+from pytest_gputrain.cases import LIBRARIES
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, finite_losses, local
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
@@ -34,17 +35,6 @@ SEED: Final = 20_240_101
 
 _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED", re.I)
 """How libraries tell that their workspace found no room, which happens a few MiB before torch's allocator finds none."""
-
-_REPORTED_PACKAGES: Final = (
-    "torch",
-    "transformers",
-    "diffusers",
-    "peft",
-    "accelerate",
-    "bitsandbytes",
-    "deepspeed",
-    "triton",
-)
 
 
 def run(task: Task, progress: Progress, builder: StepBuilder | None = None, group: Group = ALONE) -> Reply | Served:
@@ -115,14 +105,16 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     progress.enter("build")
     device.reset_peaks()
     with device.counting() as counter:
-        training = _build(task, device.torch_device, builder, group, own_work.done)
+        training = build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
         movement = None if training.model is None or task.curve else Movement(training.model, training.idle)
+        # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
+        gc.collect()
         device.reset_peaks()
         if counter is not None:
             progress.enter("count")
             counter.reset_peak()
-            for update in _counted_steps(case):
+            for update in counted_steps(case):
                 training.step(update)
 
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
@@ -146,7 +138,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     updates = training.updates
     progress.enter("check")
     if task.curve:
-        made = (0 if counter is None else len(_counted_steps(case))) + len(warmup) + len(seconds)
+        made = (0 if counter is None else len(counted_steps(case))) + len(warmup) + len(seconds)
         losses = finite_losses(losses, case.model, steps=made)[: case.steps]
     else:
         check_losses(losses)
@@ -165,7 +157,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         updates=updates,
         parameters=training.parameters,
         trainable_parameters=training.trainable_parameters,
-        model_bytes=None if training.model is None else _model_bytes(training.model),
+        model_bytes=None if training.model is None else model_bytes(training.model),
         peak_allocated_bytes=_known(peaks.allocated if counter is None else counter.peak_bytes),
         peak_reserved_bytes=peaks.reserved,
         device_used_bytes=peaks.used,
@@ -208,7 +200,7 @@ def _serve(task: Task, progress: Progress, device: Device, group: Group) -> Serv
     )
 
 
-def _counted_steps(case: Case) -> list[bool]:
+def counted_steps(case: Case) -> list[bool]:
     """The steps under the allocation counter, by whether the optimizer updates.
 
     The first makes its states. With them live, a step without gradients from before, and for accumulation one with them.
@@ -219,9 +211,14 @@ def _counted_steps(case: Case) -> list[bool]:
     return [True, True] if case.gradient_accumulation == 1 else [True, False, True]
 
 
-def _build(
-    task: Task, device: torch.device, builder: StepBuilder | None, group: Group, own_work_done: Callable[[], None]
+def build(
+    task: Task,
+    device: torch.device,
+    builder: StepBuilder | None = None,
+    group: Group = ALONE,
+    own_work_done: Callable[[], None] = lambda: None,
 ) -> Trainable:
+    """What the task's case steps, on ``device``."""
     case = task.case
     if not case.code and builder is None:
         return Training(case, task.scale, device, group, own_work_done)
@@ -234,7 +231,7 @@ def _known(count: int | None) -> int:
     return count
 
 
-def _model_bytes(model: nn.Module) -> int:
+def model_bytes(model: nn.Module) -> int:
     """Bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once."""
 
     def tensors() -> Iterable[Tensor]:
@@ -280,17 +277,19 @@ def _environment(device: Device, group: Group) -> Environment:
         cpu_model=_cpu_model(),
         os=platform.platform(terse=True),
         python=platform.python_version(),
-        packages=dict(_versions()),
+        packages=versions(),
         runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
         threads=device.threads,
     )
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+def versions() -> dict[str, str]:
     """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
-    for name in _REPORTED_PACKAGES:
+    found = {}
+    for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield name, importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _cpu_model() -> str:

@@ -50,6 +50,7 @@ FLOORS = {
     "measuring": 3,
     "marks": 4,
     "studies": 4,
+    "dry_run": 4,
     "outcome": 4,
     "rounds": 4,
     "runner": 4,

@@ -13,14 +13,19 @@ from pytest_gputrain.records import (
     Case,
     Crashed,
     Environment,
+    LiveTensor,
     Measurement,
+    OperatorWork,
     OutOfMemory,
+    Prediction,
     Report,
     Result,
     Summary,
+    Target,
     TimedOut,
     Verdict,
 )
+from pytest_gputrain.units import GiB
 
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
 
@@ -106,6 +111,43 @@ def baseline(*runs: BaselineRun, case: Case = CASE, **fields: Any) -> Baseline:
     return Baseline(case=case, runs=runs or (baseline_run(),), **known)
 
 
+def live_tensor(**fields: Any) -> LiveTensor:
+    example: dict[str, Any] = {
+        "bytes": 4 * GiB,
+        "count": 1,
+        "operator": "aten._log_softmax",
+        "phase": "forward",
+        "shape": (16384, 128256),
+        "dtype": "bfloat16",
+    }
+    return LiveTensor(**{**example, **fields})
+
+
+def prediction(**fields: Any) -> Prediction:
+    """One that fits an H100 with room to spare."""
+    peaks = {"build": 16 * GiB, "forward": 30 * GiB, "backward": 32 * GiB, "optimizer": 20 * GiB}
+    example: dict[str, Any] = {
+        "target": Target(marker="h100", kind="cuda", memory_bytes=79 * GiB, context_bytes=GiB // 2),
+        "fidelity": "cuda-rules",
+        "parameters": 8_030_261_248,
+        "trainable_parameters": 20_971_520,
+        "model_bytes": 16 * GiB,
+        "peak_allocated_bytes": 32 * GiB,
+        "peak_phase": "backward",
+        "phase_peak_bytes": peaks,
+        "largest": {phase: (live_tensor(),) for phase in peaks},
+        "peak_reserved_bytes": 35 * GiB,
+        "fits": True,
+        "flops_per_step": 10**15,
+        "recomputed_flops_per_step": 3 * 10**14,
+        "bytes_per_step": 10**12,
+        "roofline_seconds": 2.5,
+        "operators": {"aten.mm": OperatorWork(calls=449, flops=10**15, bytes=9 * 10**11)},
+        "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
+    }
+    return Prediction(**{**example, **fields})
+
+
 def result(case: Case = CASE, **fields: Any) -> Result:
     example: dict[str, Any] = {
         "nodeid": f"benchmarks/test_llm.py::test[{case}]",
@@ -157,6 +199,8 @@ def _strategy(info: Any) -> st.SearchStrategy[Any]:
             return st.one_of(*map(_strategy, info.types))
         case msgspec.inspect.VarTupleType():
             return st.lists(_strategy(info.item_type), max_size=3).map(tuple)
+        case msgspec.inspect.TupleType():
+            return st.tuples(*map(_strategy, info.item_types))
         case msgspec.inspect.DictType():
             return st.dictionaries(_strategy(info.key_type), _strategy(info.value_type), max_size=3)
         case msgspec.inspect.LiteralType():

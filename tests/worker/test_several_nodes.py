@@ -113,7 +113,7 @@ def test_a_rank_of_the_second_node_ends_the_case_with_its_own_reason(shared, sec
 
 
 def test_a_hang_on_two_nodes_shows_where_every_rank_stands(shared, second_node, leftovers):
-    reply = run(own_case("hangs"), shared, timeout_seconds=60)
+    reply = run(own_case("hangs"), shared, timeout_seconds=40)
     assert isinstance(reply, TimedOut), reply
     first, second = reply.detail.split("rank 1:")
     assert "all_reduce" in first

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.device import is_gpu
 from pytest_gputrain.worker.parallel.engine import Engine, Setting
 
 _DEFAULT_BUCKET_ELEMENTS: Final = 500_000_000
@@ -36,17 +37,18 @@ class Zero(Engine):
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         import deepspeed
 
-        if setting.case.precision == "fp16" and setting.device.type == "cpu":
+        on_gpu = is_gpu(setting.device)
+        if setting.case.precision == "fp16" and not on_gpu:
             raise CheckFailed("DeepSpeed's fp16 needs a GPU; choose bf16 on a CPU")
         trained = [value for value in model.parameters() if value.requires_grad]
         self._precision = setting.precision
         self._device = setting.device
-        configuration = configure(setting.case, setting.shrinkage, on_gpu=setting.device.type != "cpu")
+        configuration = configure(setting.case, setting.shrinkage, on_gpu=on_gpu)
         client = None if "optimizer" in configuration else setting.make_optimizer(trained)
-        if setting.device.type == "cpu":
+        if not on_gpu:
             # A shortcut around gloo that DeepSpeed would compile now, for minutes, and hang on the lock of a killed build.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend="gloo" if setting.device.type == "cpu" else "nccl")
+        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
         self._engine: Any = deepspeed.initialize(
             model=model, model_parameters=trained, optimizer=client, config=configuration
         )[0]

@@ -1,0 +1,78 @@
+"""Predictions that were made before, in pytest's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from pytest_gputrain.cases import library_versions
+from pytest_gputrain.files import write_atomically
+from pytest_gputrain.records import Case, Prediction, Task
+
+
+class Cache:
+    """A file for each prediction, named by all that it depends on: the task, this package's code, the libraries.
+
+    Args:
+        folder: None to remember nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def get(self, task: Task) -> Prediction | None:
+        """What was predicted for ``task``; None where nothing was, or where it cannot be read."""
+        path = self._path(task)
+        if path is None:
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Prediction)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def put(self, task: Task, prediction: Prediction) -> None:
+        path = self._path(task)
+        if path is not None:
+            with contextlib.suppress(OSError):  # slower next time, and nothing else
+                write_atomically(path, msgspec.json.encode(prediction))
+
+    def _path(self, task: Task) -> Path | None:
+        if self._folder is None or task.case.code or not _are_released(task.case):
+            return None
+        depends = (
+            task.case.identity(),
+            (task.scale, task.processes, task.servers, task.target),
+            library_versions(task.case),
+            platform.python_version(),
+            _own_code(),
+        )
+        return self._folder / f"{hashlib.sha256(msgspec.json.encode(depends, order='sorted')).hexdigest()[:32]}.json"
+
+
+def _are_released(case: Case) -> bool:
+    """Whether the versions of the case's libraries tell their code: not where one is installed from a folder or a commit."""
+    return not any(_is_local(name) for name in library_versions(case))
+
+
+@functools.cache
+def _is_local(name: str) -> bool:
+    # https://packaging.python.org/en/latest/specifications/direct-url/
+    origin = metadata.distribution(name).read_text("direct_url.json")
+    return origin is not None and "archive_info" not in json.loads(origin)
+
+
+@functools.cache
+def _own_code() -> str:
+    """Hash of this package's files."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

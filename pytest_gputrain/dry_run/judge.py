@@ -1,0 +1,210 @@
+"""Predictions against recorded ones: a verdict with its sentence and what caused it. Pure.
+
+Nothing here is noisy, so that every change of an exact counter is told and every growth is a regression: the peak of each
+phase, FLOPs, and bytes moved. What the caching allocator holds is a replay whose packing a small change can tip, so it has
+the tolerance of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from pytest_gputrain.cases import differences
+from pytest_gputrain.dry_run.store import Recorded, conditions
+from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.records import (
+    Case,
+    LiveTensor,
+    MetricName,
+    MetricVerdict,
+    Prediction,
+    Status,
+    TrainingPhase,
+    Verdict,
+)
+from pytest_gputrain.units import format_bytes, format_flops, format_percent
+
+PHASES: Final[dict[MetricName, TrainingPhase]] = {
+    "build_peak_bytes": "build",
+    "forward_peak_bytes": "forward",
+    "backward_peak_bytes": "backward",
+    "optimizer_peak_bytes": "optimizer",
+}
+_WORK: Final[dict[MetricName, str]] = {
+    "flops_per_step": "computes",
+    "recomputed_flops_per_step": "recomputes",
+    "bytes_per_step": "moves",
+}
+_RECORD: Final = "record it with --gpu-dry-run --gpu-baseline-update"
+
+
+def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:
+    """What ``prediction`` means against what is recorded of its case.
+
+    Args:
+        tolerance: of what the allocator holds.
+        title: of the platform, as sentences name it.
+    """
+    if known is None:
+        if prediction.fits is False:
+            sentence = f"{case} {what_does_not_fit(prediction, title)}; if that is expected, {_RECORD}"
+            return Verdict(status="failed", sentence=sentence)
+        return Verdict(status="new", sentence=f"{case} has no recorded prediction for {title}; {_RECORD}")
+    if known.case.identity() != case.identity():
+        change = differences(known.case, case)
+        sentence = f"{case} is not what its recorded prediction was made for ({change}); {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence)
+    before = known.like(prediction)
+    if before is None:
+        nearest = max(known.predictions, key=lambda one: len(one.packages.items() & prediction.packages.items()))
+        changed = ", ".join(_changed_conditions(nearest, prediction))
+        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status != "pass"]
+        moved = "; ".join(_findings(told, nearest, prediction))
+        sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence)
+    metrics = tuple(_metrics(before, prediction, tolerance))
+    worse, better = (
+        _findings([metric for metric in metrics if metric.status == status], before, prediction)
+        for status in ("regressed", "improved")
+    )
+    if before.fits and prediction.fits is False:
+        worse.insert(0, f"no longer fits: it {what_does_not_fit(prediction, title)}")
+    elif prediction.fits and before.fits is False:
+        better.insert(0, f"fits {title} now")
+    status: Status = "regressed" if worse else "improved" if better else "pass"
+    said = worse or better
+    if not said:
+        return Verdict(status=status, sentence=f"{case} predicts what is recorded", metrics=metrics)
+    remedy = f"; {_RECORD}" if status == "improved" else ""
+    return Verdict(status=status, sentence=f"{case} {'; '.join(said)}{remedy}", metrics=metrics)
+
+
+def what_does_not_fit(prediction: Prediction, title: str) -> str:
+    """``does not fit H100 (79.1 GiB): ...``, to follow the case in a sentence."""
+    target, refused = prediction.target, prediction.refused
+    assert target.memory_bytes is not None
+    assert refused is not None
+    needed = (prediction.peak_reserved_bytes or prediction.peak_allocated_bytes) + target.context_bytes
+    largest = prediction.largest[prediction.peak_phase]
+    return (
+        f"does not fit {title} ({format_bytes(target.memory_bytes)}): it needs {format_bytes(needed)}, and runs out in "
+        f"{refused.phase} for {tensor(refused)}; largest at the peak, in {prediction.peak_phase}: "
+        f"{', '.join(map(tensor, largest[:3]))}"
+    )
+
+
+def tensor(row: LiveTensor) -> str:
+    """``14.0 GiB: 224 x bfloat16[4096, 4096] of aten.mm in backward``, shorter where it is one or nameless."""
+    times = f"{row.count} x " if row.count > 1 else ""
+    shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype
+    return f"{format_bytes(row.bytes)} ({times}{shape} by {row.operator.removeprefix('aten.')} in {row.phase})"
+
+
+def _metrics(before: Prediction, now: Prediction, tolerance: MemoryTolerance) -> Iterator[MetricVerdict]:
+    for name, phase in PHASES.items():
+        if phase in now.phase_peak_bytes or phase in before.phase_peak_bytes:
+            yield _compared(name, before.phase_peak_bytes.get(phase, 0), now.phase_peak_bytes.get(phase, 0))
+    for name in _WORK:
+        yield _compared(name, getattr(before, name), getattr(now, name))
+    if now.peak_reserved_bytes is not None and before.peak_reserved_bytes is not None:
+        held, was = now.peak_reserved_bytes, before.peak_reserved_bytes
+        limit = was * (1 + tolerance.ratio) + tolerance.bytes
+        least = was / (1 + tolerance.ratio) - tolerance.bytes
+        status: Status = "regressed" if held > limit else "improved" if held < least else "pass"
+        yield MetricVerdict(metric="peak_reserved_bytes", status=status, value=held, baseline=was, limit=limit)
+
+
+def _compared(name: MetricName, before: int, now: int) -> MetricVerdict:
+    status: Status = "regressed" if now > before else "improved" if now < before else "pass"
+    return MetricVerdict(metric=name, status=status, value=now, baseline=before, limit=before)
+
+
+def _findings(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
+    """What changed metrics say. Of the phases, one in full: that of the peak, else the one that changed most."""
+    phases = [metric for metric in metrics if metric.metric in PHASES]
+
+    def weight(metric: MetricVerdict) -> tuple[bool, float]:
+        assert metric.value is not None
+        assert metric.baseline is not None
+        return PHASES[metric.metric] == now.peak_phase, abs(metric.value - metric.baseline)
+
+    main = max(phases, key=weight, default=None)
+    found = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
+    if main is None:
+        return found
+    others: dict[str, list[str]] = {}
+    for metric in phases:
+        if metric is not main:
+            others.setdefault(_word(metric), []).append(PHASES[metric.metric])
+    also = "".join(f", and {word} in {' and '.join(names)}" for word, names in others.items())
+    return [_finding(main, before, now) + also, *found]
+
+
+def _word(metric: MetricVerdict) -> str:
+    assert metric.value is not None
+    assert metric.baseline is not None
+    return "more" if metric.value > metric.baseline else "less"
+
+
+def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
+    assert metric.value is not None
+    assert metric.baseline is not None
+    value, known = int(metric.value), int(metric.baseline)
+    more = _word(metric)
+    share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
+    if phase := PHASES.get(metric.metric):
+        size, text = format_bytes(abs(value - known)), f"{format_bytes(value)} against {format_bytes(known)} allocated"
+        return f"needs {size}{share} {more} in {phase}, {text}{_tensors_behind(phase, before, now)}"
+    if metric.metric == "peak_reserved_bytes":
+        text = f"{format_bytes(value)} against {format_bytes(known)}"
+        return f"makes the allocator hold {format_bytes(abs(value - known))}{share} {more}, {text}"
+    form = format_bytes if metric.metric == "bytes_per_step" else format_flops
+    behind = _operators_behind(metric.metric, before, now)
+    return f"{_WORK[metric.metric]} {form(abs(value - known))}{share} {more} a step{behind}"
+
+
+def _tensors_behind(phase: TrainingPhase, before: Prediction, now: Prediction) -> str:
+    """The largest tensors at the phase's peak that were not there, or are not any more."""
+    old = {_kind(row): row for row in before.largest.get(phase, ())}
+    new = {_kind(row): row for row in now.largest.get(phase, ())}
+    changes = {
+        kind: (new[kind].bytes if kind in new else 0) - (old[kind].bytes if kind in old else 0) for kind in {**old, **new}
+    }
+    grown = sum(new_row.bytes for new_row in new.values()) >= sum(old_row.bytes for old_row in old.values())
+    kind = (max if grown else min)(changes, key=lambda kind: (changes[kind], kind), default=None)
+    if kind is None or not changes[kind]:
+        return ""
+    return f", most of it {tensor(new[kind])}" if kind in new else f", most of it was {tensor(old[kind])}"
+
+
+def _kind(row: LiveTensor) -> tuple[str, str, tuple[int, ...], str]:
+    return row.operator, row.phase, row.shape, row.dtype
+
+
+def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -> str:
+    """The operator whose work changed most."""
+    field = "bytes" if metric == "bytes_per_step" else "flops"
+    form = format_bytes if metric == "bytes_per_step" else format_flops
+    changes = {}
+    for name in {*before.operators, *now.operators}:
+        old, new = before.operators.get(name), now.operators.get(name)
+        work = (getattr(new, field) if new else 0) - (getattr(old, field) if old else 0)
+        changes[name] = (work, (new.calls if new else 0) - (old.calls if old else 0))
+    name = max(changes, key=lambda name: (abs(changes[name][0]), name), default="")
+    if not name or not changes[name][0]:
+        return ""
+    work, calls = changes[name]
+    called = f" in {calls:+} calls" if calls else ""
+    sign = "+" if work > 0 else "-"
+    return f", most of it {name.removeprefix('aten.')} ({sign}{form(abs(work))}{called})"
+
+
+def _changed_conditions(before: Prediction, now: Prediction) -> Iterator[str]:
+    old, new = conditions(before), conditions(now)
+    for name in sorted({*old.packages, *new.packages}):
+        if old.packages.get(name) != new.packages.get(name):
+            yield f"{name} {old.packages.get(name, 'absent')} -> {new.packages.get(name, 'absent')}"
+    for field in old.target.__struct_fields__:
+        if getattr(old.target, field) != getattr(new.target, field):
+            yield f"{field.replace('_', ' ')} {getattr(old.target, field)} -> {getattr(new.target, field)}"

@@ -1,0 +1,74 @@
+"""What makes a case fit that does not: tried, cheapest first, by predicting it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pytest_gputrain.architectures import architectures
+from pytest_gputrain.records import Case, Prediction
+from pytest_gputrain.units import format_bytes
+
+Predict = Callable[[Case], Prediction | None]
+"""The prediction of a changed case; None where there is none."""
+
+
+def remedy(case: Case, prediction: Prediction, predict: Predict) -> str:
+    """A sentence's end: the cheapest change under which the case fits, or that none of those tried is enough.
+
+    Args:
+        prediction: of the case, which does not fit.
+    """
+    hint = _hint(case, prediction)
+    tried: list[tuple[str, int]] = []
+    for change in _changes(case):
+        changed = predict(case.replace(**change))
+        if changed is None:
+            continue
+        told = ", ".join(f"{knob}={str(value).lower()}" for knob, value in change.items())
+        needed = (changed.peak_reserved_bytes or changed.peak_allocated_bytes) + changed.target.context_bytes
+        if changed.fits:
+            return f"{told} makes it fit, in {format_bytes(needed)}{hint}"
+        tried.append((told, needed))
+    if not tried:
+        return f"nothing that was tried makes it fit{hint}"
+    least, needed = min(tried, key=lambda one: one[1])
+    return (
+        f"not even {least} makes it fit, which needs {format_bytes(needed)}; spread it over more GPUs (parallel=fsdp){hint}"
+    )
+
+
+def _changes(case: Case) -> Iterator[dict[str, Any]]:
+    """Cheapest first: the same arithmetic, a third more of it, smaller batches that fill a GPU less, both."""
+    if case.code:
+        return
+    if case.optimizer == "adamw" and case.parallel in ("single", "ddp", "fsdp"):
+        yield {"optimizer": "adamw-fused"}
+    checkpointing = {"activation_checkpointing": True} if case.activation_checkpointing is not True else {}
+    checkpointing = checkpointing if architectures()[case.model].blocks else {}
+    if checkpointing:
+        yield checkpointing
+    if case.batch_size > 1:
+        whole = case.batch_size * case.gradient_accumulation
+        if case.batch_size % 2 == 0 and case.batch_size > 2:
+            half = case.batch_size // 2
+            yield {"batch_size": half, "gradient_accumulation": whole // half}
+        yield {"batch_size": 1, "gradient_accumulation": whole}
+        if checkpointing:
+            yield {"batch_size": 1, "gradient_accumulation": whole, **checkpointing}
+
+
+def _hint(case: Case, prediction: Prediction) -> str:
+    """What only a change of code can do."""
+    words = None if case.code else _vocabulary(case)
+    logits = [row for row in prediction.largest[prediction.peak_phase] if words and row.shape and row.shape[-1] == words]
+    if not logits or logits[0].operator == "aten.t":
+        return ""
+    size = format_bytes(sum(row.bytes for row in logits))
+    return f"; {size} at the peak are logits ({words:,} words wide), which a loss fused with the output layer never holds"
+
+
+def _vocabulary(case: Case) -> int | None:
+    facts = architectures()[case.model].trained_part.config
+    words = facts.get("vocab_size") or facts.get("text_config", {}).get("vocab_size")
+    return words if isinstance(words, int) else None

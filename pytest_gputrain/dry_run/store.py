@@ -1,0 +1,166 @@
+"""The only reader and writer of recorded predictions: ``<dir>/dry-run/<platform>/<suite>.json``, reviewed in git.
+
+A prediction depends on the versions of the libraries that it ran and on what is known of the platform. These are its
+conditions, stored once and referred to by a short hash; a case has a prediction for each of the last few of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from pytest_gputrain.baselines import RESTORE, BaselineError, decode, readable
+from pytest_gputrain.files import locked, write_atomically
+from pytest_gputrain.records import FORMAT, Case, Prediction, Scale, Target
+
+MOST_CONDITIONS: Final = 4
+"""Predictions that are kept of a case, for test environments that differ in their libraries."""
+
+FOLDER: Final = "dry-run"
+"""Beside the folders of devices."""
+
+
+class Recorded(Struct, frozen=True, kw_only=True):
+    """What is stored for one case on one platform."""
+
+    case: Case
+    scale: Scale
+    predictions: tuple[Prediction, ...]
+    """One for each set of conditions, the latest recorded last."""
+
+    def like(self, prediction: Prediction) -> Prediction | None:
+        """The one under the same conditions as ``prediction``."""
+        return next((one for one in self.predictions if conditions(one) == conditions(prediction)), None)
+
+
+class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a prediction depends on, beside the case."""
+
+    packages: dict[str, str]
+    target: Target
+
+
+def conditions(prediction: Prediction) -> Conditions:
+    return Conditions(packages=prediction.packages, target=prediction.target)
+
+
+class _StoredCase(Struct, kw_only=True, forbid_unknown_fields=True):
+    case: Case
+    scale: Scale
+    predictions: dict[str, dict[str, Any]]
+    """Fields of `Prediction` but for its conditions, by reference to these."""
+
+
+class _File(Struct, kw_only=True, forbid_unknown_fields=True):
+    format: int
+    platform: str
+    suite: str
+    conditions: dict[str, Conditions]
+    cases: dict[str, _StoredCase]
+
+
+class PredictionStore:
+    """Recorded predictions in a folder of baselines, each file read once."""
+
+    def __init__(self, baselines: Path) -> None:
+        self.folder = baselines / FOLDER
+        self._files: dict[tuple[str, str], dict[str, Recorded]] = {}
+
+    def path(self, platform: str, suite: str) -> Path:
+        return self.folder / platform / f"{suite}.json"
+
+    def has_platform(self, platform: str) -> bool:
+        return any((self.folder / platform).glob("*.json"))
+
+    def get(self, platform: str, suite: str, key: str) -> Recorded | None:
+        """What is recorded of a case, None where nothing is.
+
+        Raises:
+            BaselineError: the file is there but cannot be read.
+        """
+        if (platform, suite) not in self._files:
+            self._files[platform, suite] = _load(self.path(platform, suite), platform)
+        return self._files[platform, suite].get(key)
+
+    def update(self, platform: str, suite: str, entries: Mapping[str, Recorded]) -> Path:
+        """Put the predictions of ``entries`` in place of those under the same conditions, keep all others, return the file.
+
+        Raises:
+            BaselineError: the present file cannot be read, or the new one cannot be written; nothing has changed then.
+        """
+        path = self.path(platform, suite)
+        try:
+            with locked(path):
+                merged = _load(path, platform)
+                for key, entry in entries.items():
+                    merged[key] = _merged(merged.get(key), entry)
+                write_atomically(path, _encode(platform, suite, merged))
+        except OSError as error:
+            raise BaselineError(f"the baseline file {path} cannot be written: {error.strerror or error}") from error
+        self._files[platform, suite] = merged
+        return path
+
+
+def _merged(before: Recorded | None, new: Recorded) -> Recorded:
+    if before is None or before.case.identity() != new.case.identity():
+        return new
+    replaced = [conditions(one) for one in new.predictions]
+    kept = [one for one in before.predictions if conditions(one) not in replaced]
+    return msgspec.structs.replace(new, predictions=(*kept, *new.predictions)[-MOST_CONDITIONS:])
+
+
+def _load(path: Path, platform: str) -> dict[str, Recorded]:
+    if not path.exists():
+        return {}
+    file = decode(path, _File, "a file of recorded predictions")
+    if (file.platform, file.suite) != (platform, path.stem):
+        raise BaselineError(
+            f"the baseline file {path} says that it holds {file.suite} on {file.platform}; move it to where it belongs, or "
+            "record again"
+        )
+    return {
+        key: Recorded(
+            case=stored.case,
+            scale=stored.scale,
+            predictions=tuple(
+                _prediction(path, key, reference, fields, file.conditions)
+                for reference, fields in stored.predictions.items()
+            ),
+        )
+        for key, stored in file.cases.items()
+    }
+
+
+def _prediction(
+    path: Path, key: str, reference: str, fields: Mapping[str, Any], known: Mapping[str, Conditions]
+) -> Prediction:
+    if reference not in known:
+        raise BaselineError(
+            f"the baseline file {path} refers to the conditions {reference!r} in {key}, which it does not hold; {RESTORE}"
+        )
+    try:
+        return msgspec.convert({**fields, **msgspec.to_builtins(known[reference])}, Prediction)
+    except msgspec.ValidationError as error:
+        raise BaselineError(f"the baseline file {path} holds no sound prediction for {key}: {error}; {RESTORE}") from None
+
+
+def _encode(platform: str, suite: str, recorded: Mapping[str, Recorded]) -> bytes:
+    known: dict[str, Conditions] = {}
+    cases = {}
+    for key in sorted(recorded):
+        entry = recorded[key]
+        predictions = {}
+        for prediction in entry.predictions:
+            under = conditions(prediction)
+            digest = hashlib.sha256(msgspec.json.encode(under, order="sorted")).hexdigest()[:8]
+            known[digest] = under
+            fields = msgspec.to_builtins(prediction)
+            predictions[digest] = {name: value for name, value in fields.items() if name not in Conditions.__struct_fields__}
+        cases[key] = _StoredCase(case=entry.case, scale=entry.scale, predictions=predictions)
+    ordered = {digest: known[digest] for digest in sorted(known)}
+    return readable(_File(format=FORMAT, platform=platform, suite=suite, conditions=ordered, cases=cases))

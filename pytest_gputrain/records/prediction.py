@@ -1,0 +1,99 @@
+"""What a dry run is asked for, and what it answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+TrainingPhase = Literal["build", "forward", "backward", "optimizer"]
+"""Recomputation of activations is part of backward; unscaling and clipping of gradients is part of the optimizer."""
+
+
+class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The device that a dry run predicts for."""
+
+    marker: str
+    kind: Literal["cpu", "cuda"]
+    """Whose rules decide on kernels, optimizer loops and rounding."""
+    memory_bytes: int | None = None
+    """What the driver has to give: some hundred MiB less than a card is sold with. None for no limit."""
+    context_bytes: int = 0
+    """Of the memory, what the driver's context and loaded kernels take."""
+    expandable_segments: bool = False
+    """Whether the caching allocator grows its segments in place, instead of asking for new ones."""
+    capability: tuple[int, int] = (9, 0)
+    """CUDA's compute capability: before 8.0 there is no flash attention."""
+    attention: Literal["current", "transformers-4.49", "unfused"] = "current"
+    """Whose attention: that of the libraries here; that of transformers 4.49, which repeats keys and values that heads share
+    (version 5 hands them over as they are, which no fused kernel takes in fp32) and leaves out Gemma 2's cap of the scores
+    (version 5 holds the scores to apply it); or plain products, as before torch 2.0."""
+    lists: bool = True
+    """Whether optimizers work on lists of tensors, torch's default on a GPU since 2.0; else on one tensor after another."""
+    workspace_bytes: int = 0
+    """What cuBLAS takes of the caching allocator, once for the forward and once for the backward pass."""
+    peak_flops: dict[str, float] = {}
+    """FLOP/s by arithmetic: ``fp32``, ``bf16``, ``fp16``."""
+    bandwidth: float | None = None
+    """Bytes per second of the device memory."""
+
+
+class LiveTensor(Struct, frozen=True, kw_only=True):
+    """Storages that one operator made alike in one phase, and that lived at the peak."""
+
+    bytes: int
+    """Of all of them."""
+    count: int
+    operator: str
+    phase: TrainingPhase
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
+    """What all calls of one operator in one micro-batch do."""
+
+    calls: int
+    flops: int
+    bytes: int
+    """Read and written."""
+
+
+class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="outcome"):
+    """A case that ran to its end on fake tensors. Exact: the same on every machine with the same library versions."""
+
+    target: Target
+    fidelity: Literal["cpu", "cuda-rules"]
+    """``cpu``: the operators are those of a real run. ``cuda-rules``: CPU operators, with CUDA's own where they are known to
+    differ (see `pytest_gputrain.worker.dry_run.patches`)."""
+    parameters: int | None
+    trainable_parameters: int | None
+    model_bytes: int | None
+    """Storage of parameters, buffers and quantisation state."""
+    peak_allocated_bytes: int
+    """Highest sum of live tensor storages from the first step on, as in a measurement."""
+    peak_phase: TrainingPhase
+    phase_peak_bytes: dict[TrainingPhase, int]
+    """The same by phase; ``build`` is the highest before the first step."""
+    largest: dict[TrainingPhase, tuple[LiveTensor, ...]]
+    """At the peak of each phase, largest first."""
+    peak_reserved_bytes: int | None
+    """Highest memory held by the caching allocator, as in a measurement; where the case does not fit, what it would hold
+    without limit. None without such an allocator."""
+    host_bytes: int = 0
+    """Highest sum of tensor storages on the host, where that is not the device: what a case offloads."""
+    fits: bool | None
+    """None without a limit."""
+    refused: LiveTensor | None = None
+    """The allocation that did not fit."""
+    flops_per_step: int
+    """Of one micro-batch, without recomputation."""
+    recomputed_flops_per_step: int
+    bytes_per_step: int
+    """Read and written by the operators of a micro-batch: one without an update where the case accumulates."""
+    roofline_seconds: float | None
+    """Of that micro-batch: for each operator the larger of arithmetic and memory traffic at the device's peaks."""
+    operators: dict[str, OperatorWork]
+    """Of that micro-batch, recomputation included, by name."""
+    packages: dict[str, str]
+    """Version of every training library whose code the case runs, without local label (``+cu130``)."""

@@ -1,0 +1,320 @@
+"""CUDA's caching allocator, replayed on a trace: how much memory it holds, and whether a capacity suffices.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, for one stream:
+
+- Sizes are rounded up to 512 bytes. Requests of at most 1 MiB come from the small pool, others from the large one.
+- The best fit among free blocks is taken, at the lowest address among equals. What is left over becomes a free block if it
+  is at least 512 bytes in the small pool, over 1 MiB in the large one.
+- Without a fit, a new segment: 2 MiB for the small pool; 20 MiB below 10 MiB; else the size rounded up to 2 MiB.
+- Where that exceeds the capacity, all segments that are wholly free are given back before memory runs out.
+- A freed block merges with its free neighbours in the segment.
+
+With expandable segments each pool is one range of addresses, mapped page by page (2 MiB small, 20 MiB large) where no free
+block is large enough. Free pages are unmapped instead of segments given back, and every rest of 512 bytes is split off.
+
+Not covered: several streams, CUDA graphs, settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pytest_gputrain.units import MiB
+
+MIN_BLOCK: Final = 512
+SMALL_SIZE: Final = 1 * MiB
+SMALL_BUFFER: Final = 2 * MiB
+LARGE_BUFFER: Final = 20 * MiB
+MIN_LARGE: Final = 10 * MiB
+ROUND_LARGE: Final = 2 * MiB
+
+EMPTY_CACHE: Final = -(2**62)
+"""Among the events of `replay`: give back what is wholly free, and let the peak start from there."""
+
+_ENDLESS: Final = 2**60
+
+
+class NoRoom(Exception):
+    """Even with all free memory given back, a request exceeds the capacity."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A piece of a segment, handed out, free, or (in a range that grows) not backed by memory."""
+
+    small: bool
+    segment: int
+    address: int
+    """Within its segment."""
+    size: int
+    free: bool
+    mapped: bool = True
+    before: Block | None = None
+    after: Block | None = None
+
+    def split(self, size: int) -> Block:
+        """Keep the first ``size`` bytes; the rest becomes the returned block, alike."""
+        rest = Block(
+            self.small, self.segment, self.address + size, self.size - size, self.free, self.mapped, self, self.after
+        )
+        if self.after is not None:
+            self.after.before = rest
+        self.size, self.after = size, rest
+        return rest
+
+    def absorb_next(self) -> None:
+        """Take over the block behind this one."""
+        gone = self.after
+        assert gone is not None
+        self.size += gone.size
+        self.after = gone.after
+        if self.after is not None:
+            self.after.before = self
+
+
+class _Pool:
+    """Free blocks that are backed by memory, by size, then age of the segment, then address."""
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[int, int, int]] = []
+        self.blocks: list[Block] = []
+
+    def place(self, size: int, segment: int = -1, address: int = -1) -> int:
+        """Of the first block that is not smaller."""
+        return bisect.bisect_left(self._keys, (size, segment, address))
+
+    def add(self, block: Block) -> None:
+        place = self.place(block.size, block.segment, block.address)
+        self._keys.insert(place, (block.size, block.segment, block.address))
+        self.blocks.insert(place, block)
+
+    def remove(self, block: Block) -> None:
+        place = self.place(block.size, block.segment, block.address)
+        assert self.blocks[place] is block
+        del self._keys[place], self.blocks[place]
+
+
+class Allocator:
+    """State of the caching allocator.
+
+    Args:
+        capacity: bytes that it may hold, None for no limit.
+        expandable: whether segments grow.
+
+    Attributes:
+        allocated: bytes in blocks handed out.
+        reserved: bytes held.
+        peak_reserved: highest ``reserved`` since the start or `reset_peak`.
+        retries: how often free memory was given back for want of it.
+    """
+
+    def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
+        self._capacity = capacity
+        self._expandable = expandable
+        self._pools = {True: _Pool(), False: _Pool()}
+        self._segments = 0
+        # In a range that grows, an endless block without memory comes last.
+        self._ranges = {small: Block(small, 0, 0, _ENDLESS, free=True, mapped=False) for small in (True, False)}
+        self.allocated = 0
+        self.reserved = 0
+        self.peak_reserved = 0
+        self.retries = 0
+
+    def allocate(self, count: int) -> Block:
+        """A block of at least ``count`` bytes.
+
+        Raises:
+            NoRoom: the capacity does not suffice.
+        """
+        size = max(MIN_BLOCK, -(-count // MIN_BLOCK) * MIN_BLOCK)
+        small = size <= SMALL_SIZE
+        block = self._best_fit(size, small) or self._more(size, small)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._more(size, small)
+            if block is None:
+                raise NoRoom
+        self._pools[small].remove(block)
+        block.free = False
+        left = block.size - size
+        if (left >= MIN_BLOCK) if small or self._expandable else (left > SMALL_SIZE):
+            rest = block.split(size)
+            rest.free = True
+            self._pools[small].add(rest)
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take back a block of `allocate`."""
+        self.allocated -= block.size
+        block.free = True
+        self._pool(block)
+
+    def empty_cache(self) -> None:
+        """Give back what is wholly free: segments, or the pages of a range that grows."""
+        for pool in self._pools.values():
+            for block in list(pool.blocks):
+                if self._expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    pool.remove(block)
+                    self.reserved -= block.size
+
+    def reset_peak(self) -> None:
+        """Let the peak start from what is held now."""
+        self.peak_reserved = self.reserved
+
+    def _pool(self, block: Block) -> Block:
+        """Put a free block into its pool, merged with its free neighbours; the merged one is returned."""
+        pool = self._pools[block.small]
+        before = block.before
+        if before is not None and before.free and before.mapped:
+            pool.remove(before)
+            before.absorb_next()
+            block = before
+        after = block.after
+        if after is not None and after.free and after.mapped:
+            pool.remove(after)
+            block.absorb_next()
+        pool.add(block)
+        return block
+
+    def _best_fit(self, size: int, small: bool) -> Block | None:
+        blocks = self._pools[small].blocks
+        place = self._pools[small].place(size)
+        if place == len(blocks):
+            return None
+        # A block that can grow counts with the room behind it: others that fit are taken first.
+        while place + 1 < len(blocks) and _room(blocks[place + 1]) < _room(blocks[place]):
+            place += 1
+        return blocks[place]
+
+    def _more(self, size: int, small: bool) -> Block | None:
+        """A free block of at least ``size`` made with new memory, in its pool; None where the capacity forbids it."""
+        if self._expandable:
+            return self._grown(size, small)
+        if small:
+            held = SMALL_BUFFER
+        elif size < MIN_LARGE:
+            held = LARGE_BUFFER
+        else:
+            held = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if not self._hold(held):
+            return None
+        self._segments += 1
+        return self._pool(Block(small, self._segments, 0, held, free=True))
+
+    def _hold(self, size: int) -> bool:
+        if self._capacity is not None and self.reserved + size > self._capacity:
+            return False
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
+
+    def _grown(self, size: int, small: bool) -> Block | None:
+        place: Block | None = self._ranges[small]
+        # The first hole that is large enough, together with the free blocks around it.
+        while True:
+            assert place is not None, "the last block is endless"
+            if not place.mapped:
+                start = place.before if place.before is not None and place.before.free else place
+                room, last = 0, start
+                while room < size and last.free and last.after is not None:
+                    room, last = room + last.size, last.after
+                if last.after is None or room >= size:
+                    break
+            place = place.after
+        while not start.mapped or start.size < size:
+            hole = start
+            have = 0
+            if start.mapped:
+                assert start.after is not None
+                hole, have = start.after, start.size
+            page = _page(small)
+            wanted = min(-(-(size - have) // page) * page, hole.size)
+            if not self._hold(wanted):
+                return None
+            if wanted < hole.size:
+                hole.split(wanted)
+            hole.mapped = True
+            start = self._pool(hole)
+        return start
+
+    def _unmap(self, block: Block) -> None:
+        page = _page(block.small)
+        start = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if end <= start:
+            return
+        pool = self._pools[block.small]
+        pool.remove(block)
+        if start > block.address:
+            rest = block.split(start - block.address)
+            pool.add(block)
+            block = rest
+        if end < block.address + block.size:
+            pool.add(block.split(end - block.address))
+        self.reserved -= block.size
+        block.mapped = False
+        if block.after is not None and not block.after.mapped:
+            block.absorb_next()
+        if block.before is not None and not block.before.mapped:
+            block = block.before
+            block.absorb_next()
+        if block.before is None:
+            self._ranges[block.small] = block
+
+
+def replay(events: Iterable[int], sizes: Sequence[int], allocator: Allocator) -> int | None:
+    """Run a trace through ``allocator``.
+
+    Args:
+        events: an allocation's number where it is made, its complement (``~number``) where it is freed, or `EMPTY_CACHE`.
+        sizes: bytes by number.
+
+    Returns:
+        The number of the allocation that found no room; None where all did.
+    """
+    blocks: dict[int, Block] = {}
+    for event in events:
+        if event == EMPTY_CACHE:
+            allocator.empty_cache()
+            allocator.reset_peak()
+        elif event >= 0:
+            try:
+                blocks[event] = allocator.allocate(sizes[event])
+            except NoRoom:
+                return event
+        else:
+            allocator.free(blocks.pop(~event))
+    return None
+
+
+def in_order(events: Iterable[int]) -> list[int]:
+    """The trace with what is freed between two allocations in the order of its numbers.
+
+    Where a container lets go of many tensors at once, as autocast of its cast weights, their order is that of addresses.
+    """
+    ordered: list[int] = []
+    freed: list[int] = []
+    for event in events:
+        if event < 0 and event != EMPTY_CACHE:
+            freed.append(event)
+            continue
+        ordered += sorted(freed, reverse=True)
+        freed.clear()
+        ordered.append(event)
+    return ordered + sorted(freed, reverse=True)
+
+
+def _room(block: Block) -> int:
+    behind = block.after
+    return block.size + (behind.size if behind is not None and not behind.mapped else 0)
+
+
+def _page(small: bool) -> int:
+    return SMALL_BUFFER if small else LARGE_BUFFER

@@ -1,0 +1,147 @@
+"""Stand-ins for the two parts of engines that fakes cannot run; all else is the engines' own code.
+
+They allocate what the originals do, and compute nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pytest_gputrain.worker.checks import CheckFailed
+
+_MIB: Final = 2**20
+
+
+class DistributedDataParallel(nn.Module):
+    """torch's, whose reducer is C++ and refuses fakes: buckets in which gradients are averaged, beside the gradients.
+
+    Rules are those of torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp. One bucket for
+    everything (``_ddp_init_helper``) is replaced, before the forward pass that follows the first exchange, by buckets of 1
+    and then 25 MiB in the order in which gradients came (``Reducer::rebuild_buckets``).
+
+    Not covered: eight bytes a parameter to note which were used, arguments that change how gradients are exchanged, and
+    sparse gradients.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, process_group: Any = None, broadcast_buffers: bool = True, **others: Any
+    ) -> None:
+        super().__init__()
+        if others:
+            raise CheckFailed(f"a dry run knows DistributedDataParallel without {', '.join(others)}")
+        self.module = module
+        self._size = dist.get_world_size(process_group)
+        self._exchanging = True
+        self._trained: list[Tensor] = [value for value in module.parameters() if value.requires_grad]
+        self._came: list[Tensor] | None = []
+        """Parameters in the order of their gradients; None once that is known."""
+        self._views: dict[Tensor, Tensor] = {}
+        """A parameter's place in its bucket."""
+        self._waiting: set[Tensor] = set()
+        self._make_buckets(self._trained, [sys.maxsize])
+        for value in self._trained:
+            value.register_post_accumulate_grad_hook(self._arrived)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._came:
+            came, self._came = self._came, None
+            self._make_buckets(came, [_MIB, 25 * _MIB])
+        self._waiting = set(self._trained) if torch.is_grad_enabled() and self._exchanging else set()
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As in the original."""
+        before, self._exchanging = self._exchanging, False
+        try:
+            yield
+        finally:
+            self._exchanging = before
+
+    def _make_buckets(self, values: list[Tensor], limits: list[int]) -> None:
+        self._views.clear()
+        for bucket in _assigned(values, limits):
+            gradients = torch.empty(sum(value.numel() for value in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+            parts = gradients.split([value.numel() for value in bucket])
+            self._views |= {value: part.view(value.shape) for value, part in zip(bucket, parts, strict=True)}
+
+    @torch.no_grad()
+    def _arrived(self, parameter: Tensor) -> None:
+        if parameter not in self._waiting:
+            return
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise CheckFailed("a dry run knows no sparse gradients under DistributedDataParallel")
+        if self._came is not None:
+            self._came.append(parameter)
+        torch.mul(parameter.grad, 1 / self._size, out=self._views[parameter])
+        self._waiting.remove(parameter)
+        if not self._waiting:
+            for value in self._trained:
+                assert value.grad is not None
+                value.grad.copy_(self._views[value])
+
+
+def _assigned(values: list[Tensor], limits: list[int]) -> list[list[Tensor]]:
+    """The buckets of ``compute_bucket_assignment_by_size``: those of one dtype are closed by the tensor that fills them."""
+    open_buckets: dict[torch.dtype, list[Tensor]] = {}
+    closed: dict[torch.dtype, int] = {}
+    buckets = []
+    for value in values:
+        bucket = open_buckets.setdefault(value.dtype, [])
+        bucket.append(value)
+        number = closed.get(value.dtype, 0)
+        if sum(other.numel() * other.itemsize for other in bucket) >= limits[min(number, len(limits) - 1)]:
+            buckets.append(open_buckets.pop(value.dtype))
+            closed[value.dtype] = number + 1
+    return buckets + list(open_buckets.values())
+
+
+class RowGradient:
+    """A sparse gradient of a table whose rows are known: a fake sparse tensor knows neither them nor how many are equal.
+
+    Sums are a CPU's; a GPU's take more for a moment.
+
+    Args:
+        ids: (rows,), each once, in order.
+        values: (rows, width).
+    """
+
+    def __init__(self, ids: Tensor, values: Tensor) -> None:
+        self._ids = ids
+        self._values = values
+
+    def indices(self) -> Tensor:
+        """(1, rows)."""
+        return self._ids.unsqueeze(0)
+
+    def values(self) -> Tensor:
+        """(rows, width)."""
+        return self._values
+
+    def __add__(self, other: RowGradient) -> RowGradient:
+        """Both one after the other, equal rows then merged in place (add_out_sparse_cpu of SparseTensorMath.cpp)."""
+        ids = torch.cat((self._ids, other._ids))
+        values = torch.cat((self._values, other._values))
+        once = ids.unique()
+        return RowGradient(ids[: len(once)].copy_(once), values[: len(once)])
+
+    def coalesce(self) -> RowGradient:
+        """Its rows are each there once."""
+        return self
+
+    def cpu(self) -> RowGradient:
+        """On the host."""
+        return RowGradient(self._ids.cpu(), self._values.cpu())
+
+
+def row_gradient(ids: Tensor, values: Tensor, rows: int) -> RowGradient:
+    """What `table_server.sparse` makes: a sorted copy."""
+    return RowGradient(ids.clone(), values.clone())

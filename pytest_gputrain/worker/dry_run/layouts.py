@@ -1,0 +1,89 @@
+"""Operators whose results torch lays out on fakes otherwise than its kernels do.
+
+Found by comparing, operator by operator, the results of real steps of every case with those of fakes of the same arguments:
+size, strides, type and storage of all others are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pytest_gputrain.records import Target
+
+_ATEN: Final = torch.ops.aten
+
+Layout = Callable[..., Any]
+"""Takes the place of an operator."""
+
+
+def layouts(target: Target) -> dict[Any, Layout]:
+    """What to call instead, by operator."""
+    found: dict[Any, Layout] = {
+        operator: _viewing(operator) for operator in (_ATEN.view.default, _ATEN._unsafe_view.default)
+    }
+    for operator in (_ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default):
+        found[operator] = _losing(operator)
+    found[_ATEN.clone.default] = _clone
+    if target.kind == "cpu":
+        # Autocast of a CPU leaves norms alone: halves meet weights of fp32. Of a GPU it runs them in fp32.
+        found[_ATEN.native_layer_norm.default] = _layer_norm
+        found[_ATEN.native_group_norm.default] = _group_norm
+        found[_ATEN.native_group_norm_backward.default] = _group_norm_backward
+    return found
+
+
+def _viewing(operator: Any) -> Layout:
+    """Strides of dimensions of one element, by which later operators take their memory format, differ from those of C++."""
+
+    def view(source: Any, shape: Any) -> Any:
+        with torch._C._DisableTorchDispatch():
+            bare = torch.empty((0,), dtype=source.dtype, device="meta")
+            bare.set_(source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+            element = operator(bare, shape)
+        return FakeTensor(source.fake_mode, element, source.fake_device)
+
+    return view
+
+
+def _losing(operator: Any) -> Layout:
+    """The kernel takes room for the loss of every element, and then shrinks the result to one number but not its storage."""
+
+    def loss(source: Tensor, target: Tensor, reduction: int = 1, *more: Any) -> Any:
+        if reduction == 0:
+            return operator(source, target, reduction, *more)
+        elements = torch.broadcast_shapes(source.shape, target.shape)
+        return source.new_empty(elements, dtype=torch.promote_types(source.dtype, target.dtype)).resize_(())
+
+    return loss
+
+
+def _clone(source: Tensor, **options: Any) -> Any:
+    """The clone of a sparse fake has no elements."""
+    if source.layout is not torch.sparse_coo:
+        return _ATEN.clone.default(source, **options)
+    indices, values = source._indices().clone(), source._values().clone()
+    return torch.sparse_coo_tensor(indices, values, source.shape, is_coalesced=source.is_coalesced(), check_invariants=False)
+
+
+def _layer_norm(source: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    result, *statistics = _ATEN.native_layer_norm.default(source, shape, weight, bias, eps)
+    return (result, *(_in_type_of(weight, part) for part in statistics))
+
+
+def _group_norm(source: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Any:
+    result, *statistics = _ATEN.native_group_norm.default(source, weight, bias, *sizes)
+    return (result, *(_in_type_of(weight, part) for part in statistics))
+
+
+def _group_norm_backward(grad: Tensor, source: Tensor, *others: Any) -> Any:
+    result, *parameters = _ATEN.native_group_norm_backward.default(grad, source, *others)
+    return (None if result is None else _in_type_of(source, result), *parameters)
+
+
+def _in_type_of(model: Tensor | None, tensor: Tensor) -> Tensor:
+    return tensor if model is None or model.dtype == tensor.dtype else tensor.to(model.dtype)

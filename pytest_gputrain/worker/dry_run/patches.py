@@ -1,0 +1,275 @@
+"""What a fake tensor needs to pass for a real one, and what CUDA does otherwise than a CPU: every patch, with its reason.
+
+Fakes are labelled ``cpu``, so that a torch without CUDA can run them. All patches are global: a dry run has a process of its
+own, and undoes them for tests that share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pytest_gputrain.records import Target
+from pytest_gputrain.worker.dry_run import attention, engines, zero
+from pytest_gputrain.worker.dry_run.values import keep, value_of
+
+_AUTOCAST_FP32: Final = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar rms_norm group_norm cosine_similarity poisson_nll_loss nll_loss nll_loss2d
+    cosine_embedding_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist cdist renorm logsumexp
+"""
+"""Operators that CUDA's autocast runs in fp32 (AT_FORALL_FP32 of ATen/autocast_mode.h); a CPU's leaves most alone."""
+
+_AUTOCAST_FP32_RESULT: Final = "prod softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList"
+"""Operators whose ``dtype`` it sets to fp32, where none is given (AT_FORALL_FP32_SET_OPT_DTYPE)."""
+
+
+@contextlib.contextmanager
+def patched(target: Target, device: torch.device) -> Iterator[None]:
+    """A context in which the recipe runs on fakes as it would on ``target``."""
+    with contextlib.ExitStack() as stack:
+        for patch in _for_fakes(target, device):
+            stack.enter_context(patch)
+        if target.kind == "cuda":
+            stack.enter_context(_FromPython(device))
+            for patch in _for_gpu(device):
+                stack.enter_context(patch)
+            if target.lists:
+                for patch in _for_lists():
+                    stack.enter_context(patch)
+            library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+            _register_cuda(library, target)
+        else:
+            # A process group of CPUs reduces in a copy.
+            for name in {"reduce_scatter_tensor", "reduce_scatter_single"} & set(vars(distributed)):
+                stack.enter_context(mock.patch.object(distributed, name, _reduce_scatter_by_gloo))
+        yield
+
+
+class _FromPython(TorchFunctionMode):
+    """Tensors of Python's numbers are made by C++, which has but one CPU and leaves out which of the two was meant."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self._gpu:
+            made = func(*args, **{**kwargs, "device": None})
+            return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
+        return func(*args, **kwargs)
+
+
+def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
+    # Module.to() swaps fakes instead of setting their data, and refuses those with weak references, as ours all have.
+    yield mock.patch.object(nn.Module, "_apply", _apply)
+    # Data that is set leaves a fake its device and its value.
+    yield mock.patch.object(FakeTensor, "data", property(Tensor.data.__get__, _set_data), create=True)  # type: ignore[attr-defined]
+    # Foreach optimizers, the default on a GPU, know two types of tensors only, and fakes are of a third.
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        types = sys.modules[module]._foreach_supported_types
+        yield mock.patch.object(sys.modules[module], "_foreach_supported_types", [*types, FakeTensor])
+    # DTensor asks fakes of its own for the shape of the whole, which nobody allocates.
+    if "torch.distributed.tensor" in sys.modules:
+        sharding = sys.modules["torch.distributed.tensor._sharding_prop"].ShardingPropagator
+        name = "_propagate_tensor_meta_non_cached"
+        yield mock.patch.object(sharding, name, _without_modes(getattr(sharding, name)))
+    for name in ("torch.nn.parallel", "pytest_gputrain.worker.parallel.data_parallel"):
+        yield mock.patch.object(sys.modules[name], "DistributedDataParallel", engines.DistributedDataParallel)
+    yield mock.patch("pytest_gputrain.worker.parallel.parameter_server.sparse", engines.row_gradient)
+    if "deepspeed" in sys.modules:
+        yield from zero.patches(device if target.kind == "cuda" else None)
+    if "transformers" in sys.modules:
+        # Takes fakes for tracing, for which it makes masks that a real run leaves out.
+        import transformers.utils.import_utils as transformers_utils
+
+        yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
+        if target.attention == "transformers-4.49":
+            import transformers.integrations.sdpa_attention as transformers_attention
+            import transformers.models.gemma2.modeling_gemma2 as gemma2
+
+            yield mock.patch.object(transformers_attention, "use_gqa_in_sdpa", _no)
+            yield mock.patch.object(gemma2, "eager_attention_forward", _uncapped)
+    if "bitsandbytes" in sys.modules:
+        import bitsandbytes
+
+        # A subclass of Parameter cannot be made of a fake: a plain one stands in, with the attributes that are read.
+        for module in (bitsandbytes.nn, bitsandbytes.nn.modules):
+            yield mock.patch.object(module, "Params4bit", _four_bits)
+        # A table of tensors, filled when first used: fakes must neither stay in it nor meet real ones there.
+        yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
+
+
+def _reduce_scatter_by_gloo(
+    output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+) -> None:
+    """Of the whole input, which all processes then have reduced, each keeps its part (ProcessGroupGloo.cpp)."""
+    output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
+
+
+def _uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    """Attention of Gemma 2 by transformers 4.49, which leaves the cap of the scores out and warns of it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+def _no(*values: object) -> bool:
+    # A mock would remember its arguments, and keep them alive.
+    return False
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return called
+
+
+def _for_gpu(device: torch.device) -> Iterator[Any]:
+    # FSDP knows one CPU.
+    yield mock.patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", return_value=device)
+
+
+def _for_lists() -> Iterator[Any]:
+    # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])
+
+
+def _register_cuda(library: Any, target: Target) -> None:
+    """CUDA's operators, where those of a CPU allocate otherwise."""
+    with warnings.catch_warnings():
+        # torch tells that a kernel is overridden, which is what this is for.
+        warnings.simplefilter("ignore", UserWarning)
+        # The kernel of attention decides whether the scores are ever whole in memory.
+        library.impl("scaled_dot_product_attention", attention.chooser(target), "AutogradCPU")
+        # A GPU keeps a mask of bool; a CPU one of the activations' type.
+        library.impl("dropout", _dropout, "AutogradCPU")
+        for name in _AUTOCAST_FP32.split():
+            _register_cast(library, name, _in_fp32)
+        for name in _AUTOCAST_FP32_RESULT.split():
+            _register_cast(library, name, _to_fp32)
+
+
+def _register_cast(library: Any, name: str, adapt: Callable[[Any, Any, Any], Any]) -> None:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return adapt(operator, args, kwargs)
+
+    library.impl(name, kernel, "AutocastCPU")
+
+
+def _in_fp32(operator: Any, args: Any, kwargs: Any) -> Any:
+    cast = [value.float() if _is_half(value) else value for value in args]
+    with torch._C._DisableAutocast():
+        return operator(*cast, **kwargs)
+
+
+def _to_fp32(operator: Any, args: Any, kwargs: Any) -> Any:
+    place = next(index for index, argument in enumerate(operator._schema.arguments) if argument.name == "dtype")
+    given = args[place] if place < len(args) else kwargs.get("dtype")
+    if given is None and _is_half(args[0]):
+        kwargs = {**kwargs, "dtype": torch.float32}
+        args = args[:place]
+    with torch._C._DisableAutocast():
+        return operator(*args, **kwargs)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0:
+        return values
+    kept: Tensor = torch.native_dropout(values, p, True)[0]
+    return kept
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`torch.nn.Module._apply` for tensors that keep their identity, as all but fakes do."""
+    if recurse:
+        for module in self.children():
+            module._apply(fn)
+    for parameter in self._parameters.values():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            applied = fn(parameter)
+        quantise = getattr(parameter, "quantise", None)
+        if quantise is not None and applied.device.type != "meta":
+            quantise()
+        elif applied is not parameter:
+            parameter.data = applied
+        if parameter.grad is not None:
+            with torch.no_grad():
+                parameter.grad.data = fn(parameter.grad)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
+
+
+def _set_data(tensor: Any, value: Any) -> None:
+    Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    if isinstance(value, FakeTensor):
+        tensor.fake_device = value.fake_device
+        keep(tensor, value_of(value))
+
+
+def _four_bits(
+    data: Tensor,
+    requires_grad: bool = False,
+    quant_state: Any = None,
+    blocksize: int = 64,
+    compress_statistics: bool = True,
+    quant_type: str = "fp4",
+    quant_storage: torch.dtype = torch.uint8,
+    module: Any = None,
+    bnb_quantized: bool = False,
+) -> nn.Parameter:
+    """What ``bitsandbytes.nn.Params4bit`` makes; moving it to its device quantises it, see `_apply`."""
+    parameter: Any = nn.Parameter(data, requires_grad=requires_grad)
+
+    def quantise() -> None:
+        import bitsandbytes
+
+        packed, state = bitsandbytes.functional.quantize_4bit(
+            parameter.data,
+            blocksize=blocksize,
+            compress_statistics=compress_statistics,
+            quant_type=quant_type,
+            quant_storage=quant_storage,
+        )
+        parameter.data = packed
+        parameter.quant_state = state
+        parameter.bnb_quantized = True
+        parameter.quantise = None
+        if module is not None:
+            module.quant_state = state
+
+    parameter.quantise = None if bnb_quantized else quantise
+    parameter.quant_state = quant_state
+    parameter.blocksize = blocksize
+    parameter.compress_statistics = compress_statistics
+    parameter.quant_type = quant_type
+    parameter.quant_storage = quant_storage
+    parameter.bnb_quantized = bnb_quantized
+    made: nn.Parameter = parameter
+    return made

@@ -1,0 +1,163 @@
+"""Values of small fake tensors: what shapes and branches of a model depend on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pytest_gputrain.worker.dry_run.shapes import Shapes
+
+LIMIT: Final = 2**18
+"""Elements of the largest tensor whose values are kept: token ids and masks of a batch are, activations are not."""
+
+_ATEN: Final = torch.ops.aten
+_INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64})
+_MAKERS: Final = frozenset(
+    getattr(_ATEN, name) for name in ("arange", "zeros", "ones", "full", "randint", "scalar_tensor", "linspace", "eye")
+)
+"""Operators without tensor arguments whose result is known."""
+_SCALAR: Final = _ATEN._local_scalar_dense.default
+_INDEX: Final = _ATEN.index.Tensor
+_SELECT: Final = _ATEN.masked_select.default
+_DYNAMIC: Final = torch.Tag.dynamic_output_shape
+
+_NAME: Final = "_gputrain_value"
+
+
+def value_of(tensor: Tensor) -> Tensor | None:
+    """The contents of a tensor that may be fake, None where they are not known."""
+    return getattr(tensor, _NAME, None) if isinstance(tensor, FakeTensor) else tensor
+
+
+def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], shapes: Shapes) -> Any:
+    """``func(*args, **kwargs)`` on fakes, and on their values where all of them are known.
+
+    Args:
+        tensors: those among the arguments.
+        shapes: remembers calls.
+
+    A scalar that is read without being known is 0.0 if it is a float, which tells the loss scaler that nothing overflowed.
+    DeepSpeed asks that of integers.
+    """
+    if not tensors:
+        result = func(*args, **kwargs)
+        if func.overloadpacket in _MAKERS and _is_small(result):
+            keep(result, _real(func, args, kwargs))
+        return result
+    if func is _SCALAR:
+        return _read(tensors[0], func)
+    known = all(value_of(tensor) is not None for tensor in tensors)
+    if _DYNAMIC in func.tags and (known or func in (_INDEX, _SELECT)):
+        return _made_of(_real(func, args, kwargs), tensors) if known else _taken(func, *args)
+    result = shapes.call(func, args, kwargs, tensors)
+    if known:
+        if all(_is_small(part) for part in _parts(result)):
+            keep(result, _real(func, args, kwargs))
+    elif func._schema.is_mutable:
+        _forget(func, args)
+    return result
+
+
+def _read(tensor: Tensor, func: Any) -> Any:
+    value = value_of(tensor)
+    if value is not None:
+        with _disable_current_modes():
+            return value.item()
+    if tensor.is_floating_point():
+        return 0.0
+    return False if _asked_by("deepspeed") else func(tensor)
+
+
+def _asked_by(package: str) -> bool:
+    """Whether the code that reads a scalar is the package's own."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pytest_gputrain.worker.dry_run."):
+        frame = frame.f_back
+    return bool(frame.f_globals.get("__name__", "").startswith(f"{package}."))
+
+
+def _forget(func: Any, args: tuple[Any, ...]) -> None:
+    """What the operator wrote to is no longer known."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.is_write:
+            for part in _parts(value):
+                setattr(part, _NAME, None)
+
+
+def _taken(func: Any, source: Tensor, indices: Any) -> Any:
+    """Elements of an unknown tensor by indices; a mask among them must be known."""
+    if func is _SELECT:
+        return source.new_empty((_count(indices),))
+    first = indices[0]
+    if len(indices) == 1 and first is not None and first.dtype == torch.bool:
+        return source.new_empty((_count(first), *source.shape[first.dim() :]))
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            places += [source.new_empty((_count(index),), dtype=torch.int64)] * index.dim()
+        else:
+            places.append(index)
+    return _INDEX(source, places)
+
+
+def _count(mask: Tensor) -> int:
+    value = value_of(mask)
+    if value is None:
+        raise RuntimeError("a mask decides on the shape of a result, and its values are not known in a dry run")
+    with _disable_current_modes():
+        return int(value.sum())
+
+
+def _real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _disable_current_modes():
+        return func(*map_tensors(args, value_of), **map_tensors(kwargs, value_of))
+
+
+def _made_of(real: Any, tensors: list[Tensor]) -> Any:
+    """Fakes of what was computed."""
+    if isinstance(real, Tensor):
+        fake = tensors[0].new_empty(real.shape, dtype=real.dtype)
+        keep(fake, real)
+        return fake
+    return type(real)(_made_of(part, tensors) for part in real)
+
+
+def keep(result: Any, real: Any) -> None:
+    """Remember the contents of fakes."""
+    if isinstance(result, FakeTensor):
+        setattr(result, _NAME, real)
+    elif isinstance(result, list | tuple):
+        for part, value in zip(result, real, strict=True):
+            keep(part, value)
+
+
+def _is_small(tensor: Any) -> bool:
+    # An expanded tensor has many elements over a small storage.
+    return not isinstance(tensor, Tensor) or (
+        tensor.untyped_storage().nbytes() <= 8 * LIMIT and (tensor.numel() <= LIMIT or tensor.dtype in _INTEGERS)
+    )
+
+
+def _parts(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The value with its tensors changed, in lists, tuples and dicts too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(part, change) for part in value)
+    if isinstance(value, dict):
+        return {name: map_tensors(part, change) for name, part in value.items()}
+    return value

@@ -1,0 +1,248 @@
+"""``--gpu-dry-run``: predictions of cases, without the device and without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from plugin_project import SUITE, Project, assert_refused, only_sentence, skips
+
+from pytest_gputrain.dry_run.store import PredictionStore, Recorded
+from pytest_gputrain.records import Case, LiveTensor, OperatorWork, Prediction, Target
+from pytest_gputrain.units import GiB
+
+DRY = ("--gpu-dry-run", "--gpu-platform=h100")
+
+OWN = """
+def build(setup):
+    import torch
+
+    weight = torch.zeros(1024, {width}, device=setup.device, requires_grad=True)
+
+    def step():
+        loss = (weight * 2).sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def test_it(gputrain):
+    gputrain.check(build, precision="fp32")
+"""
+TEST = "test_it"
+
+ZOO = """
+import pytest
+from pytest_gputrain import Case, grid
+
+CASES = grid(Case(precision="fp32", batch_size=4), model=["wide-deep", "ctr-dnn"], platforms=["h100"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tables(gputrain, case):
+    gputrain.check(case)
+"""
+
+
+def own(project: Project, width: int) -> None:
+    (project.path / "test_mine.py").write_text(OWN.format(width=width))
+
+
+def predictions(project: Project, suite: str = "mine", platform: str = "h100") -> Path:
+    return project.baseline_file(suite, f"dry-run/{platform}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [([], "none is named"), (["-m", "h100 or a100"], "-m names h100, a100"), (["-m", "not h100"], "none is named")],
+)
+def test_it_needs_one_platform(project: Project, arguments: list[str], found: str) -> None:
+    own(project, 1024)
+    sentence = f"--gpu-dry-run predicts for one platform, and {found}; add --gpu-platform=h100, or -m h100"
+    assert_refused(project, sentence, "--gpu-dry-run", *arguments)
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["--gpu-find-batch", "--gpu-loss=20", "--gpu-baseline=published", "--gpu-runs=3", "--gpu-isolation=inline"],
+)
+def test_what_it_cannot_do_is_refused(project: Project, other: str) -> None:
+    own(project, 1024)
+    flag = other.removesuffix("=20")
+    sentence = f"--gpu-dry-run and {flag} contradict each other: it trains nothing, and compares with recorded predictions"
+    assert_refused(project, sentence, *DRY, other)
+
+
+def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(project: Project) -> None:
+    own(project, 1024)
+    assert "has no recorded prediction for H100" in only_sentence(project.run(*DRY, "--gpu-strict"), TEST)
+    project.run(*DRY, "--gpu-baseline-update").stdout.fnmatch_lines(["*1 baseline recorded in *dry-run/h100/mine.json*"])
+    before = predictions(project).read_bytes()
+    project.run(*DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
+    assert predictions(project).read_bytes() == before, "the same prediction is the same bytes"
+    project.run(*DRY, "--gpu-strict").assert_outcomes(passed=1)
+    own(project, 2048)
+    sentence = only_sentence(project.run(*DRY), TEST)
+    assert sentence.startswith(
+        "build-fp32 needs 12.0 MiB (100.0 %) more in backward, 24.0 MiB against 12.0 MiB allocated, most of it 16.0 MiB "
+        "(2 x float32[1024, 2048] by mul in backward), and more in build and forward and optimizer; moves "
+    )
+
+
+def test_what_does_not_fit_fails_until_that_is_recorded(project: Project) -> None:
+    own(project, 40_000_000)
+    sentence = only_sentence(project.run(*DRY), TEST)
+    assert "does not fit H100" in sentence
+    assert "float32[1024, 40000000]" in sentence
+    project.run(*DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
+    result = project.run(*DRY, "--gpu-strict", "--gpu-json=report.json")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*does not fit: build-fp32*"])
+    assert project.report()["results"][0]["prediction"]["fits"] is False
+
+
+def test_code_that_cannot_run_fails_with_its_reason(project: Project) -> None:
+    project.write(test_mine=OWN.format(width=8).replace("import torch\n", "import torch; 1 / 0\n"))
+    assert "ZeroDivisionError" in only_sentence(project.run(*DRY), TEST)
+
+
+def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project) -> None:
+    pytest.importorskip("xdist")
+    project.write(test_tables=ZOO)
+    project.spawn("-m", "h100", "--gpu-dry-run", "-n2", "--gpu-baseline-update").assert_outcomes(passed=2)
+    assert set(msgspec.json.decode(predictions(project, "tables").read_bytes())["cases"]) == {
+        "wide-deep-full-fp32",
+        "ctr-dnn-full-fp32",
+    }
+    result = project.run("-m", "h100", "--gpu-dry-run", "--gpu-strict", "--gpu-json=report.json")
+    result.assert_outcomes(passed=2)
+    assert set(project.verdicts().values()) == {"pass"}
+    result.stdout.fnmatch_lines(["tables on H100 x1 (dry run), full scale*", "*predicted for h100*nothing was trained"])
+
+
+def test_a_known_prediction_is_not_made_again(project: Project) -> None:
+    project.write(test_tables=ZOO)
+    (project.path / "conftest.py").write_text(
+        """
+from pytest_gputrain import launch
+
+real = launch.predict
+
+
+def predict(task, **arguments):
+    with open("predicted", "a") as log:
+        log.write("x")
+    return real(task, **arguments)
+
+
+launch.predict = predict
+
+
+def pytest_unconfigure():
+    launch.predict = real
+"""
+    )
+    for _ in range(2):
+        project.run(*DRY, "-k", "wide-deep").assert_outcomes(passed=1, deselected=1)
+    assert (project.path / "predicted").read_text() == "x"
+    project.run(*DRY, "-k", "wide-deep", "--cache-clear")
+    assert (project.path / "predicted").read_text() == "xx"
+
+
+def test_a_platform_that_a_case_is_not_declared_for_is_skipped(project: Project) -> None:
+    project.write(test_tables=ZOO)
+    result = project.run("--gpu-dry-run", "--gpu-platform=a100")
+    assert set(skips(result).values()) == {"not declared for a100, which this dry run predicts for"}
+
+
+def test_memory_can_be_compared_and_time_cannot(project: Project) -> None:
+    own(project, 1024)
+    with (project.path / "test_mine.py").open("a") as file:
+        file.write(
+            """
+
+def test_memory(gputrain):
+    assert gputrain.measure(build, precision="fp32").peak_allocated_bytes > 4 * 2**20
+
+
+def test_time(gputrain):
+    assert gputrain.measure(build, precision="fp32").median_step_seconds > 0
+
+
+def test_closure(gputrain):
+    gputrain.check(lambda setup: build(setup), inline=True)
+
+
+def test_typo(gputrain):
+    import pytest
+
+    with pytest.raises(AttributeError, match="a prediction has no peak_alocated"):
+        gputrain.measure(build, precision="fp32").peak_alocated
+"""
+        )
+    result = project.run(*DRY)
+    result.assert_outcomes(passed=3, skipped=2)
+    assert skips(result) == {
+        "test_time": "a dry run predicts no median_step_seconds",
+        "test_closure": "runs inline, but a dry run takes a process of its own",
+    }
+
+
+def foretold(**fields: object) -> Prediction:
+    peaks = {"build": GiB, "forward": GiB, "backward": GiB, "optimizer": GiB}
+    row = LiveTensor(bytes=GiB, count=1, operator="aten.mm", phase="forward", shape=(2, 2), dtype="bfloat16")
+    known = {
+        "target": Target(marker="h100", kind="cuda"),
+        "fidelity": "cuda-rules",
+        "parameters": 1,
+        "trainable_parameters": 1,
+        "model_bytes": GiB,
+        "peak_allocated_bytes": GiB,
+        "peak_phase": "forward",
+        "phase_peak_bytes": peaks,
+        "largest": {"forward": (row,)},
+        "peak_reserved_bytes": GiB,
+        "fits": True,
+        "flops_per_step": 1,
+        "recomputed_flops_per_step": 0,
+        "bytes_per_step": 1,
+        "operators": {"aten.mm": OperatorWork(calls=1, flops=1, bytes=1)},
+        "packages": {"torch": "2.13.0"},
+    }
+    return msgspec.convert({**known, **fields}, Prediction, from_attributes=True)
+
+
+def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(suite: Project) -> None:
+    base = Case(batch_size=2, sequence_length=8192, method="lora")
+    seconds = {"llama-3.1-8b": (2.0, False), "gemma-7b": (3.0, True), "llama-2-13b": (1.0, True)}
+    PredictionStore(suite.path / "baselines").update(
+        "h100",
+        "tuning",
+        {
+            f"{model}-lora-bf16": Recorded(
+                case=base.replace(model=model), scale="full", predictions=(foretold(roofline_seconds=time, fits=fits),)
+            )
+            for model, (time, fits) in seconds.items()
+        },
+    )
+    result = suite.run("-m", "h100")
+    assert [launched["id"].split("-lora")[0] for launched in suite.launches] == ["llama-2-13b", "gemma-7b", "llama-3.1-8b"]
+    result.stdout.fnmatch_lines(["gputrain: predicted not to fit h100, and run last: llama-3.1-8b-lora-bf16"])
+
+
+def test_without_predictions_a_real_run_keeps_its_order(suite: Project) -> None:
+    suite.write(test_tuning=SUITE)
+    suite.run("-m", "h100")
+    assert [launched["id"].split("-lora")[0] for launched in suite.launches] == ["llama-3.1-8b", "gemma-7b", "llama-2-13b"]
+
+
+def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project) -> None:
+    project.write(test_tables=ZOO)
+    project.run("-m", "cpu", "--gpu-dry-run", "-k", "ctr", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=1)
+    (result,) = project.report()["results"]
+    project.run("-m", "cpu", "-k", "ctr", "--gpu-json=real.json")
+    (real,) = project.report("real.json")["results"]
+    assert result["scale"] == real["scale"] == "tiny"
+    assert result["prediction"]["peak_allocated_bytes"] == real["replies"][0]["peak_allocated_bytes"]

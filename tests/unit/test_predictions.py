@@ -1,0 +1,362 @@
+"""Recorded predictions: how they are kept, compared, found again, and what they tell."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from unit_examples import CASE, live_tensor, prediction, values_of
+
+from pytest_gputrain.baselines import BaselineError
+from pytest_gputrain.dry_run import cache as cache_module
+from pytest_gputrain.dry_run.cache import Cache
+from pytest_gputrain.dry_run.forecast import Forecast
+from pytest_gputrain.dry_run.judge import judge
+from pytest_gputrain.dry_run.remedies import remedy
+from pytest_gputrain.dry_run.store import MOST_CONDITIONS, PredictionStore, Recorded
+from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.records import Case, OperatorWork, Prediction, Task, Verdict
+from pytest_gputrain.units import GiB
+
+TOLERANCE = MemoryTolerance(ratio=0.02)
+LOGITS = live_tensor(bytes=9 * GiB)
+
+
+def recorded(*predictions: Prediction, case: Case = CASE) -> Recorded:
+    return Recorded(case=case, scale="full", predictions=predictions)
+
+
+def judged(now: Prediction, *before: Prediction, case: Case = CASE) -> Verdict:
+    return judge(CASE, now, recorded(*before, case=case) if before else None, TOLERANCE, "H100")
+
+
+def unfit(**fields: Any) -> Prediction:
+    return prediction(**{"fits": False, "refused": LOGITS, "peak_reserved_bytes": 99 * GiB, **fields})
+
+
+def test_the_same_passes() -> None:
+    assert judged(prediction(), prediction()).status == "pass"
+
+
+@pytest.mark.parametrize("field", ["flops_per_step", "recomputed_flops_per_step", "bytes_per_step"])
+@pytest.mark.parametrize(("change", "status"), [(1, "regressed"), (-1, "improved")])
+def test_counters_are_exact(field: str, change: int, status: str) -> None:
+    now = prediction(**{field: getattr(prediction(), field) + change})
+    assert judged(now, prediction()).status == status
+
+
+@pytest.mark.parametrize("phase", ["build", "forward", "backward", "optimizer"])
+@pytest.mark.parametrize(("change", "status"), [(512, "regressed"), (-512, "improved")])
+def test_peaks_of_every_phase_are_exact(phase: str, change: int, status: str) -> None:
+    peaks = prediction().phase_peak_bytes
+    verdict = judged(prediction(phase_peak_bytes={**peaks, phase: peaks[phase] + change}), prediction())
+    assert verdict.status == status
+    assert f" in {phase}," in verdict.sentence
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(1.019, "pass"), (1.03, "regressed"), (0.985, "pass"), (0.97, "improved")])
+def test_what_the_allocator_holds_has_a_tolerance(ratio: float, status: str) -> None:
+    assert judged(prediction(peak_reserved_bytes=round(35 * GiB * ratio)), prediction()).status == status
+
+
+def test_growth_beside_shrinking_is_a_regression() -> None:
+    verdict = judged(prediction(flops_per_step=1, bytes_per_step=2 * 10**12), prediction())
+    assert verdict.status == "regressed"
+    assert "computes" not in verdict.sentence
+
+
+def test_the_tensors_and_operators_behind_a_regression_are_named() -> None:
+    peaks = prediction().phase_peak_bytes
+    new = live_tensor(bytes=15 * GiB, count=291, operator="aten._foreach_sqrt", phase="optimizer", shape=(4096, 4096))
+    largest = {**prediction().largest, "optimizer": (new, live_tensor())}
+    operators = {"aten.mm": OperatorWork(calls=449, flops=10**15, bytes=9 * 10**11 + 10**9)}
+    operators["aten._foreach_sqrt"] = OperatorWork(calls=7, flops=0, bytes=10**10)
+    now = prediction(
+        phase_peak_bytes={**peaks, "optimizer": 35 * GiB},
+        largest=largest,
+        operators=operators,
+        bytes_per_step=10**12 + 11 * 10**9,
+    )
+    sentence = judged(now, prediction()).sentence
+    assert sentence.startswith(
+        f"{CASE} needs 15.0 GiB (75.0 %) more in optimizer, 35.0 GiB against 20.0 GiB allocated, most of it 15.0 GiB "
+        "(291 x bfloat16[4096, 4096] by _foreach_sqrt in optimizer)"
+    )
+    assert "most of it _foreach_sqrt (+9.31 GiB in +7 calls)" in sentence
+
+
+def test_tensors_that_went_are_named_too() -> None:
+    peaks = prediction().phase_peak_bytes
+    before = prediction(phase_peak_bytes={**peaks, "forward": 39 * GiB}, largest={"forward": (LOGITS,)})
+    verdict = judged(prediction(largest={"forward": ()}), before)
+    assert verdict.status == "improved"
+    assert "most of it was 9.00 GiB (bfloat16[16384, 128256] by _log_softmax in forward)" in verdict.sentence
+
+
+def test_other_libraries_are_other_conditions() -> None:
+    now = prediction(packages={"torch": "2.14.0", "transformers": "5.23.0"}, bytes_per_step=2 * 10**12)
+    verdict = judged(now, prediction())
+    assert verdict.status == "not-comparable"
+    assert "torch 2.13.0 -> 2.14.0" in verdict.sentence
+    assert "moves 931 GiB (100.0 %) more a step" in verdict.sentence
+
+
+def test_the_prediction_of_the_same_libraries_counts_among_several() -> None:
+    older = prediction(packages={"torch": "2.12.0"}, flops_per_step=1)
+    assert judged(prediction(), older, prediction()).status == "pass"
+    assert judged(prediction(), prediction(), older).status == "pass"
+
+
+def test_another_card_is_another_condition() -> None:
+    target = msgspec.structs.replace(prediction().target, memory_bytes=40 * GiB)
+    verdict = judged(prediction(target=target), prediction())
+    assert verdict.status == "not-comparable"
+    assert "memory bytes" in verdict.sentence
+
+
+def test_a_case_that_was_declared_otherwise_is_not_compared() -> None:
+    verdict = judged(prediction(), prediction(), case=CASE.replace(batch_size=4))
+    assert verdict.status == "not-comparable"
+    assert "batch_size" in verdict.sentence
+
+
+def test_without_a_record_what_fits_is_new_and_what_does_not_fails() -> None:
+    assert judged(prediction()).status == "new"
+    verdict = judged(unfit())
+    assert verdict.status == "failed"
+    assert "does not fit H100 (79.0 GiB): it needs 99.5 GiB, and runs out in forward for 9.00 GiB" in verdict.sentence
+
+
+def test_what_is_recorded_not_to_fit_passes() -> None:
+    assert judged(unfit(), unfit()).status == "pass"
+
+
+def test_no_longer_fitting_is_a_regression_and_fitting_again_is_none() -> None:
+    worse = judged(unfit(peak_reserved_bytes=35 * GiB), prediction())
+    assert worse.status == "regressed"
+    assert "no longer fits: it does not fit H100" in worse.sentence
+    assert judged(prediction(), unfit(peak_reserved_bytes=35 * GiB)).status == "improved"
+
+
+@given(values_of(Prediction))
+def test_any_prediction_equals_itself(one: Prediction) -> None:
+    assume((one.peak_reserved_bytes or 0) >= 0)
+    assert judge(CASE, one, recorded(one), TOLERANCE, "H100").status == "pass"
+
+
+@settings(max_examples=30)
+@given(values_of(Prediction), values_of(Case))
+def test_any_record_survives_its_file(tmp_path_factory: pytest.TempPathFactory, one: Prediction, case: Case) -> None:
+    folder = tmp_path_factory.mktemp("baselines")
+    PredictionStore(folder).update("h100", "llm", {"a": recorded(one, case=case)})
+    assert PredictionStore(folder).get("h100", "llm", "a") == recorded(one, case=case)
+
+
+def versions(number: int) -> Prediction:
+    return prediction(packages={"torch": f"2.{number}.0"})
+
+
+def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path: Path) -> None:
+    store = PredictionStore(tmp_path)
+    store.update("h100", "llm", {"a": recorded(versions(1), versions(2)), "b": recorded(versions(1))})
+    store.update("h100", "llm", {"a": recorded(msgspec.structs.replace(versions(1), flops_per_step=5))})
+    a, b = (PredictionStore(tmp_path).get("h100", "llm", key) for key in "ab")
+    assert a is not None
+    assert b is not None
+    assert {one.packages["torch"]: one.flops_per_step for one in a.predictions} == {"2.2.0": 10**15, "2.1.0": 5}
+    assert b.predictions == (versions(1),)
+
+
+def test_the_oldest_conditions_make_room(tmp_path: Path) -> None:
+    for number in range(MOST_CONDITIONS + 1):
+        PredictionStore(tmp_path).update("h100", "llm", {"a": recorded(versions(number))})
+    known = PredictionStore(tmp_path).get("h100", "llm", "a")
+    assert known is not None
+    assert {one.packages["torch"] for one in known.predictions} == {f"2.{n}.0" for n in range(1, MOST_CONDITIONS + 1)}
+
+
+def test_predictions_of_another_declaration_go(tmp_path: Path) -> None:
+    store = PredictionStore(tmp_path)
+    store.update("h100", "llm", {"a": recorded(versions(1))})
+    store.update("h100", "llm", {"a": recorded(versions(2), case=CASE.replace(batch_size=4))})
+    known = store.get("h100", "llm", "a")
+    assert known is not None
+    assert known.predictions == (versions(2),)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (('"h100"', '"a100"'), "says that it holds llm on a100"),
+        (('"conditions": {', '"conditions_": {'), "is not a file of recorded predictions"),
+        (('"flops_per_step": 1000000000000000', '"flops_per_step": "many"'), "holds no sound prediction for a"),
+    ],
+)
+def test_a_broken_file_is_told(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
+    path = PredictionStore(tmp_path).update("h100", "llm", {"a": recorded(prediction())})
+    text = path.read_text()
+    assert change[0] in text
+    path.write_text(text.replace(*change, 1))
+    with pytest.raises(BaselineError, match=sentence):
+        PredictionStore(tmp_path).get("h100", "llm", "a")
+
+
+TASK = Task(case=CASE, scale="full", device_type="cpu", root=".", target=prediction().target)
+
+
+def test_a_prediction_is_found_again(tmp_path: Path) -> None:
+    Cache(tmp_path).put(TASK, prediction())
+    assert Cache(tmp_path).get(TASK) == prediction()
+    longer = msgspec.structs.replace(TASK, case=CASE.replace(steps=99))
+    assert Cache(tmp_path).get(longer) == prediction()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        msgspec.structs.replace(TASK, case=CASE.replace(batch_size=4)),
+        msgspec.structs.replace(TASK, scale="tiny"),
+        msgspec.structs.replace(TASK, processes=8),
+        msgspec.structs.replace(TASK, target=msgspec.structs.replace(prediction().target, capability=(7, 0))),
+    ],
+)
+def test_another_task_is_not(tmp_path: Path, other: Task) -> None:
+    Cache(tmp_path).put(TASK, prediction())
+    assert Cache(tmp_path).get(other) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("library_versions", lambda case: {"torch": "9"}), ("_own_code", lambda: "changed"), ("_is_local", lambda name: True)],
+)
+def test_other_code_is_predicted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    monkeypatch.setattr(cache_module, "library_versions", lambda case: {"torch": "2.13.0"})
+    monkeypatch.setattr(cache_module, "_is_local", lambda name: False)
+    Cache(tmp_path).put(TASK, prediction())
+    assert Cache(tmp_path).get(TASK) is not None
+    monkeypatch.setattr(cache_module, name, value)
+    assert Cache(tmp_path).get(TASK) is None
+
+
+def test_own_code_is_never_remembered(tmp_path: Path) -> None:
+    task = msgspec.structs.replace(TASK, case=Case(model="mine", method="custom", code="test_it.py::mine"))
+    Cache(tmp_path).put(task, prediction())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_cache_remembers_nothing(tmp_path: Path) -> None:
+    Cache(tmp_path).put(TASK, prediction())
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"{")
+    assert Cache(tmp_path).get(TASK) is None
+
+
+class Machine:
+    """Predicts that a case fits if these knobs have these values."""
+
+    def __init__(self, **cures: Any) -> None:
+        self.cures = cures
+        self.asked: list[Case] = []
+
+    def __call__(self, case: Case) -> Prediction:
+        self.asked.append(case)
+        fits = bool(self.cures) and all(getattr(case, knob) == value for knob, value in self.cures.items())
+        return prediction(fits=True) if fits else unfit()
+
+
+BIG = CASE.replace(batch_size=8, activation_checkpointing=False)
+
+
+@pytest.mark.parametrize(
+    ("cures", "sentence", "tries"),
+    [
+        ({"optimizer": "adamw-fused"}, "optimizer=adamw-fused makes it fit, in 35.5 GiB", 1),
+        ({"activation_checkpointing": True}, "activation_checkpointing=true makes it fit, in 35.5 GiB", 2),
+        ({"batch_size": 4}, "batch_size=4, gradient_accumulation=2 makes it fit, in 35.5 GiB", 3),
+        ({"batch_size": 1, "activation_checkpointing": True}, "batch_size=1, gradient_accumulation=8, activation_", 5),
+        ({}, "makes it fit, which needs 99.5 GiB; spread it over more GPUs (parallel=fsdp)", 5),
+    ],
+)
+def test_the_cheapest_change_that_fits_is_told(cures: dict[str, Any], sentence: str, tries: int) -> None:
+    machine = Machine(**cures)
+    assert sentence in remedy(BIG, unfit(), machine)
+    assert len(machine.asked) == tries
+
+
+def test_a_remedy_trains_on_as_many_samples() -> None:
+    machine = Machine()
+    remedy(BIG.replace(gradient_accumulation=3), unfit(), machine)
+    assert {case.batch_size * case.gradient_accumulation for case in machine.asked} == {24}
+
+
+def test_logits_at_the_peak_are_told() -> None:
+    words = "9.00 GiB at the peak are logits (128,256 words wide), which a loss fused with the output layer never holds"
+    assert words in remedy(BIG, unfit(largest={"backward": (LOGITS,)}), Machine())
+    assert "logits" not in remedy(BIG, unfit(largest={"backward": (live_tensor(shape=(4096,)),)}), Machine())
+
+
+def case_of(name: str) -> Case:
+    return CASE.replace(model=name)
+
+
+FORETOLD = {
+    "llama-3.1-8b": prediction(roofline_seconds=3.0),
+    "gemma-7b": prediction(roofline_seconds=1.0),
+    "phi-3-mini-128k": unfit(roofline_seconds=0.1),
+    "llama-2-13b": prediction(roofline_seconds=2.0),
+}
+
+
+@pytest.fixture
+def forecast(tmp_path: Path) -> Forecast:
+    entries = {str(case_of(name)): recorded(one, case=case_of(name)) for name, one in FORETOLD.items()}
+    PredictionStore(tmp_path).update("h100", "llm", entries)
+    return Forecast(tmp_path, "h100")
+
+
+def test_short_tests_first_unknown_later_unfit_last(forecast: Forecast) -> None:
+    names = [*FORETOLD, "gemma-2-9b"]
+    for order in itertools.islice(itertools.permutations(names), 0, None, 7):
+        tests = [("a", name) for name in order]
+        forecast.order(tests, lambda test: test[0], lambda test: ("llm", [case_of(test[1])]))
+        assert [name for _, name in tests] == ["gemma-7b", "llama-2-13b", "llama-3.1-8b", "gemma-2-9b", "phi-3-mini-128k"]
+
+
+def test_files_and_other_tests_keep_their_places(forecast: Forecast) -> None:
+    tests = [("a", "llama-3.1-8b"), ("a", ""), ("b", "phi-3-mini-128k"), ("a", "gemma-7b"), ("b", "gemma-7b"), ("b", "")]
+    forecast.order(tests, lambda test: test[0], lambda test: ("llm", [case_of(test[1])] if test[1] else []))
+    assert tests == [
+        ("a", "gemma-7b"),
+        ("a", ""),
+        ("b", "gemma-7b"),
+        ("a", "llama-3.1-8b"),
+        ("b", "phi-3-mini-128k"),
+        ("b", ""),
+    ]
+
+
+@given(st.randoms(use_true_random=False))
+def test_nothing_known_changes_nothing(shuffle: random.Random) -> None:
+    tests = [("a", name) for name in FORETOLD]
+    shuffle.shuffle(tests)
+    before = list(tests)
+    Forecast(Path("/nowhere"), "h100").order(tests, lambda test: test[0], lambda test: ("llm", [case_of(test[1])]))
+    assert tests == before
+
+
+def test_a_prediction_of_another_declaration_is_none_of_this_case(forecast: Forecast) -> None:
+    assert forecast.is_unfit("llm", case_of("phi-3-mini-128k"))
+    assert not forecast.is_unfit("llm", case_of("phi-3-mini-128k").replace(batch_size=1))
+
+
+@given(st.sampled_from(["h100", "h100 and not slow", "not (a100 or slow) and h100"]))
+def test_platforms_of_an_expression(expression: str) -> None:
+    from pytest_gputrain.selection import platforms_named
+
+    assert platforms_named(expression) == ["h100"]

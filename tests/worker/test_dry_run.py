@@ -1,0 +1,206 @@
+"""A dry run by the rules of a CPU, against what the worker counts there in real steps."""
+
+from unittest import mock
+
+import bitsandbytes
+import msgspec
+import pytest
+import torch
+from zoo_examples import example, run
+
+from pytest_gputrain import Case, launch
+from pytest_gputrain.cases import PRECISIONS
+from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
+from pytest_gputrain.units import GiB, MiB
+from pytest_gputrain.worker.dry_run.predict import predict
+from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.progress import Progress
+
+CPU = Target(marker="cpu", kind="cpu")
+H100 = Target(
+    marker="h100",
+    kind="cuda",
+    memory_bytes=80 * GiB,
+    peak_flops={"fp32": 67e12, "bf16": 989.4e12, "fp16": 989.4e12},
+    bandwidth=3.35e12,
+)
+
+LLAMA = example("llama-3.1-8b", activation_checkpointing=True)
+OWN = Case(model="own", method="custom", precision="fp32", code="here")
+# The quickest; `test_dry_run_suite` has every model of the suite.
+ONE_OF_EACH_FAMILY = [
+    "phi-3-mini-128k",
+    "bert-large",
+    "transformer-big",
+    "resnet-50",
+    "sd3",
+    "hunyuan-video",
+    "qwen2-vl-2b",
+    "word2vec",
+    "ctr-dnn",
+]
+
+
+def predicted(case, target=CPU, builder=None, scale="tiny"):
+    task = Task(case=case, scale=scale, device_type="cpu", root=".", target=target)
+    reply = predict(task, Progress(None), builder)
+    assert isinstance(reply, Prediction), reply
+    return reply
+
+
+def compare(case, builder=None):
+    load(case)  # which makes tensors that are none of the training's
+    # A table that bitsandbytes makes when it first quantises is of the training.
+    with mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True):
+        real = run(case.replace(steps=1, warmup=0), builder)
+    assert isinstance(real, Measurement), real
+    prediction = predicted(case, builder=builder)
+    assert prediction.peak_allocated_bytes == real.peak_allocated_bytes
+    assert prediction.model_bytes == real.model_bytes
+    assert prediction.parameters == real.parameters
+    assert prediction.trainable_parameters == real.trainable_parameters
+    assert prediction.flops_per_step == (real.flops_per_step or 0)
+    assert prediction.recomputed_flops_per_step == (real.recomputed_flops_per_step or 0)
+
+
+@pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)
+def test_every_family(model):
+    compare(example(model))
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_and_method(precision, method):
+    compare(LLAMA.replace(precision=precision, method=method))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adam", "momentum", "sgd"])
+def test_every_optimizer(optimizer):
+    compare(LLAMA.replace(optimizer=optimizer, precision="fp32"))
+
+
+@pytest.mark.parametrize("share", [False, 0.5])
+def test_partial_checkpointing(share):
+    compare(LLAMA.replace(activation_checkpointing=share))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_accumulation(method):
+    compare(LLAMA.replace(method=method, gradient_accumulation=4))
+
+
+def test_numbers_become_tensors_of_the_device():
+    assert predicted(OWN, H100, _with_a_list).peak_allocated_bytes == 3 * 512
+
+
+def _with_a_list(setup):
+    kept = torch.ones(8, device=setup.device)
+
+    def step():
+        kept * torch.tensor([2.0] * 8, device=setup.device)
+
+    return step
+
+
+def test_integers_become_the_default_type_of_the_moment():
+    compare(OWN, _under_two_defaults)
+
+
+def _under_two_defaults(setup):
+    counts = torch.ones(2**20, device=setup.device, dtype=torch.int64)
+
+    def step():
+        for dtype in (torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert (counts / 3).dtype == dtype
+
+    return step
+
+
+def test_a_gpu_s_optimizer_works_on_lists_of_tensors():
+    lists, fused = (predicted(LLAMA.replace(optimizer=name), H100) for name in ("adamw", "adamw-fused"))
+    temporary = lists.phase_peak_bytes["optimizer"] - fused.phase_peak_bytes["optimizer"]
+    # One copy of all weights, in blocks of 512 bytes.
+    assert temporary == pytest.approx(2 * lists.parameters, rel=0.05)
+
+
+def test_grouped_queries_in_fp32_hold_the_scores():
+    case = LLAMA.replace(precision="fp32", activation_checkpointing=False)
+    scores = 4 * 2 * 4 * 128 * 128
+    grouped, repeated = (
+        predicted(case, msgspec.structs.replace(H100, attention=attention)).phase_peak_bytes["forward"]
+        for attention in ("current", "transformers-4.49")
+    )
+    assert grouped > repeated + scores
+
+
+def test_bf16_needs_no_scores():
+    case = LLAMA.replace(activation_checkpointing=False)
+    new, old = (
+        predicted(case, msgspec.structs.replace(H100, capability=capability)).phase_peak_bytes["forward"]
+        for capability in ((9, 0), (7, 0))
+    )
+    assert new < old
+
+
+def test_attention_before_there_were_kernels_holds_scores_and_weights():
+    case = example("pangu-350m", precision="fp32")
+    plain, fused = (
+        predicted(case, msgspec.structs.replace(H100, attention=attention)).phase_peak_bytes["forward"]
+        for attention in ("unfused", "current")
+    )
+    # Of each of three blocks the softmax, what dropout left of it and its mask: 4 + 4 + 1 bytes for each of 4 x 64 x 64.
+    assert plain > fused + 3 * 9 * 4 * 64 * 64
+
+
+def test_optimizers_may_loop():
+    lists, loop = (
+        predicted(LLAMA, msgspec.structs.replace(H100, lists=lists)).phase_peak_bytes["optimizer"] for lists in (True, False)
+    )
+    assert loop < lists
+
+
+def test_matrix_products_take_a_workspace_for_each_of_two_threads():
+    without, with_one = (predicted(LLAMA, msgspec.structs.replace(H100, workspace_bytes=size)) for size in (0, MiB))
+    for phase in ("forward", "backward", "optimizer"):
+        # The second step has both.
+        assert with_one.phase_peak_bytes[phase] - without.phase_peak_bytes[phase] == 2 * MiB
+
+
+def test_too_little_memory_is_told_with_what_it_was_for():
+    prediction = predicted(LLAMA.replace(batch_size=16), msgspec.structs.replace(H100, memory_bytes=2 * MiB))
+    assert prediction.fits is False
+    assert prediction.peak_reserved_bytes > 2 * MiB
+    assert prediction.refused.phase in ("forward", "backward", "optimizer")
+    assert prediction.refused.bytes > 0
+
+
+def test_what_is_held_covers_what_is_allocated():
+    prediction = predicted(LLAMA, H100)
+    assert prediction.fits is True
+    assert prediction.refused is None
+    assert prediction.peak_allocated_bytes <= prediction.peak_reserved_bytes
+    assert prediction.peak_allocated_bytes == max(
+        size for phase, size in prediction.phase_peak_bytes.items() if phase != "build"
+    )
+    assert prediction.phase_peak_bytes[prediction.peak_phase] == prediction.peak_allocated_bytes
+    assert sum(row.bytes for row in prediction.largest[prediction.peak_phase]) <= prediction.peak_allocated_bytes
+
+
+def test_the_same_in_every_process():
+    task = Task(case=LLAMA.replace(method="lora"), scale="tiny", device_type="cpu", root=".", target=H100)
+    first, second = (launch.predict(task, timeout_seconds=120) for _ in range(2))
+    assert isinstance(first, Prediction), first
+    assert msgspec.json.encode(first) == msgspec.json.encode(second)
+
+
+def test_a_wrong_model_is_no_prediction(monkeypatch):
+    monkeypatch.setattr("pytest_gputrain.worker.recipe.check_parameters", _complain)
+    task = Task(case=LLAMA, scale="tiny", device_type="cpu", root=".", target=CPU)
+    reply = predict(task, Progress(None))
+    assert isinstance(reply, Crashed)
+    assert (reply.sentence, reply.phase) == ("ValueError: not this one", "build")
+
+
+def _complain(*args):
+    raise ValueError("not this one")

@@ -1,0 +1,171 @@
+"""The replay of CUDA's caching allocator, against traces worked out by hand and against what must always hold."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gputrain.units import GiB, KiB, MiB
+from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE, Allocator, NoRoom, in_order, replay
+
+SIZES = st.one_of(
+    st.integers(0, 4 * KiB), st.integers(0, 2 * MiB), st.integers(0, 64 * MiB), st.sampled_from([MiB, 10 * MiB, 20 * MiB])
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "allocated", "reserved"),
+    [
+        (0, 512, 2 * MiB),
+        (1, 512, 2 * MiB),
+        (513, 1024, 2 * MiB),
+        (MiB, MiB, 2 * MiB),
+        (MiB + 1, MiB + 512, 20 * MiB),
+        (10 * MiB - 512, 10 * MiB - 512, 20 * MiB),
+        (10 * MiB, 10 * MiB, 10 * MiB),
+        (11 * MiB + 1, 12 * MiB, 12 * MiB),
+    ],
+)
+def test_sizes_and_segments(wanted, allocated, reserved):
+    allocator = Allocator()
+    allocator.allocate(wanted)
+    # A rest of up to 1 MiB is not split off a large block.
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_small_blocks_share_a_segment():
+    allocator = Allocator()
+    for _ in range(4):
+        allocator.allocate(512 * KiB)
+    assert allocator.reserved == 2 * MiB
+    allocator.allocate(512)
+    assert allocator.reserved == 4 * MiB
+
+
+def test_the_pools_do_not_mix():
+    allocator = Allocator()
+    allocator.free(allocator.allocate(15 * MiB))
+    allocator.allocate(MiB)
+    assert allocator.reserved == 16 * MiB + 2 * MiB
+
+
+def test_the_best_fit_is_taken():
+    allocator = Allocator()
+    blocks = [allocator.allocate(size * MiB) for size in (40, 12, 20)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(12 * MiB) is blocks[1]
+    assert allocator.allocate(13 * MiB).segment == blocks[2].segment
+    assert allocator.reserved == 72 * MiB
+
+
+def test_what_is_left_over_is_used():
+    allocator = Allocator()
+    allocator.free(allocator.allocate(40 * MiB))
+    allocator.allocate(25 * MiB)
+    allocator.allocate(15 * MiB)
+    assert allocator.reserved == 40 * MiB
+
+
+def test_neighbours_merge():
+    allocator = Allocator()
+    blocks = [allocator.allocate(5 * MiB) for _ in range(4)]
+    assert allocator.reserved == 20 * MiB
+    for place in (0, 2, 1, 3):
+        allocator.free(blocks[place])
+    allocator.allocate(20 * MiB)
+    assert allocator.reserved == 20 * MiB
+
+
+def test_fragments_cannot_be_joined():
+    allocator = Allocator()
+    blocks = [allocator.allocate(5 * MiB) for _ in range(4)]
+    allocator.free(blocks[0])
+    allocator.free(blocks[2])
+    allocator.allocate(10 * MiB)
+    assert allocator.reserved == 30 * MiB
+
+
+def test_at_the_capacity_free_segments_are_given_back():
+    allocator = Allocator(capacity=60 * MiB)
+    allocator.free(allocator.allocate(30 * MiB))
+    allocator.allocate(40 * MiB)
+    assert (allocator.retries, allocator.reserved, allocator.peak_reserved) == (1, 40 * MiB, 40 * MiB)
+
+
+def test_a_segment_in_use_is_not_given_back():
+    allocator = Allocator(capacity=60 * MiB)
+    held = [allocator.allocate(15 * MiB) for _ in range(2)]
+    allocator.free(held[0])
+    with pytest.raises(NoRoom):
+        allocator.allocate(45 * MiB)
+
+
+def test_replay_tells_what_found_no_room():
+    sizes = [30 * MiB, 20 * MiB, 40 * MiB]
+    assert replay([0, ~0, 2, 1], sizes, Allocator(60 * MiB)) is None
+    assert replay([0, 1, 2, ~0], sizes, Allocator(60 * MiB)) == 2
+
+
+def test_emptying_lets_the_peak_start_anew():
+    allocator = Allocator()
+    replay([0, 1, ~0, EMPTY_CACHE], [300 * MiB, 20 * MiB], allocator)
+    assert allocator.peak_reserved == allocator.reserved == 20 * MiB
+
+
+def test_growing_segments_join_fragments_at_their_end():
+    allocator = Allocator(expandable=True)
+    first = allocator.allocate(30 * MiB)
+    assert allocator.reserved == 40 * MiB
+    allocator.allocate(5 * MiB)
+    allocator.allocate(15 * MiB)
+    # 10 MiB were there, which a segment of its own could not use.
+    assert allocator.reserved == 60 * MiB
+    allocator.free(first)
+    allocator.allocate(35 * MiB)
+    assert allocator.reserved == 100 * MiB
+
+
+def test_holes_of_growing_segments_are_mapped_again():
+    allocator = Allocator(capacity=100 * MiB, expandable=True)
+    first = allocator.allocate(40 * MiB)
+    allocator.allocate(20 * MiB)
+    allocator.free(first)
+    allocator.allocate(60 * MiB)  # needs the pages of the first
+    assert (allocator.retries, allocator.reserved) == (1, 80 * MiB)
+    allocator.allocate(20 * MiB)
+    assert allocator.reserved == 100 * MiB
+
+
+actions = st.lists(st.tuples(st.booleans(), SIZES), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions, st.booleans(), st.sampled_from([None, 100 * MiB, GiB]))
+def test_what_always_holds(steps, expandable, capacity):
+    allocator = Allocator(capacity, expandable=expandable)
+    held = []
+    for free, size in steps:
+        if free and held:
+            allocator.free(held.pop(size % len(held)))
+        else:
+            try:
+                held.append(allocator.allocate(size))
+            except NoRoom:
+                continue
+            assert held[-1].size >= size
+        assert allocator.allocated == sum(block.size for block in held)
+        assert allocator.allocated <= allocator.reserved <= allocator.peak_reserved
+        assert capacity is None or allocator.peak_reserved <= capacity
+        places = sorted((block.small, block.segment, block.address, block.size) for block in held)
+        for one, other in itertools.pairwise(places):
+            assert one[:2] != other[:2] or one[2] + one[3] <= other[2], "blocks overlap"
+    for block in held:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert allocator.allocated == allocator.reserved == 0
+
+
+def test_what_is_freed_together_is_freed_in_order():
+    assert in_order([0, 1, 2, ~2, ~0, EMPTY_CACHE, 3, ~1, ~3]) == [0, 1, 2, ~0, ~2, EMPTY_CACHE, 3, ~1, ~3]
