@@ -100,7 +100,8 @@ def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not 
     largest = prediction.largest.get(phase, ())
     needed = format_bytes(needed_bytes(prediction))
     return (
-        f"{what} {title} ({format_bytes(target.memory_bytes)}): it needs {needed}, and runs out in {refused.phase} for {tensor(refused)}; largest at the peak, in {phase}: "
+        f"{what} {title} ({format_bytes(target.memory_bytes)}): it needs {needed}, and runs out in "
+        f"{refused.phase} for {tensor(refused)}; largest at the peak, in {phase}: "
         f"{', '.join(map(tensor, largest[:3]))}"
     )
 
