@@ -57,7 +57,7 @@ class Shapes:
         eligible = self._eligible.get(func)
         if eligible is None:
             eligible = self._eligible[func] = _is_eligible(func)
-            if _is_silent(func):
+            if is_silent(func):
                 self._silent.add(func)
         if func in self._silent:
             return None
@@ -68,9 +68,8 @@ class Shapes:
             if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
                 return call(*args, **kwargs)
         # The default is the type of what integers become.
-        key = (func, _key(args), _key(kwargs.items()) if kwargs else None, torch.get_default_dtype())
-        if func in _FROM_THE_START:
-            key += (tensors[0].storage_offset(),)
+        start = tensors[0].storage_offset() if func in _FROM_THE_START else 0
+        key = (func, _key(args), _key(kwargs.items()) if kwargs else None, torch.get_default_dtype(), start)
         try:
             known = self._results.get(key, self)
         except TypeError:  # an argument without a hash
@@ -88,7 +87,7 @@ def _is_eligible(func: Any) -> bool:
     return func.namespace == "aten" and not _NEVER & set(func.tags) and str(func.overloadpacket) not in _RESIZING
 
 
-def _is_silent(func: Any) -> bool:
+def is_silent(func: Any) -> bool:
     """Whether it changes lists of tensors in place and returns nothing, as optimizers call it: fakes have nothing to change.
 
     FakeTensorMode checks hundreds of tensors one by one, which takes a quarter of a dry run.

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
 from pytest_gputrain.worker.allocations import resizes_told_to, wraps
+from pytest_gputrain.worker.checks import local
 from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
 from pytest_gputrain.worker.dry_run.layouts import Layout
-from pytest_gputrain.worker.dry_run.shapes import Shapes
+from pytest_gputrain.worker.dry_run.shapes import Shapes, is_silent
 from pytest_gputrain.worker.dry_run.values import compute
 from pytest_gputrain.worker.flops import formulas, recomputation_told_to
 
@@ -173,7 +174,10 @@ class Tracker(TorchDispatchMode):
             # Autograd asks for it more often than all operators are called together.
             return args[0].fake_device
         if types != _FAKES and wraps(types):
-            return NotImplemented
+            if not is_silent(func):
+                return NotImplemented
+            # DTensor would take longer to find out how lists of its parts are spread than all of the step takes.
+            args = _parts_of(args)
         kwargs = kwargs or {}
         operator = self._known.get(func) or self._look_up(func)
         self._follow_phase()
@@ -346,6 +350,13 @@ class Tracker(TorchDispatchMode):
             row[0] += 1
             row[1] += flops
             row[2] += moved
+
+
+def _parts_of(value: Any) -> Any:
+    """The same with each process's part in place of the tensors that are spread."""
+    if isinstance(value, Tensor):
+        return local(value)
+    return type(value)(_parts_of(part) for part in value) if isinstance(value, list | tuple) else value
 
 
 def live_tensor(allocation: Allocation, count: int = 1) -> LiveTensor:
