@@ -34,8 +34,9 @@ class DistributedDataParallel(nn.Module):
         self, module: nn.Module, *, process_group: Any = None, broadcast_buffers: bool = True, **others: Any
     ) -> None:
         super().__init__()
-        if others:
-            raise CheckFailed(f"a dry run knows DistributedDataParallel without {', '.join(others)}")
+        unknown = sorted(others.keys() - {"device_ids", "output_device"})
+        if unknown:
+            raise CheckFailed(f"a dry run does not know what DistributedDataParallel does with {', '.join(unknown)}")
         self.module = module
         self._size = dist.get_world_size(process_group)
         self._exchanging = True
@@ -78,7 +79,7 @@ class DistributedDataParallel(nn.Module):
             return
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
-            raise CheckFailed("a dry run knows no sparse gradients under DistributedDataParallel")
+            raise CheckFailed("a dry run does not know what DistributedDataParallel does with sparse gradients")
         if self._came is not None:
             self._came.append(parameter)
         torch.mul(parameter.grad, 1 / self._size, out=self._views[parameter])
