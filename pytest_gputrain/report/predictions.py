@@ -70,7 +70,7 @@ def explain(results: Sequence[Result]) -> list[str]:
         lines.append(f"does not fit: {', '.join(unfit)}")
     if len(known) <= _SHOWN_PEAKS:
         for result, one in known:
-            largest = one.largest[one.peak_phase][:_SHOWN_TENSORS]
+            largest = one.largest.get(one.peak_phase, ())[:_SHOWN_TENSORS]
             lines.append(f"{result.case} at its peak, in {one.peak_phase}: {', '.join(map(tensor, largest))}")
     return lines
 

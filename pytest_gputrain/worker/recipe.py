@@ -116,7 +116,7 @@ class Training:
         return self._engine.updates
 
     def step(self, update: bool) -> None:
-        self.losses.append(self._engine.step(self._loss, update))
+        self.losses.append(self._engine.step(self._loss, update).clone())
 
     def _loss(self) -> Tensor:
         loss = self._workload.loss(self._inputs)

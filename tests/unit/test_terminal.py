@@ -203,7 +203,9 @@ def test_markup_in_a_title_is_shown_as_it_is(suite: str) -> None:
     assert suite in _render(result(suite=suite))
 
 
-@given(values_of(Result).filter(lambda found: found.replies), st.sampled_from([40, 80, 120]), st.booleans())
+@given(
+    values_of(Result).filter(lambda found: found.replies or found.prediction), st.sampled_from([40, 80, 120]), st.booleans()
+)
 def test_any_result_can_be_shown(found: Result, width: int, colour: bool) -> None:
     if any(not getattr(reply, "step_seconds", True) for reply in found.replies):
         return

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain.units import GiB, KiB, MiB
-from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE, Allocator, NoRoom, replay
+from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE, Allocator, NoRoom, in_order, replay
 
 SIZES = st.one_of(
     st.integers(0, 4 * KiB), st.integers(0, 2 * MiB), st.integers(0, 64 * MiB), st.sampled_from([MiB, 10 * MiB, 20 * MiB])
@@ -165,3 +165,7 @@ def test_what_always_holds(steps, expandable, capacity):
         allocator.free(block)
     allocator.empty_cache()
     assert allocator.allocated == allocator.reserved == 0
+
+
+def test_what_is_freed_together_is_freed_in_order():
+    assert in_order([0, 1, 2, ~2, ~0, EMPTY_CACHE, 3, ~1, ~3]) == [0, 1, 2, ~0, ~2, EMPTY_CACHE, 3, ~1, ~3]

@@ -26,14 +26,14 @@ CPU = Target(marker="cpu", kind="cpu")
 H100 = Target(marker="h100", kind="cuda", memory_bytes=80 * GiB)
 
 
-def declared():
-    """Pairs of a suite's name and one of its cases that train in one process."""
+def declared(several=False):
+    """Pairs of a suite's name and one of its cases that train in one process, or in several."""
     for path in sorted((ROOT / "benchmarks").glob("test_*.py")):
         spec = importlib.util.spec_from_file_location(f"declared_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         for case in module.CASES:
-            if case.parallel == "single":
+            if (case.parallel != "single") == several:
                 yield path.stem.removeprefix("test_"), case
 
 

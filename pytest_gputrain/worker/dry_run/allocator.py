@@ -294,6 +294,23 @@ def replay(events: Iterable[int], sizes: Sequence[int], allocator: Allocator) ->
     return None
 
 
+def in_order(events: Iterable[int]) -> list[int]:
+    """The trace with what is freed between two allocations in the order of its numbers.
+
+    Where a container lets go of many tensors at once, as autocast of its cast weights, their order is that of addresses.
+    """
+    ordered: list[int] = []
+    freed: list[int] = []
+    for event in events:
+        if event < 0 and event != EMPTY_CACHE:
+            freed.append(event)
+            continue
+        ordered += sorted(freed, reverse=True)
+        freed.clear()
+        ordered.append(event)
+    return ordered + sorted(freed, reverse=True)
+
+
 def _room(block: Block) -> int:
     behind = block.after
     return block.size + (behind.size if behind is not None and not behind.mapped else 0)

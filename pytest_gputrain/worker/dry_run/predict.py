@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from pytest_gputrain.cases import library_versions
 from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Target, Task
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
+from pytest_gputrain.worker.dry_run.allocator import Allocator, in_order, replay
 from pytest_gputrain.worker.dry_run.attention import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
@@ -87,12 +87,13 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         gc.enable()
     capacity = None if target.memory_bytes is None else target.memory_bytes - target.context_bytes
     sizes = [allocation.bytes for allocation in tracker.allocations]
+    trace = in_order(tracker.trace)
     endless = Allocator(expandable=target.expandable_segments)
-    replay(tracker.trace, sizes, endless)
+    replay(trace, sizes, endless)
     limited, refused = endless, None
     if capacity is not None:
         limited = Allocator(capacity, expandable=target.expandable_segments)
-        refused = replay(tracker.trace, sizes, limited)
+        refused = replay(trace, sizes, limited)
     held = limited if refused is None else endless
     return Prediction(
         target=target,

@@ -57,7 +57,7 @@ class Shapes:
         eligible = self._eligible.get(func)
         if eligible is None:
             eligible = self._eligible[func] = _is_eligible(func)
-            if is_silent(func):
+            if _is_silent(func):
                 self._silent.add(func)
         if func in self._silent:
             return None
@@ -87,7 +87,7 @@ def _is_eligible(func: Any) -> bool:
     return func.namespace == "aten" and not _NEVER & set(func.tags) and str(func.overloadpacket) not in _RESIZING
 
 
-def is_silent(func: Any) -> bool:
+def _is_silent(func: Any) -> bool:
     """Whether it changes lists of tensors in place and returns nothing, as optimizers call it: fakes have nothing to change.
 
     FakeTensorMode checks hundreds of tensors one by one, which takes a quarter of a dry run.

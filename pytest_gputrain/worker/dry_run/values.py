@@ -124,7 +124,7 @@ def _count(mask: Tensor) -> int:
 
 def _real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _disable_current_modes():
-        return func(*_map(args, value_of), **_map(kwargs, value_of))
+        return func(*map_tensors(args, value_of), **map_tensors(kwargs, value_of))
 
 
 def _made_of(real: Any, tensors: list[Tensor]) -> Any:
@@ -160,11 +160,12 @@ def _parts(value: Any) -> Iterator[Tensor]:
             yield from _parts(part)
 
 
-def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The value with its tensors changed, in lists, tuples and dicts too."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(_map(part, change) for part in value)
+        return type(value)(map_tensors(part, change) for part in value)
     if isinstance(value, dict):
-        return {name: _map(part, change) for name, part in value.items()}
+        return {name: map_tensors(part, change) for name, part in value.items()}
     return value
