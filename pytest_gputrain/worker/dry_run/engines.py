@@ -92,17 +92,19 @@ class DistributedDataParallel(nn.Module):
 
 def _assigned(values: list[Tensor], limits: list[int]) -> list[list[Tensor]]:
     """The buckets of ``compute_bucket_assignment_by_size``: those of one dtype are closed by the tensor that fills them."""
-    open_buckets: dict[torch.dtype, list[Tensor]] = {}
+    filling: dict[torch.dtype, list[Tensor]] = {}
+    sizes: dict[torch.dtype, int] = {}
     closed: dict[torch.dtype, int] = {}
     buckets = []
     for value in values:
-        bucket = open_buckets.setdefault(value.dtype, [])
-        bucket.append(value)
-        number = closed.get(value.dtype, 0)
-        if sum(other.numel() * other.itemsize for other in bucket) >= limits[min(number, len(limits) - 1)]:
-            buckets.append(open_buckets.pop(value.dtype))
-            closed[value.dtype] = number + 1
-    return buckets + list(open_buckets.values())
+        kind = value.dtype
+        filling.setdefault(kind, []).append(value)
+        sizes[kind] = sizes.get(kind, 0) + value.numel() * value.itemsize
+        number = closed.get(kind, 0)
+        if sizes[kind] >= limits[min(number, len(limits) - 1)]:
+            buckets.append(filling.pop(kind))
+            sizes[kind], closed[kind] = 0, number + 1
+    return buckets + list(filling.values())
 
 
 class RowGradient:
