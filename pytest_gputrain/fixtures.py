@@ -237,6 +237,8 @@ def gputrain(request: pytest.FixtureRequest, gputrain_knobs: dict[str, Any]) -> 
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     """A GPU for this test alone, across xdist workers and pytest runs of this host; skips where there is none."""
     runner = request.config.stash[RUNNER]
+    if runner.settings.dry_run:
+        pytest.skip("a dry run lends no GPU")
     try:
         machine = runner.bench.machine
     except BadCase as error:

@@ -86,7 +86,10 @@ def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
         found = f"-m names {', '.join(named)}" if named else "none is named"
         raise ValueError(f"--gpu-dry-run predicts for one platform, and {found}; add --gpu-platform=h100, or -m h100")
     cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
-    return DryRunner(settings, named[0], None if cache is None else cache.mkdir("gputrain"))
+    folder = None
+    with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
+        folder = None if cache is None else cache.mkdir("gputrain")
+    return DryRunner(settings, named[0], folder)
 
 
 _MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}

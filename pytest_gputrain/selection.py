@@ -26,7 +26,8 @@ def platforms_of(declared: object) -> tuple[str, ...]:
 def platforms_named(expression: str) -> list[str]:
     """Platforms that a ``-m`` expression asks for by name."""
     words = set(re.findall(r"\w+", expression))
-    return [marker for marker in MARKERS if marker in words and _holds(expression, {marker})]
+    others = words - _ALL  # which a test may have or not
+    return [m for m in MARKERS if m in words and (_holds(expression, {m}) or _holds(expression, {m} | others))]
 
 
 def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: int) -> str | None:

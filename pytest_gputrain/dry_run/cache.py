@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -57,7 +56,8 @@ class Cache:
 
 
 def _are_released(case: Case) -> bool:
-    """Whether the versions of the case's libraries tell their code: not where one is installed from a folder or a commit."""
+    """Whether the versions of the case's libraries tell their code: not where one is installed from a folder, a commit, or a
+    file that somebody built."""
     return not any(_is_local(name) for name in library_versions(case))
 
 
@@ -65,7 +65,7 @@ def _are_released(case: Case) -> bool:
 def _is_local(name: str) -> bool:
     # https://packaging.python.org/en/latest/specifications/direct-url/
     origin = metadata.distribution(name).read_text("direct_url.json")
-    return origin is not None and "archive_info" not in json.loads(origin)
+    return origin is not None
 
 
 @functools.cache

@@ -46,21 +46,23 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
         tolerance: of what the allocator holds.
         title: of the platform, as sentences name it.
     """
+    same = known is not None and known.case.identity() == case.identity()
+    before = known.like(prediction) if known is not None and same else None
+    nearest = before or (_nearest(known, prediction) if known is not None and same else None)
+    if prediction.fits is False and before is None and (nearest is None or nearest.fits is not False):
+        sentence = f"{case} {what_does_not_fit(prediction, title)}; if that is expected, {_RECORD}"
+        return Verdict(status="failed", sentence=sentence)
     if known is None:
-        if prediction.fits is False:
-            sentence = f"{case} {what_does_not_fit(prediction, title)}; if that is expected, {_RECORD}"
-            return Verdict(status="failed", sentence=sentence)
         return Verdict(status="new", sentence=f"{case} has no recorded prediction for {title}; {_RECORD}")
-    if known.case.identity() != case.identity():
+    if nearest is None:
         change = differences(known.case, case)
         sentence = f"{case} is not what its recorded prediction was made for ({change}); {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence)
-    before = known.like(prediction)
     if before is None:
-        nearest = max(known.predictions, key=lambda one: len(one.packages.items() & prediction.packages.items()))
         changed = ", ".join(_changed_conditions(nearest, prediction))
         told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status != "pass"]
-        moved = "; ".join(_findings(told, nearest, prediction))
+        fits = [f"it fits {title} now"] if prediction.fits and nearest.fits is False else []
+        moved = "; ".join([*fits, *_findings(told, nearest, prediction)])
         sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence)
     metrics = tuple(_metrics(before, prediction, tolerance))
@@ -69,9 +71,12 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
         for status in ("regressed", "improved")
     )
     if before.fits and prediction.fits is False:
-        worse.insert(0, f"no longer fits: it {what_does_not_fit(prediction, title)}")
+        worse.insert(0, what_does_not_fit(prediction, title, "no longer fits"))
     elif prediction.fits and before.fits is False:
         better.insert(0, f"fits {title} now")
+    gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes]
+    if gone or (before.flops_per_step and not prediction.flops_per_step):
+        worse.insert(0, f"trains no more: it has no {' and no '.join(gone) or 'arithmetic'}")
     status: Status = "regressed" if worse else "improved" if better else "pass"
     said = worse or better
     if not said:
@@ -80,18 +85,31 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
     return Verdict(status=status, sentence=f"{case} {'; '.join(said)}{remedy}", metrics=metrics)
 
 
-def what_does_not_fit(prediction: Prediction, title: str) -> str:
+def _nearest(known: Recorded, prediction: Prediction) -> Prediction:
+    """Of the recorded ones, the one whose libraries are most alike."""
+    return max(known.predictions, key=lambda one: len(one.packages.items() & prediction.packages.items()))
+
+
+def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not fit") -> str:
     """``does not fit H100 (79.1 GiB): ...``, to follow the case in a sentence."""
     target, refused = prediction.target, prediction.refused
     assert target.memory_bytes is not None
     assert refused is not None
-    needed = (prediction.peak_reserved_bytes or prediction.peak_allocated_bytes) + target.context_bytes
-    largest = prediction.largest[prediction.peak_phase]
+    # What the build takes alone is no peak of a step.
+    phase = refused.phase if refused.phase == "build" else prediction.peak_phase
+    largest = prediction.largest.get(phase, ())
+    needed = format_bytes(needed_bytes(prediction))
     return (
-        f"does not fit {title} ({format_bytes(target.memory_bytes)}): it needs {format_bytes(needed)}, and runs out in "
-        f"{refused.phase} for {tensor(refused)}; largest at the peak, in {prediction.peak_phase}: "
+        f"{what} {title} ({format_bytes(target.memory_bytes)}): it needs {needed}, and runs out in "
+        f"{refused.phase} for {tensor(refused)}; largest at the peak, in {phase}: "
         f"{', '.join(map(tensor, largest[:3]))}"
     )
+
+
+def needed_bytes(prediction: Prediction) -> int:
+    """Of the platform's memory, building included."""
+    held = prediction.peak_reserved_bytes or 0
+    return max(held, *prediction.phase_peak_bytes.values(), 0) + prediction.target.context_bytes
 
 
 def tensor(row: LiveTensor) -> str:
@@ -171,11 +189,12 @@ def _tensors_behind(phase: TrainingPhase, before: Prediction, now: Prediction) -
     changes = {
         kind: (new[kind].bytes if kind in new else 0) - (old[kind].bytes if kind in old else 0) for kind in {**old, **new}
     }
-    grown = sum(new_row.bytes for new_row in new.values()) >= sum(old_row.bytes for old_row in old.values())
-    kind = (max if grown else min)(changes, key=lambda kind: (changes[kind], kind), default=None)
-    if kind is None or not changes[kind]:
+    change = now.phase_peak_bytes.get(phase, 0) - before.phase_peak_bytes.get(phase, 0)
+    kind = (max if change > 0 else min)(changes, key=lambda kind: (changes[kind], kind), default=None)
+    if kind is None or changes[kind] * change <= 0:
         return ""
-    return f", most of it {tensor(new[kind])}" if kind in new else f", most of it was {tensor(old[kind])}"
+    much = "most of it" if 2 * abs(changes[kind]) > abs(change) else "among it"
+    return f", {much} {tensor(new[kind])}" if kind in new else f", {much} was {tensor(old[kind])}"
 
 
 def _kind(row: LiveTensor) -> tuple[str, str, tuple[int, ...], str]:
@@ -191,13 +210,15 @@ def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -
         old, new = before.operators.get(name), now.operators.get(name)
         work = (getattr(new, field) if new else 0) - (getattr(old, field) if old else 0)
         changes[name] = (work, (new.calls if new else 0) - (old.calls if old else 0))
-    name = max(changes, key=lambda name: (abs(changes[name][0]), name), default="")
-    if not name or not changes[name][0]:
+    total = getattr(now, metric) - getattr(before, metric)
+    name = (max if total > 0 else min)(changes, key=lambda name: (changes[name][0], name), default="")
+    if not name or changes[name][0] * total <= 0:
         return ""
     work, calls = changes[name]
+    much = "most of it" if 2 * abs(work) > abs(total) else "among it"
     called = f" in {calls:+} calls" if calls else ""
     sign = "+" if work > 0 else "-"
-    return f", most of it {name.removeprefix('aten.')} ({sign}{form(abs(work))}{called})"
+    return f", {much} {name.removeprefix('aten.')} ({sign}{form(abs(work))}{called})"
 
 
 def _changed_conditions(before: Prediction, now: Prediction) -> Iterator[str]:

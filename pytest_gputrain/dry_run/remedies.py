@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pytest_gputrain.architectures import architectures
+from pytest_gputrain.dry_run.judge import needed_bytes
 from pytest_gputrain.records import Case, Prediction
 from pytest_gputrain.units import format_bytes
 
@@ -26,16 +27,15 @@ def remedy(case: Case, prediction: Prediction, predict: Predict) -> str:
         if changed is None:
             continue
         told = ", ".join(f"{knob}={str(value).lower()}" for knob, value in change.items())
-        needed = (changed.peak_reserved_bytes or changed.peak_allocated_bytes) + changed.target.context_bytes
+        needed = needed_bytes(changed)
         if changed.fits:
             return f"{told} makes it fit, in {format_bytes(needed)}{hint}"
         tried.append((told, needed))
+    spread = "spread it over more GPUs" + ("" if case.parallel in ("fsdp", "zero3") else " (parallel=fsdp)")
     if not tried:
-        return f"nothing that was tried makes it fit{hint}"
+        return f"{spread}{hint}"
     least, needed = min(tried, key=lambda one: one[1])
-    return (
-        f"not even {least} makes it fit, which needs {format_bytes(needed)}; spread it over more GPUs (parallel=fsdp){hint}"
-    )
+    return f"not even {least} makes it fit, which needs {format_bytes(needed)}; {spread}{hint}"
 
 
 def _changes(case: Case) -> Iterator[dict[str, Any]]:
@@ -61,7 +61,9 @@ def _changes(case: Case) -> Iterator[dict[str, Any]]:
 def _hint(case: Case, prediction: Prediction) -> str:
     """What only a change of code can do."""
     words = None if case.code else _vocabulary(case)
-    logits = [row for row in prediction.largest[prediction.peak_phase] if words and row.shape and row.shape[-1] == words]
+    logits = [
+        row for row in prediction.largest.get(prediction.peak_phase, ()) if words and row.shape and row.shape[-1] == words
+    ]
     if not logits or logits[0].operator == "aten.t":
         return ""
     size = format_bytes(sum(row.bytes for row in logits))

@@ -58,6 +58,8 @@ class DryRunner(Runner):
         declared = platforms_of(case.platforms) if case.platforms else ()
         if why_skipped(markers | set(declared), expression, self._platform, case.gpus):
             raise CannotRun(f"not declared for {self._platform}, which this dry run predicts for")
+        if self._platform == catalog.CPU and case.parallel.startswith("zero") and case.precision == "fp16":
+            raise CannotRun("needs a GPU: DeepSpeed's fp16 refuses a CPU")
 
     def run(
         self,
@@ -83,6 +85,10 @@ class DryRunner(Runner):
         first = self.declare(suite, case)
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))
+        updates = self.settings.baseline_update != "no"
+        if self.settings.baseline_dir_named and not updates and not self.settings.baseline_dir.is_dir():
+            # Mistyped, it would make every case new, which passes unless strict.
+            raise BadCase(f"the baseline folder {self.settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
         key = key_of(case, self.scale())
         try:
             known = self.recorded.get(self._platform, suite, key) if judged else None
@@ -129,7 +135,8 @@ class DryRunner(Runner):
         verdict = judge(case, prediction, known, tolerance, self._title)
         if self.settings.baseline_update == "all" or (self.settings.baseline_update == "new-only" and known is None):
             unfit = "" if prediction.fits is not False else f", which does not fit {self._title},"
-            sentence = f"{case} has this prediction{unfit} as its baseline now"
+            instead = f"; before, {verdict.sentence}" if known is not None and verdict.status != "pass" else ""
+            sentence = f"{case} has this prediction{unfit} as its baseline now{instead}"
             return msgspec.structs.replace(verdict, status="recorded", sentence=sentence), ""
         if prediction.fits is not False or verdict.status not in ("failed", "regressed"):
             return verdict, ""

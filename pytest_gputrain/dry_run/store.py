@@ -123,6 +123,10 @@ def _load(path: Path, platform: str) -> dict[str, Recorded]:
             f"the baseline file {path} says that it holds {file.suite} on {file.platform}; move it to where it belongs, or "
             "record again"
         )
+    for key, stored in file.cases.items():
+        if not stored.predictions or key.endswith("@tiny") != (stored.scale == "tiny"):
+            what = f"the scale {stored.scale}" if stored.predictions else "no prediction"
+            raise BaselineError(f"the baseline file {path} gives {key} {what}; {RESTORE}")
     return {
         key: Recorded(
             case=stored.case,

@@ -48,6 +48,6 @@ def worker_environment(task: Task, gpus: Sequence[Gpu]) -> dict[str, str]:
     if not task.case.code:
         # The zoo's models are built, never fetched; an attempt to reach a hub would only cost its time-out.
         environment["HF_HUB_OFFLINE"] = "1"
-    if task.device_type == "cpu":
+    if task.device_type == "cpu" or task.target is not None:
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return environment

@@ -137,10 +137,39 @@ def test_what_is_recorded_not_to_fit_passes() -> None:
     assert judged(unfit(), unfit()).status == "pass"
 
 
+@pytest.mark.parametrize("changed", [{"packages": {"torch": "2.14.0"}}, {"peak_reserved_bytes": 99 * GiB}])
+def test_what_stopped_fitting_under_other_conditions_fails(changed: dict[str, Any]) -> None:
+    target = msgspec.structs.replace(prediction().target, capability=(8, 0))
+    assert judged(unfit(**{"target": target, **changed}), prediction()).status == "failed"
+    assert judged(unfit(**{"target": target, **changed}), unfit()).status == "not-comparable"
+
+
+def test_what_stopped_fitting_because_it_was_declared_otherwise_fails() -> None:
+    assert judged(unfit(), prediction(), case=CASE.replace(batch_size=1)).status == "failed"
+
+
+def test_a_case_that_trains_no_more_is_no_improvement() -> None:
+    peaks = {"build": 16 * GiB, "forward": 30 * GiB}
+    assert "it has no backward" in judged(prediction(phase_peak_bytes=peaks), prediction()).sentence
+    assert judged(prediction(flops_per_step=0), prediction()).status == "regressed"
+
+
+def test_a_build_that_does_not_fit_needs_what_it_takes() -> None:
+    peaks = {**prediction().phase_peak_bytes, "build": 120 * GiB}
+    one = unfit(refused=live_tensor(phase="build"), phase_peak_bytes=peaks)
+    assert "it needs 120 GiB" in judged(one).sentence
+
+
+def test_a_tensor_that_shrank_does_not_explain_growth() -> None:
+    peaks = {**prediction().phase_peak_bytes, "forward": 32 * GiB}
+    largest = {**prediction().largest, "forward": (live_tensor(bytes=3 * GiB),)}
+    assert "_log_softmax" not in judged(prediction(phase_peak_bytes=peaks, largest=largest), prediction()).sentence
+
+
 def test_no_longer_fitting_is_a_regression_and_fitting_again_is_none() -> None:
     worse = judged(unfit(peak_reserved_bytes=35 * GiB), prediction())
     assert worse.status == "regressed"
-    assert "no longer fits: it does not fit H100" in worse.sentence
+    assert "no longer fits H100 (79.0 GiB): it needs" in worse.sentence
     assert judged(prediction(), unfit(peak_reserved_bytes=35 * GiB)).status == "improved"
 
 
@@ -355,7 +384,7 @@ def test_a_prediction_of_another_declaration_is_none_of_this_case(forecast: Fore
     assert not forecast.is_unfit("llm", case_of("phi-3-mini-128k").replace(batch_size=1))
 
 
-@given(st.sampled_from(["h100", "h100 and not slow", "not (a100 or slow) and h100"]))
+@given(st.sampled_from(["h100", "h100 and not slow", "h100 and slow", "not (a100 or slow) and h100"]))
 def test_platforms_of_an_expression(expression: str) -> None:
     from pytest_gputrain.selection import platforms_named
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
 from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.group import Group
 
 
 def profiled_peak(work):
@@ -138,3 +141,25 @@ def test_sparse_gradients_are_counted_until_they_are_freed():
     counted, profiled = counted_peak(steps), profiled_peak(steps)
     assert 4 * 32 * 1000 < counted < 4 * 32 * 1300
     assert counted == pytest.approx(profiled, rel=0.05)
+
+
+def test_a_storage_that_is_resized_counts_as_it_is():
+    gc.collect()
+    with AllocationCounter() as counter:
+        tensor = torch.zeros(1024)
+        tensor.untyped_storage().resize_(0)
+        empty = counter.live_bytes
+        tensor.untyped_storage().resize_(2048)
+        assert (empty, counter.live_bytes, counter.peak_bytes) == (0, 2048, 4096)
+
+
+def test_of_a_tensor_that_is_spread_the_part_counts():
+    gc.collect()
+    with Group(size=4, rehearsed=True).joined(torch.device("cpu")):
+        mesh = init_device_mesh("cpu", (4,))
+        with AllocationCounter() as counter:
+            whole = DTensor.from_local(torch.zeros(256), mesh, [Shard(0)])
+            assert whole.shape == (1024,)
+            doubled = whole * 2
+            assert counter.live_bytes == 2 * 1024, "of float32"
+            assert doubled.shape == (1024,)

@@ -1,13 +1,18 @@
-"""Cases of several processes on fakes: what the first of them allocates, against baselines of real processes on a CPU."""
+"""Cases of several processes on fakes: what the first of them allocates, against what real ones recorded and count now."""
+
+import gc
+import importlib.util
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
+from preloaded_worker import measured
 from test_dry_run_suite import CPU, H100, STORE, declared
-from zoo_examples import example
 
+from pytest_gputrain import Case, launch
 from pytest_gputrain.baselines import key_of
-from pytest_gputrain.judge import SHARED_CPU_RATIO
-from pytest_gputrain.records import Prediction, Task
+from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress
@@ -19,11 +24,44 @@ RECORDED = [(suite, case) for suite, case in declared(several=True) if STORE.get
 ONE_OF_EACH = {(suite, case.parallel): (suite, case) for suite, case in reversed(RECORDED)}.values()
 """Of each suite and parallelism."""
 
+LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=1, warmup=0)
+CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=1000, optimizer="adam", parallel="ps", gpus=2, servers=1)
 
-def predicted(case, target=CPU, processes=2, servers=0):
+
+def _has_deepspeed():
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+needs_deepspeed = pytest.mark.skipif(not _has_deepspeed(), reason="needs deepspeed")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap():
+    """A prediction collects garbage first, which takes longer than the rest of it where all libraries are on the heap."""
+    for case in (LLAMA, *(case for _, case in ONE_OF_EACH)):
+        load(case)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def replied(case, target=CPU, builder=None, *, processes=None, servers=None):
     load(case)
-    task = Task(case=case, scale="tiny", device_type="cpu", root=".", target=target, processes=processes, servers=servers)
-    reply = predict(task, Progress(None))
+    task = Task(
+        case=case,
+        scale="tiny",
+        device_type="cpu",
+        root=".",
+        processes=case.gpus if processes is None else processes,
+        servers=case.servers if servers is None else servers,
+        target=target,
+    )
+    return predict(task, Progress(None), builder)
+
+
+def predicted(case, target=CPU, **processes):
+    reply = replied(case, target, **processes)
     assert isinstance(reply, Prediction), reply
     return reply
 
@@ -34,31 +72,165 @@ def test_as_recorded(suite, case):
     servers = min(case.servers, 2)
     processes = run.environment.device_count - servers
     prediction = predicted(case, processes=processes, servers=servers)
-    # Real threads of gloo let go of a buffer sooner or later.
-    off = 0 if processes == 1 else SHARED_CPU_RATIO
+    # What is recorded is the most of all workers, and under parameter servers each looks up other rows.
+    off = 0.005 if servers else 0
     assert prediction.peak_allocated_bytes == pytest.approx(run.peak_allocated_bytes, rel=off)
     assert prediction.flops_per_step * processes == (run.flops_per_step or 0)
 
 
-LLAMA = example("llama-3.1-8b", parallel="fsdp", gpus=8)
+def _engine(name, **knobs):
+    return pytest.param({"parallel": name, **knobs}, marks=[needs_deepspeed] if name.startswith("zero") else [])
 
 
-def test_more_gpus_hold_smaller_shards():
-    eight, two = (predicted(LLAMA, H100, processes=count) for count in (8, 2))
-    assert eight.peak_allocated_bytes < two.peak_allocated_bytes
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "knob"),
-    [(LLAMA, "cpu_offload"), (example("pangu-350m", precision="bf16", parallel="zero2", gpus=2), "offload_optimizer")],
-    ids=["fsdp", "zero2"],
+    "knobs",
+    [
+        _engine("ddp", method="lora", gradient_accumulation=4),
+        _engine("fsdp", precision="bf16"),
+        _engine("fsdp", precision="bf16-amp", cpu_offload=True),
+        _engine("fsdp", activation_checkpointing=True, gradient_accumulation=4),
+        _engine("fsdp", method="lora"),
+        _engine("zero0", precision="bf16"),
+        _engine("zero1"),
+        _engine("zero2", precision="bf16"),
+        _engine("zero3", precision="bf16-amp", offload_optimizer=True),
+    ],
+    ids=lambda knobs: "-".join(map(str, knobs.values())),
 )
-def test_what_is_offloaded_is_on_the_host(case, knob):
-    on_device, offloaded = (predicted(case.replace(**{knob: value}), H100) for value in (False, True))
-    assert offloaded.phase_peak_bytes["optimizer"] < on_device.phase_peak_bytes["optimizer"]
-    assert offloaded.host_bytes > on_device.host_bytes
+def test_as_two_processes_count_it(knobs):
+    case = LLAMA.replace(gpus=2, **knobs)
+    real, prediction = measured(case), predicted(case)
+    more = real.ranks[0].peak_allocated_bytes - prediction.peak_allocated_bytes
+    # Threads of gloo let go of FSDP's buffers sooner or later: of 30 runs one had 2 % more, and none less.
+    assert 0 <= more <= (0.06 if case.parallel == "fsdp" else 0.0001) * prediction.peak_allocated_bytes
+    assert prediction.model_bytes == real.model_bytes
+    assert prediction.flops_per_step * 2 == real.flops_per_step
 
 
-def test_the_same_every_time():
-    first, second = (msgspec.json.encode(predicted(LLAMA, H100, processes=8)) for _ in range(2))
-    assert first == second
+@pytest.mark.slow
+def test_a_parameter_server_s_worker():
+    real, prediction = measured(CLICKS.replace(steps=1, warmup=0)), predicted(CLICKS)
+    # What it sends by pickle takes some bytes that differ.
+    assert prediction.peak_allocated_bytes == pytest.approx(real.ranks[0].peak_allocated_bytes, rel=0.0005)
+
+
+def test_fewer_shards_are_larger():
+    two, eight = (predicted(LLAMA.replace(parallel="fsdp", gpus=gpus), H100) for gpus in (2, 8))
+    # Adam's states, gradients and weights, for all but what is gathered.
+    assert two.phase_peak_bytes["optimizer"] > 3 * eight.phase_peak_bytes["optimizer"]
+    assert two.peak_allocated_bytes > eight.peak_allocated_bytes
+    assert two.model_bytes == pytest.approx(4 * eight.model_bytes, rel=0.01)
+
+
+def test_what_fsdp_offloads_is_on_the_host():
+    case = LLAMA.replace(parallel="fsdp", gpus=4)
+    here, there = predicted(case, H100), predicted(case.replace(cpu_offload=True), H100)
+    shards = 3 * here.model_bytes  # weights and Adam's two states, at rest
+    assert here.phase_peak_bytes["forward"] - there.phase_peak_bytes["forward"] == pytest.approx(shards, rel=0.05)
+    assert there.host_bytes > shards
+    assert here.host_bytes < 1024, "numbers only"
+
+
+@needs_deepspeed
+def test_each_stage_of_zero_needs_less_for_the_update():
+    case = LLAMA.replace(gpus=8, precision="fp16")  # which no CPU could train
+    peaks = [predicted(case.replace(parallel=f"zero{stage}"), H100).phase_peak_bytes["optimizer"] for stage in range(4)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[1] < 0.6 * peaks[0], "the states are those of an eighth"
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "knobs",
+    [{"parallel": "zero2"}, {"parallel": "zero3", "offload_param": True}],
+    ids=lambda knobs: "-".join(map(str, knobs.values())),
+)
+def test_what_deepspeed_offloads_is_on_the_host(knobs):
+    case = LLAMA.replace(gpus=2, precision="bf16", **knobs)
+    here = predicted(case.replace(offload_param=False), H100)
+    there = predicted(case.replace(offload_optimizer=True), H100)
+    masters = 3 * 4 * here.parameters // 2  # fp32 weights and Adam's two states of a half
+    assert there.host_bytes > masters
+    assert here.peak_allocated_bytes - there.peak_allocated_bytes > 0.9 * masters
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_the_same_in_a_process_of_its_own():
+    case = LLAMA.replace(parallel="zero3", precision="bf16", gpus=8)
+    task = Task(case=case, scale="tiny", device_type="cpu", root=".", processes=8, target=H100)
+    alone = launch.predict(task, timeout_seconds=120)
+    assert isinstance(alone, Prediction), alone
+    assert msgspec.json.encode(alone) == msgspec.json.encode(predicted(case, H100))
+
+
+OWN = Case(model="own", method="custom", precision="fp32", code="here", parallel="ddp", gpus=2)
+
+
+def exchanging(exchange):
+    def build(setup):
+        model = torch.nn.Linear(8, 1, device=setup.device)
+        setup.watch(model)
+        rows = torch.arange(8.0, device=setup.device).expand(4, 8)
+        counts = torch.tensor([3, 4], device=setup.device)
+
+        def step():
+            exchange(counts)
+            loss = model(rows[: int(counts[0])]).sum()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return build
+
+
+@pytest.mark.parametrize("target", [CPU, H100], ids=lambda target: target.kind)
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        dist.all_reduce,
+        lambda counts: dist.broadcast(counts, 1),
+        lambda counts: dist.recv(counts, 1),
+        lambda counts: dist.all_to_all_single(counts, counts.clone()),
+        lambda counts: dist.all_gather_object([None, None], 1),
+    ],
+    ids=["all_reduce", "broadcast", "recv", "all_to_all", "object"],
+)
+def test_what_another_process_would_send_is_not_made_up(exchange, target):
+    reply = replied(OWN, target, exchanging(exchange))
+    assert isinstance(reply, Crashed), reply
+    assert "which a dry run does not know; least of all where it comes from another process" in reply.sentence
+    assert reply.phase == "count"
+
+
+@pytest.mark.parametrize("exchange", [lambda counts: dist.broadcast(counts, 0), lambda counts: dist.barrier()])
+def test_what_the_first_process_sends_it_knows(exchange):
+    assert isinstance(replied(OWN, H100, exchanging(exchange)), Prediction)
+
+
+def test_own_code_gets_the_buckets_of_ddp():
+    def build(setup):
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(torch.nn.Linear(1024, 1024, bias=False, device=setup.device), **options)
+        inputs = torch.zeros(1, 1024, device=setup.device)
+
+        def step():
+            loss = model(inputs).sum()
+            loss.backward()
+            model.zero_grad()
+            return loss.detach()
+
+        return step
+
+    options = {}
+    reply = replied(OWN, H100, build)
+    assert isinstance(reply, Prediction), reply
+    weights = 4 * 1024 * 1024
+    assert reply.peak_allocated_bytes == pytest.approx(3 * weights, rel=0.01), "weights, gradients and a bucket for them"
+    options = {"gradient_as_bucket_view": True}
+    reply = replied(OWN, H100, build)
+    assert isinstance(reply, Crashed), reply
+    assert reply.sentence == "a dry run does not know what DistributedDataParallel does with gradient_as_bucket_view"

@@ -34,8 +34,9 @@ class DistributedDataParallel(nn.Module):
         self, module: nn.Module, *, process_group: Any = None, broadcast_buffers: bool = True, **others: Any
     ) -> None:
         super().__init__()
-        if others:
-            raise CheckFailed(f"a dry run knows DistributedDataParallel without {', '.join(others)}")
+        unknown = sorted(others.keys() - {"device_ids", "output_device"})
+        if unknown:
+            raise CheckFailed(f"a dry run does not know what DistributedDataParallel does with {', '.join(unknown)}")
         self.module = module
         self._size = dist.get_world_size(process_group)
         self._exchanging = True
@@ -78,7 +79,7 @@ class DistributedDataParallel(nn.Module):
             return
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
-            raise CheckFailed("a dry run knows no sparse gradients under DistributedDataParallel")
+            raise CheckFailed("a dry run does not know what DistributedDataParallel does with sparse gradients")
         if self._came is not None:
             self._came.append(parameter)
         torch.mul(parameter.grad, 1 / self._size, out=self._views[parameter])
@@ -91,17 +92,19 @@ class DistributedDataParallel(nn.Module):
 
 def _assigned(values: list[Tensor], limits: list[int]) -> list[list[Tensor]]:
     """The buckets of ``compute_bucket_assignment_by_size``: those of one dtype are closed by the tensor that fills them."""
-    open_buckets: dict[torch.dtype, list[Tensor]] = {}
+    filling: dict[torch.dtype, list[Tensor]] = {}
+    sizes: dict[torch.dtype, int] = {}
     closed: dict[torch.dtype, int] = {}
     buckets = []
     for value in values:
-        bucket = open_buckets.setdefault(value.dtype, [])
-        bucket.append(value)
-        number = closed.get(value.dtype, 0)
-        if sum(other.numel() * other.itemsize for other in bucket) >= limits[min(number, len(limits) - 1)]:
-            buckets.append(open_buckets.pop(value.dtype))
-            closed[value.dtype] = number + 1
-    return buckets + list(open_buckets.values())
+        kind = value.dtype
+        filling.setdefault(kind, []).append(value)
+        sizes[kind] = sizes.get(kind, 0) + value.numel() * value.itemsize
+        number = closed.get(kind, 0)
+        if sizes[kind] >= limits[min(number, len(limits) - 1)]:
+            buckets.append(filling.pop(kind))
+            sizes[kind], closed[kind] = 0, number + 1
+    return buckets + list(filling.values())
 
 
 class RowGradient:

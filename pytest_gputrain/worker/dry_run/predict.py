@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 from typing import Final
 
+import msgspec
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from pytest_gputrain.cases import library_versions
 from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Target, Task
@@ -40,6 +41,12 @@ def predict(task: Task, progress: Progress, builder: StepBuilder | None = None) 
         return _predicted(task, task.target, progress, builder)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        sentence = (
+            f"the case reads what a tensor holds ({error.func}), which a dry run does not know; least of all where it comes "
+            "from another process: measure it"
+        )
+        return msgspec.structs.replace(crash(error, progress), sentence=sentence)
     except Exception as error:
         return crash(error, progress)
 

@@ -27,6 +27,9 @@ _INDEX: Final = _ATEN.index.Tensor
 _SELECT: Final = _ATEN.masked_select.default
 _DYNAMIC: Final = torch.Tag.dynamic_output_shape
 
+_SEND: Final = torch.ops.c10d.send.default
+_BROADCAST: Final = torch.ops.c10d.broadcast_.default
+
 _NAME: Final = "_gputrain_value"
 
 
@@ -52,6 +55,11 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
         return result
     if func is _SCALAR:
         return _read(tensors[0], func)
+    if func.namespace == "c10d":
+        if func is not _SEND and not (func is _BROADCAST and args[2] == 0):
+            # Of what the other processes hold nothing is known; the one that is rehearsed is the first.
+            keep(tensors, [None] * len(tensors))
+        return func(*args, **kwargs)
     known = all(value_of(tensor) is not None for tensor in tensors)
     if _DYNAMIC in func.tags and (known or func in (_INDEX, _SELECT)):
         return _made_of(_real(func, args, kwargs), tensors) if known else _taken(func, *args)
