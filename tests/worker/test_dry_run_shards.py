@@ -7,12 +7,15 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from preloaded_worker import measured
 from test_dry_run_suite import CPU, H100, STORE, declared
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.baselines import key_of
 from pytest_gputrain.records import Crashed, Prediction, Task
+from pytest_gputrain.worker.dry_run.engines import assigned
 from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress
@@ -234,3 +237,14 @@ def test_own_code_gets_the_buckets_of_ddp():
     reply = replied(OWN, H100, build)
     assert isinstance(reply, Crashed), reply
     assert reply.sentence == "a dry run does not know what DistributedDataParallel does with gradient_as_bucket_view"
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 3000), st.sampled_from([torch.float32, torch.bfloat16])), min_size=1, max_size=20)
+
+
+@given(sizes=SIZES, limits=st.lists(st.integers(1, 20_000), min_size=1, max_size=2))
+def test_buckets_are_those_of_torch(sizes, limits):
+    values = [torch.empty(size, dtype=dtype) for size, dtype in sizes]
+    expected, _ = dist._compute_bucket_assignment_by_size(values, limits)
+    numbers = {id(value): number for number, value in enumerate(values)}
+    assert sorted([numbers[id(value)] for value in bucket] for bucket in assigned(values, limits)) == sorted(expected)

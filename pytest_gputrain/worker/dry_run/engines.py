@@ -68,7 +68,7 @@ class DistributedDataParallel(nn.Module):
 
     def _make_buckets(self, values: list[Tensor], limits: list[int]) -> None:
         self._views.clear()
-        for bucket in _assigned(values, limits):
+        for bucket in assigned(values, limits):
             gradients = torch.empty(sum(value.numel() for value in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
             parts = gradients.split([value.numel() for value in bucket])
             self._views |= {value: part.view(value.shape) for value, part in zip(bucket, parts, strict=True)}
@@ -90,7 +90,7 @@ class DistributedDataParallel(nn.Module):
                 value.grad.copy_(self._views[value])
 
 
-def _assigned(values: list[Tensor], limits: list[int]) -> list[list[Tensor]]:
+def assigned(values: list[Tensor], limits: list[int]) -> list[list[Tensor]]:
     """The buckets of ``compute_bucket_assignment_by_size``: those of one dtype are closed by the tensor that fills them."""
     filling: dict[torch.dtype, list[Tensor]] = {}
     sizes: dict[torch.dtype, int] = {}
