@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Target
 from pytest_gputrain.worker.dry_run import attention, engines, zero
+from pytest_gputrain.worker.dry_run.shapes import forget_shape
 from pytest_gputrain.worker.dry_run.values import keep, value_of
 
 _AUTOCAST_FP32: Final = """
@@ -228,6 +229,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 def _set_data(tensor: Any, value: Any) -> None:
     Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    forget_shape(tensor)
     if isinstance(value, FakeTensor):
         tensor.fake_device = value.fake_device
         keep(tensor, value_of(value))

@@ -16,7 +16,7 @@ from pytest_gputrain.worker.dry_run.allocator import Allocator, in_order, replay
 from pytest_gputrain.worker.dry_run.attention import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
-from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, Tracker, live_tensor
+from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, Tracker
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
@@ -108,7 +108,7 @@ def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuil
         peak_reserved_bytes=held.peak_reserved if cuda else None,
         host_bytes=tracker.host_bytes,
         fits=None if capacity is None else refused is None,
-        refused=None if refused is None else live_tensor(tracker.allocations[refused]),
+        refused=None if refused is None else tracker.allocations[refused],
         flops_per_step=typical.flops - typical.recomputed,
         recomputed_flops_per_step=typical.recomputed,
         bytes_per_step=typical.bytes,

@@ -1,4 +1,4 @@
-"""Results of operators on fakes, remembered by the shapes of their arguments.
+"""Calls of operators on fakes, remembered by the shapes of their arguments.
 
 A training step repeats the same few hundred calls tens of thousands of times. FakeTensorMode has such a cache too, whose key
 alone costs more than all else in a dry run; this one knows only what a step is made of, and leaves the rest to it.
@@ -6,22 +6,23 @@ alone costs more than all else in a dry run; this one knows only what a step is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
-_NEVER: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
-_FROM_THE_START: Final = frozenset({torch.ops.aten.as_strided.default})
-"""Operators whose arguments name places in the storage."""
-_RESIZING: Final = frozenset({"aten.resize_", "aten.resize_as_", "aten.set_", "aten.sparse_resize_"})
+from pytest_gputrain.worker.dry_run.operators import Operator
+
+_META: Final = torch.device("meta")
+_NUMBER: Final = "_gputrain_shape"
+_PECULIAR: Final = -1
+"""Number of a fake whose calls are not remembered: a sparse one, or one that stands for a constant."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
+@dataclass(slots=True)
+class Result:
     """One tensor among the results of a call."""
 
     same: int = -1
@@ -33,138 +34,183 @@ class _Result:
     offset: int = 0
     """From that of the argument: DeepSpeed's parameters are all of one shape in one storage."""
     dtype: torch.dtype = torch.float32
+    number: int = _PECULIAR
+    """Of its shape."""
+    device: torch.device | None = None
+    nbytes: int = 0
+    """Of the storage, where it has one of its own."""
+
+
+@dataclass(slots=True)
+class Call:
+    """What came of it, and will again.
+
+    Attributes:
+        results: in order; None where there is none.
+        kind: the sequence that they come in; None for a single one.
+        temporary_bytes: what its kernel takes and gives back.
+        moved: bytes that it reads and writes.
+        seconds: the least time that it takes.
+    """
+
+    results: list[Result | None]
+    kind: Any = None
+    temporary_bytes: int = 0
+    flops: int = 0
+    moved: int = 0
+    seconds: float = 0.0
 
 
 class Shapes:
-    """A cache of calls.
+    """The calls of one dry run."""
 
-    Args:
-        layouts: what to call instead of an operator.
-    """
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        """By what tells shapes from each other."""
+        self._calls: dict[Any, Call] = {}
+        self._fresh: dict[torch.device, dict[str, Any]] = {}
+        """Attributes of a new fake."""
 
-    def __init__(self, layouts: dict[Any, Callable[..., Any]]) -> None:
-        self._layouts = layouts
-        self._eligible: dict[Any, bool] = {}
-        self._silent: set[Any] = set()
-        self._results: dict[Any, Any] = {}
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """``func(*args, **kwargs)``.
+    def key(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """What the call is remembered by; None if it is not.
 
         Args:
-            tensors: those among the arguments, in order.
+            tensors: gets those among the arguments, in order.
         """
-        eligible = self._eligible.get(func)
-        if eligible is None:
-            eligible = self._eligible[func] = _is_eligible(func)
-            if _is_silent(func):
-                self._silent.add(func)
-        if func in self._silent:
-            return None
-        call = self._layouts.get(func, func)
-        if not eligible or not tensors:
-            return call(*args, **kwargs)
-        for tensor in tensors:
-            if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
-                return call(*args, **kwargs)
         # The default is the type of what integers become.
-        start = tensors[0].storage_offset() if func in _FROM_THE_START else 0
-        key = (func, _key(args), _key(kwargs.items()) if kwargs else None, torch.get_default_dtype(), start)
+        found: list[Any] = [operator, torch.get_default_dtype()]
+        usual = self._describe(args, found, tensors)
+        if kwargs:
+            found.extend(kwargs)
+            usual &= self._describe(kwargs.values(), found, tensors)
+        if not usual or not tensors or not operator.repeats:
+            return None
+        if operator.from_start:
+            found.append(tensors[0].storage_offset())
+        return tuple(found)
+
+    def recall(self, key: Any) -> Call | None:
+        """The call, if it was there before."""
         try:
-            known = self._results.get(key, self)
+            return self._calls.get(key)
         except TypeError:  # an argument without a hash
-            return call(*args, **kwargs)
-        if known is self:
-            result = call(*args, **kwargs)
-            self._results[key] = _described(result, tensors)
-            return result
-        if known is None:
-            return call(*args, **kwargs)
-        return _made(known, tensors, tensors[0].fake_mode)  # type: ignore[attr-defined]
+            return None
 
-
-def _is_eligible(func: Any) -> bool:
-    return func.namespace == "aten" and not _NEVER & set(func.tags) and str(func.overloadpacket) not in _RESIZING
-
-
-def _is_silent(func: Any) -> bool:
-    """Whether it changes lists of tensors in place and returns nothing, as optimizers call it: fakes have nothing to change.
-
-    FakeTensorMode checks hundreds of tensors one by one, which takes a quarter of a dry run.
-    """
-    return str(func.overloadpacket).startswith("aten._foreach_") and not func._schema.returns
-
-
-def _key(values: Any) -> Any:
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append((value.shape, value.stride(), value.dtype, device_of(value)))
-        elif isinstance(value, list | tuple):
-            found.append(_key(value))
-        else:
-            # 1, 1.0 and True are one key, but not one result.
-            found.append((type(value), value))
-    return tuple(found)
-
-
-def _described(result: Any, tensors: list[Tensor]) -> Any:
-    """How to make the result again; None where that is not known."""
-    if isinstance(result, list | tuple):
-        parts = [_described(part, tensors) for part in result]
-        return None if any(part is None for part in parts) else (type(result), parts)
-    if type(result) is not FakeTensor or result.layout is not torch.strided or result.constant is not None:
-        return None
-    for number, tensor in enumerate(tensors):
-        if tensor is result:
-            return _Result(same=number)
-    size, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
-    storage = result.untyped_storage()
-    for number, tensor in enumerate(tensors):
-        if tensor.untyped_storage()._cdata == storage._cdata:
-            if tensor.dtype != result.dtype:
+    def remember(self, key: Any, result: Any, tensors: list[Tensor]) -> Call | None:
+        """Remember what came of a call; None where that cannot be made again."""
+        kind = type(result) if isinstance(result, list | tuple) else None
+        parts = [result] if kind is None else result
+        results: list[Result | None] = []
+        for part in parts:
+            described = None if part is None else self._described(part, tensors)
+            if part is not None and described is None:
                 return None
-            offset -= int(tensor.storage_offset())
-            return _Result(base=number, size=size, stride=stride, offset=offset, dtype=result.dtype)
-    with torch._C._DisableTorchDispatch():
-        again = torch.empty_strided(size, stride, dtype=result.dtype, device="meta")
-    if offset or again.untyped_storage().nbytes() != storage.nbytes() or result.fake_device != device_of(tensors[0]):
-        return None
-    return _Result(size=size, stride=stride, dtype=result.dtype)
+            results.append(described)
+        call = Call(results, kind)
+        try:
+            self._calls[key] = call
+        except TypeError:
+            return None
+        return call
 
+    def make(self, call: Call, tensors: list[Tensor]) -> Any:
+        """Its result, for other tensors of the same shapes."""
+        made = [None if result is None else self._make(result, tensors) for result in call.results]
+        return made[0] if call.kind is None else call.kind(made)
 
-def _made(known: Any, tensors: list[Tensor], mode: FakeTensorMode) -> Any:
-    if isinstance(known, tuple):
-        kind, parts = known
-        return kind(_made(part, tensors, mode) for part in parts)
-    if known.same >= 0:
-        return tensors[known.same]
-    with torch._C._DisableTorchDispatch():
-        if known.base >= 0:
-            element = torch.empty((0,), dtype=known.dtype, device="meta")
-            base = tensors[known.base]
-            element.set_(base.untyped_storage(), base.storage_offset() + known.offset, known.size, known.stride)
+    def _describe(self, values: Any, found: list[Any], tensors: list[Tensor]) -> bool:
+        """Add what tells the values from others, and say whether they are of the usual kinds."""
+        usual = True
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                tensors.append(value)
+                number = getattr(value, _NUMBER, None)
+                if number is None:
+                    number = self._number(value)
+                    setattr(value, _NUMBER, number)
+                found.append(number)
+                if number == _PECULIAR:
+                    usual = False
+            elif isinstance(value, Tensor):
+                tensors.append(value)
+                usual = False
+            elif isinstance(value, list | tuple):
+                found.append(kind)
+                usual &= self._describe(value, found, tensors)
+                found.append(None)
+            else:
+                # 1, 1.0 and True are equal, but not alike; nor is a number alone, which is that of a shape.
+                found.append(kind)
+                found.append(value)
+        return usual
+
+    def _number(self, fake: Any) -> int:
+        if fake.layout is not torch.strided or fake.constant is not None:
+            return _PECULIAR
+        stride = fake.stride()
+        # Of an expanded tensor no more is read than the storage.
+        stored = fake.untyped_storage().nbytes() if 0 in stride else None
+        facts = (fake.shape, stride, fake.dtype, fake.fake_device, stored)
+        return self._numbers.setdefault(facts, len(self._numbers))
+
+    def _described(self, part: Any, tensors: list[Tensor]) -> Result | None:
+        if type(part) is not FakeTensor:
+            return None
+        for place, tensor in enumerate(tensors):
+            if tensor is part:
+                return Result(same=place)
+        number = self._number(part)
+        if number == _PECULIAR:
+            return None
+        size, stride, offset, dtype = tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype
+        storage = part.untyped_storage()
+        device = device_of(part)
+        for place, tensor in enumerate(tensors):
+            if tensor.untyped_storage()._cdata == storage._cdata:
+                if tensor.dtype != dtype:
+                    return None
+                offset -= int(tensor.storage_offset())
+                return Result(-1, place, size, stride, offset, dtype, number, device)
+        with torch._C._DisableTorchDispatch():
+            again = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        nbytes = storage.nbytes()
+        if offset or again.untyped_storage().nbytes() != nbytes:
+            return None
+        return Result(-1, -1, size, stride, 0, dtype, number, device, nbytes)
+
+    def _make(self, result: Result, tensors: list[Tensor]) -> Tensor:
+        if result.same >= 0:
+            return tensors[result.same]
+        with torch._C._DisableTorchDispatch():
+            if result.base >= 0:
+                element = torch.empty((0,), dtype=result.dtype, device=_META)
+                base = tensors[result.base]
+                offset = base.storage_offset() + result.offset
+                element.set_(base.untyped_storage(), offset, result.size, result.stride)
+            else:
+                element = torch.empty_strided(result.size, result.stride, dtype=result.dtype, device=_META)
+        return self._fake(element, result, tensors[0].fake_mode)  # type: ignore[attr-defined]
+
+    def _fake(self, element: Tensor, result: Result, mode: Any) -> Tensor:
+        """``FakeTensor(mode, element, device)``, whose checks and 25 attributes, all alike, are a seventh of a dry run."""
+        device: Any = result.device
+        attributes = self._fresh.get(device)
+        if attributes is None:
+            made = FakeTensor(mode, element, device)
+            self._fresh[device] = dict(made.__dict__)
         else:
-            element = torch.empty_strided(known.size, known.stride, dtype=known.dtype, device="meta")
-    return _fake(mode, element, device_of(tensors[0]))
-
-
-_fresh: dict[tuple[int, torch.device], dict[str, Any]] = {}
-"""Attributes of a new fake, by mode and device; the mode is among them, so that its number stays its own."""
-
-
-def _fake(mode: FakeTensorMode, element: Tensor, device: torch.device) -> Tensor:
-    """``FakeTensor(mode, element, device)``, whose checks and 25 attributes, all alike, are a seventh of a dry run."""
-    attributes = _fresh.get((id(mode), device))
-    if attributes is None:
-        made = FakeTensor(mode, element, device)
-        _fresh.clear()
-        _fresh[id(mode), device] = dict(made.__dict__)
+            made = Tensor._make_subclass(FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device)
+            torch._C._set_throw_on_mutable_data_ptr(made)
+            made.__dict__.update(attributes)
+        setattr(made, _NUMBER, result.number)
         return made
-    fake = Tensor._make_subclass(FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device)
-    torch._C._set_throw_on_mutable_data_ptr(fake)
-    fake.__dict__.update(attributes)
-    return fake
+
+
+def forget_shape(tensor: Any) -> None:
+    """The tensor has become another shape, or one of another storage."""
+    if isinstance(tensor, FakeTensor):
+        setattr(tensor, _NUMBER, None)
 
 
 def device_of(fake: Any) -> torch.device:

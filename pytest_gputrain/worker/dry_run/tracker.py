@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,28 +19,13 @@ from pytest_gputrain.records import LiveTensor, TrainingPhase
 from pytest_gputrain.worker.allocations import resizes_told_to, wraps
 from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
 from pytest_gputrain.worker.dry_run.layouts import Layout
-from pytest_gputrain.worker.dry_run.shapes import Shapes
-from pytest_gputrain.worker.dry_run.values import compute, map_tensors
-from pytest_gputrain.worker.flops import formulas, recomputation_told_to
+from pytest_gputrain.worker.dry_run.operators import Operator, Operators, Temporaries, tensors_in
+from pytest_gputrain.worker.dry_run.shapes import Call, Shapes, forget_shape
+from pytest_gputrain.worker.dry_run.values import are_touched, compute, map_tensors
+from pytest_gputrain.worker.flops import recomputation_told_to
 
 _FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
-
-_PRODUCTS: Final = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
-
-Temporaries = Callable[[tuple[Any, ...]], int]
-"""Bytes that an operator's kernel takes and gives back, from the operator's arguments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """What a storage was made by and for."""
-
-    bytes: int
-    operator: str
-    phase: TrainingPhase
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(slots=True)
@@ -56,18 +42,6 @@ class Work:
     @property
     def total(self) -> int:
         return self.flops
-
-
-@dataclass(frozen=True, slots=True)
-class _Operator:
-    """What the tracker looks up of an operator once."""
-
-    name: str
-    flops: Callable[..., int] | None
-    moves: bool
-    multiplies: bool
-    """Whether it reads and writes memory: a view does not."""
-    temporaries: Temporaries | None
 
 
 class Tracker(TorchDispatchMode):
@@ -105,21 +79,19 @@ class Tracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._rounding = rounding
-        self._temporaries = temporaries or {}
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[bool] = set()
         """Whether of the backward thread."""
         self._rates = peak_flops or {}
         self._seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
-        self._formulas = formulas()
-        self._known: dict[Any, _Operator] = {}
-        self._shapes = Shapes(layouts or {})
+        self._operators = Operators(layouts or {}, temporaries or {})
+        self._shapes = Shapes()
         self._numbers: dict[int, int] = {}
         """Allocation by address of the storage."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._nbytes: dict[int, int] = {}
         self.trace = array("q")
-        self.allocations: list[Allocation] = []
+        self.allocations: list[LiveTensor] = []
         self.live_bytes = 0
         self._on_host: dict[int, int] = {}
         """Bytes by address of the storage."""
@@ -162,11 +134,8 @@ class Tracker(TorchDispatchMode):
                 live.add(event)
             elif event != EMPTY_CACHE:
                 live.remove(~event)
-        alike: dict[Allocation, int] = {}
-        for number in sorted(live):
-            allocation = self.allocations[number]
-            alike[allocation] = alike.get(allocation, 0) + 1
-        rows = [live_tensor(allocation, times) for allocation, times in alike.items()]
+        alike = Counter(self.allocations[number] for number in sorted(live))
+        rows = [msgspec.structs.replace(one, bytes=one.bytes * count, count=count) for one, count in alike.items()]
         return tuple(sorted(rows, key=lambda row: -row.bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,25 +145,48 @@ class Tracker(TorchDispatchMode):
         if types != _FAKES and wraps(types):
             return self._on_parts(func, args, kwargs or {}) if _is_elementwise_on_lists(func) else NotImplemented
         kwargs = kwargs or {}
-        operator = self._known.get(func) or self._look_up(func)
+        operator = self._operators[func]
         self._follow_phase()
         if operator.multiplies and self._workspace_bytes:
             self._take_workspace()
-        read = list(tensors_in((*args, *kwargs.values())))
-        result = compute(func, args, kwargs, read, self._shapes)
-        if operator.temporaries is not None:
-            self._pass(operator.temporaries(args), operator.name)
-        moved = 0
-        for tensor in tensors_in((result,)):
-            if not isinstance(tensor, FakeTensor):
+        tensors: list[Tensor] = []
+        key = self._shapes.key(operator, args, kwargs, tensors)
+        if key is not None and are_touched(operator, tensors):
+            key = None
+        call = None if key is None else self._shapes.recall(key)
+        if call is not None:
+            return self._again(operator, call, tensors)
+        result = compute(operator, func, args, kwargs, tensors)
+        held = operator.temporaries(args) if operator.temporaries is not None else 0
+        self._pass(held, operator.name)
+        written = sum(self._see_any(tensor, operator.name) for tensor in tensors_in((result,)))
+        if result is None:
+            written = sum(self._bytes_of(tensor) for tensor in operator.targets(args, kwargs))
+        call = None if key is None else self._shapes.remember(key, result, tensors)
+        call = call or Call([])
+        call.temporary_bytes = held
+        self._measure(call, operator, tensors, written, result, args, kwargs)
+        self._count(operator, call)
+        if operator.reshapes:
+            for tensor in tensors:
+                forget_shape(tensor)
+        return result
+
+    def _again(self, operator: Operator, call: Call, tensors: list[Tensor]) -> Any:
+        """What `__torch_dispatch__` does, for a call that is remembered."""
+        result = self._shapes.make(call, tensors)
+        self._pass(call.temporary_bytes, operator.name)
+        for known, tensor in zip(call.results, (result,) if call.kind is None else result, strict=True):
+            if known is None or known.same >= 0 or known.base >= 0:
                 continue
-            if tensor.fake_device != self._device:
+            if known.device != self._device:
                 self._see_elsewhere(tensor)
-            elif tensor.layout is torch.strided:
-                moved += self._see(tensor, operator.name)
-            else:
-                moved += sum(self._see(part, operator.name) for part in sparse_parts(tensor))
-        self._count(operator, read, result, moved, args, kwargs)
+                continue
+            storage = tensor.untyped_storage()
+            place = storage._cdata
+            self._references[place] = weakref.ref(storage, lambda _, place=place: self._forget(place))  # type: ignore[misc]
+            self._hold(place, known.nbytes, operator.name, known.size, known.dtype)
+        self._count(operator, call)
         return result
 
     def _on_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -222,20 +214,6 @@ class Tracker(TorchDispatchMode):
         # No callbacks into a tracker that nobody reads any more.
         self._references.clear()
 
-    def _look_up(self, func: Any) -> _Operator:
-        packet = func.overloadpacket
-        name = str(packet)
-        reads_nothing = name.startswith(("aten.empty", "aten.new_empty")) or name == "aten.detach"
-        known = _Operator(
-            name=name,
-            flops=self._formulas.get(packet),
-            moves=not (func.is_view or reads_nothing),
-            multiplies=name in _PRODUCTS,
-            temporaries=self._temporaries.get(packet),
-        )
-        self._known[func] = known
-        return known
-
     def _follow_phase(self) -> None:
         phase = self.phase
         if phase == "build":
@@ -259,23 +237,39 @@ class Tracker(TorchDispatchMode):
         if live > self._peak:
             self._peak, self.peak_phase = live, phase
 
+    def _see_any(self, tensor: Tensor, operator: str) -> int:
+        """Look at the storages of a result, and return the bytes of its elements on the device."""
+        if not isinstance(tensor, FakeTensor):
+            return 0
+        if tensor.fake_device != self._device:
+            self._see_elsewhere(tensor)
+            return 0
+        if tensor.layout is torch.strided:
+            return self._see(tensor, operator)
+        return sum(self._see(part, operator) for part in sparse_parts(tensor))
+
     def _see(self, tensor: Tensor, operator: str) -> int:
-        """Bytes of the tensor's elements, after its storage was looked at."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._nbytes.get(key)
         if known is None:
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
         if known != size:
-            self._hold(key, size, operator, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            self._hold(key, size, operator, tuple(tensor.shape), tensor.dtype)
         return min(tensor.numel() * tensor.itemsize, size)
+
+    def _bytes_of(self, tensor: Tensor) -> int:
+        """Of the elements of a tensor on the device; of an expanded one no more than the storage."""
+        if tensor.layout is not torch.strided or getattr(tensor, "fake_device", None) != self._device:
+            return 0
+        return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
     def _see_resized(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if self._nbytes.get(key, size) != size:
-            self._hold(key, size, "resize_", (size,), "bytes")
+            self._hold(key, size, "resize_", (size,), None)
 
-    def _hold(self, key: int, size: int, operator: str, shape: tuple[int, ...], dtype: str) -> None:
+    def _hold(self, key: int, size: int, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         """A storage is new, or has become larger or smaller."""
         before = self._numbers.pop(key, None)
         self._nbytes[key] = size
@@ -307,10 +301,13 @@ class Tracker(TorchDispatchMode):
         if number is not None:
             self._free(number)
 
-    def _allocate(self, size: int, operator: str, shape: tuple[int, ...], dtype: str) -> int:
+    def _allocate(self, size: int, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> int:
         held = -(-size // self._rounding) * self._rounding
         number = len(self.allocations)
-        self.allocations.append(Allocation(held, operator, self.phase, shape, dtype))
+        made = LiveTensor(
+            bytes=held, count=1, operator=operator, phase=self.phase, shape=shape, dtype=_NAMES.get(dtype) or _name(dtype)
+        )
+        self.allocations.append(made)
         self.trace.append(number)
         self.live_bytes += held
         return number
@@ -322,7 +319,7 @@ class Tracker(TorchDispatchMode):
     def _pass(self, size: int, operator: str) -> None:
         """A kernel's own memory, taken and given back."""
         if size:
-            number = self._allocate(size, operator, (size,), "bytes")
+            number = self._allocate(size, operator, (size,), None)
             self._mark_peak()
             self._free(number)
 
@@ -330,33 +327,33 @@ class Tracker(TorchDispatchMode):
         backward = self.phase == "backward"
         if backward not in self._workspaces:
             self._workspaces.add(backward)
-            self._allocate(self._workspace_bytes, "workspace of matrix products", (self._workspace_bytes,), "bytes")
+            self._allocate(self._workspace_bytes, "workspace of matrix products", (self._workspace_bytes,), None)
 
-    def _count(self, operator: _Operator, read: list[Tensor], result: Any, written: int, args: Any, kwargs: Any) -> None:
-        work = self.work
-        moved = flops = 0
+    def _measure(
+        self, call: Call, operator: Operator, read: list[Tensor], written: int, result: Any, args: Any, kwargs: Any
+    ) -> None:
+        """The work of a call."""
         if operator.moves:
-            moved = written
-            for tensor in read:
-                if tensor.layout is torch.strided and getattr(tensor, "fake_device", None) == self._device:
-                    # Of an expanded tensor no more than the storage.
-                    moved += min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-            work.bytes += moved
-        seconds = moved * self._seconds_per_byte
+            call.moved = written + sum(self._bytes_of(tensor) for tensor in read)
+        call.seconds = call.moved * self._seconds_per_byte
         if operator.flops is not None:
-            flops = operator.flops(*args, **kwargs, out_val=result)
-            work.flops += flops
+            call.flops = operator.flops(*args, **kwargs, out_val=result)
             rate = self._rates.get(read[0].dtype)
             if rate:
-                seconds = max(seconds, flops / rate)
-        work.roofline_seconds += seconds
+                call.seconds = max(call.seconds, call.flops / rate)
+
+    def _count(self, operator: Operator, call: Call) -> None:
+        work = self.work
+        work.bytes += call.moved
+        work.flops += call.flops
+        work.roofline_seconds += call.seconds
         row = work.operators.get(operator.name)
         if row is None:
-            work.operators[operator.name] = [1, flops, moved]
+            work.operators[operator.name] = [1, call.flops, call.moved]
         else:
             row[0] += 1
-            row[1] += flops
-            row[2] += moved
+            row[1] += call.flops
+            row[2] += call.moved
 
 
 @functools.cache
@@ -369,25 +366,12 @@ def _part(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def live_tensor(allocation: Allocation, count: int = 1) -> LiveTensor:
-    """As reports show it."""
-    return LiveTensor(
-        bytes=allocation.bytes * count,
-        count=count,
-        operator=allocation.operator,
-        phase=allocation.phase,
-        shape=allocation.shape,
-        dtype=allocation.dtype,
-    )
+_NAMES: Final[dict[torch.dtype | None, str]] = {None: "bytes"}
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among the values, in lists and tuples too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+def _name(dtype: torch.dtype | None) -> str:
+    name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
+    return name
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gputrain.worker.dry_run.shapes import Shapes
+from pytest_gputrain.worker.dry_run.operators import Operator, tensors_in
 
 LIMIT: Final = 2**18
 """Elements of the largest tensor whose values are kept: token ids and masks of a batch are, activations are not."""
@@ -25,7 +25,6 @@ _MAKERS: Final = frozenset(
 _SCALAR: Final = _ATEN._local_scalar_dense.default
 _INDEX: Final = _ATEN.index.Tensor
 _SELECT: Final = _ATEN.masked_select.default
-_DYNAMIC: Final = torch.Tag.dynamic_output_shape
 
 _SEND: Final = torch.ops.c10d.send.default
 _BROADCAST: Final = torch.ops.c10d.broadcast_.default
@@ -38,12 +37,12 @@ def value_of(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, _NAME, None) if isinstance(tensor, FakeTensor) else tensor
 
 
-def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], shapes: Shapes) -> Any:
+def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """``func(*args, **kwargs)`` on fakes, and on their values where all of them are known.
 
     Args:
+        operator: what is known of it.
         tensors: those among the arguments.
-        shapes: remembers calls.
 
     A scalar that is read without being known is 0.0 if it is a float, which tells the loss scaler that nothing overflowed.
     DeepSpeed asks that of integers.
@@ -61,15 +60,22 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
             keep(tensors, [None] * len(tensors))
         return func(*args, **kwargs)
     known = all(value_of(tensor) is not None for tensor in tensors)
-    if _DYNAMIC in func.tags and (known or func in (_INDEX, _SELECT)):
+    if operator.dynamic and (known or func in (_INDEX, _SELECT)):
         return _made_of(_real(func, args, kwargs), tensors) if known else _taken(func, *args)
-    result = shapes.call(func, args, kwargs, tensors)
+    result = None if operator.in_place_on_lists else operator.call(*args, **kwargs)
     if known:
-        if all(_is_small(part) for part in _parts(result)):
+        if all(_is_small(part) for part in tensors_in((result,))):
             keep(result, _real(func, args, kwargs))
-    elif func._schema.is_mutable:
-        _forget(func, args)
+    elif operator.written:
+        for part in operator.targets(args, kwargs):
+            setattr(part, _NAME, None)
     return result
+
+
+def are_touched(operator: Operator, tensors: list[Tensor]) -> bool:
+    """Whether a call has to do with known values: it computes or overwrites some."""
+    known = [getattr(tensor, _NAME, None) is not None for tensor in tensors]
+    return any(known) if operator.written else all(known)
 
 
 def _read(tensor: Tensor, func: Any) -> Any:
@@ -88,14 +94,6 @@ def _asked_by(package: str) -> bool:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pytest_gputrain.worker.dry_run."):
         frame = frame.f_back
     return bool(frame.f_globals.get("__name__", "").startswith(f"{package}."))
-
-
-def _forget(func: Any, args: tuple[Any, ...]) -> None:
-    """What the operator wrote to is no longer known."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.is_write:
-            for part in _parts(value):
-                setattr(part, _NAME, None)
 
 
 def _taken(func: Any, source: Tensor, indices: Any) -> Any:
@@ -150,14 +148,6 @@ def _is_small(tensor: Any) -> bool:
     return not isinstance(tensor, Tensor) or (
         tensor.untyped_storage().nbytes() <= 8 * LIMIT and (tensor.numel() <= LIMIT or tensor.dtype in _INTEGERS)
     )
-
-
-def _parts(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _parts(part)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
