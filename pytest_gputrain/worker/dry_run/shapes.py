@@ -23,8 +23,10 @@ _PECULIAR: Final = -1
 
 @dataclass(slots=True)
 class Result:
-    """One tensor among the results of a call."""
+    """One of those of a call: a tensor, or what `plain` holds."""
 
+    plain: Any = None
+    """A number or None."""
     same: int = -1
     """Number of the argument that it is."""
     base: int = -1
@@ -32,12 +34,12 @@ class Result:
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
-    """From that of the argument: DeepSpeed's parameters are all of one shape in one storage."""
+    """Bytes from that of the argument: DeepSpeed's parameters are all of one shape in one storage."""
     dtype: torch.dtype = torch.float32
     number: int = _PECULIAR
     """Of its shape."""
     device: torch.device | None = None
-    nbytes: int = 0
+    nbytes: int | None = None
     """Of the storage, where it has one of its own."""
 
 
@@ -46,14 +48,14 @@ class Call:
     """What came of it, and will again.
 
     Attributes:
-        results: in order; None where there is none.
+        results: in order.
         kind: the sequence that they come in; None for a single one.
         temporary_bytes: what its kernel takes and gives back.
         moved: bytes that it reads and writes.
         seconds: the least time that it takes.
     """
 
-    results: list[Result | None]
+    results: list[Result]
     kind: Any = None
     temporary_bytes: int = 0
     flops: int = 0
@@ -100,10 +102,10 @@ class Shapes:
         """Remember what came of a call; None where that cannot be made again."""
         kind = type(result) if isinstance(result, list | tuple) else None
         parts = [result] if kind is None else result
-        results: list[Result | None] = []
+        results: list[Result] = []
         for part in parts:
-            described = None if part is None else self._described(part, tensors)
-            if part is not None and described is None:
+            described = self._described(part, tensors)
+            if described is None:
                 return None
             results.append(described)
         call = Call(results, kind)
@@ -115,7 +117,7 @@ class Shapes:
 
     def make(self, call: Call, tensors: list[Tensor]) -> Any:
         """Its result, for other tensors of the same shapes."""
-        made = [None if result is None else self._make(result, tensors) for result in call.results]
+        made = [self._make(result, tensors) for result in call.results]
         return made[0] if call.kind is None else call.kind(made)
 
     def _describe(self, values: Any, found: list[Any], tensors: list[Tensor]) -> bool:
@@ -155,6 +157,8 @@ class Shapes:
         return self._numbers.setdefault(facts, len(self._numbers))
 
     def _described(self, part: Any, tensors: list[Tensor]) -> Result | None:
+        if part is None or type(part) is int:
+            return Result(plain=part)
         if type(part) is not FakeTensor:
             return None
         for place, tensor in enumerate(tensors):
@@ -168,25 +172,25 @@ class Shapes:
         device = device_of(part)
         for place, tensor in enumerate(tensors):
             if tensor.untyped_storage()._cdata == storage._cdata:
-                if tensor.dtype != dtype:
-                    return None
-                offset -= int(tensor.storage_offset())
-                return Result(-1, place, size, stride, offset, dtype, number, device)
+                offset = offset * dtype.itemsize - int(tensor.storage_offset()) * tensor.itemsize
+                return Result(base=place, size=size, stride=stride, offset=offset, dtype=dtype, number=number, device=device)
         with torch._C._DisableTorchDispatch():
             again = torch.empty_strided(size, stride, dtype=dtype, device=_META)
         nbytes = storage.nbytes()
         if offset or again.untyped_storage().nbytes() != nbytes:
             return None
-        return Result(-1, -1, size, stride, 0, dtype, number, device, nbytes)
+        return Result(size=size, stride=stride, dtype=dtype, number=number, device=device, nbytes=nbytes)
 
-    def _make(self, result: Result, tensors: list[Tensor]) -> Tensor:
+    def _make(self, result: Result, tensors: list[Tensor]) -> Any:
         if result.same >= 0:
             return tensors[result.same]
+        if result.device is None:
+            return result.plain
         with torch._C._DisableTorchDispatch():
             if result.base >= 0:
                 element = torch.empty((0,), dtype=result.dtype, device=_META)
                 base = tensors[result.base]
-                offset = base.storage_offset() + result.offset
+                offset = (base.storage_offset() * base.itemsize + result.offset) // result.dtype.itemsize
                 element.set_(base.untyped_storage(), offset, result.size, result.stride)
             else:
                 element = torch.empty_strided(result.size, result.stride, dtype=result.dtype, device=_META)

@@ -177,7 +177,7 @@ class Tracker(TorchDispatchMode):
         result = self._shapes.make(call, tensors)
         self._pass(call.temporary_bytes, operator.name)
         for known, tensor in zip(call.results, (result,) if call.kind is None else result, strict=True):
-            if known is None or known.same >= 0 or known.base >= 0:
+            if known.nbytes is None:
                 continue
             if known.device != self._device:
                 self._see_elsewhere(tensor)
