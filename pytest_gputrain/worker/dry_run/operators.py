@@ -90,7 +90,7 @@ class Operators:
             multiplies=packet in _PRODUCTS,
             written=tuple((place, each.name) for place, each in enumerate(func._schema.arguments) if each.is_write),
             reshapes=reshapes,
-            repeats=func.namespace == "aten" and not _UNKNOWN & tags and not reshapes,
+            repeats=func.namespace in ("aten", "fsdp") and not _UNKNOWN & tags and not reshapes,
             in_place_on_lists=name.startswith("aten._foreach_") and not func._schema.returns,
             dynamic=torch.Tag.dynamic_output_shape in tags,
             from_start=func is _ATEN.as_strided.default,

@@ -48,6 +48,8 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
     DeepSpeed asks that of integers.
     """
     if not tensors:
+        if func.namespace == "profiler":
+            return _real(func, args, kwargs)
         result = func(*args, **kwargs)
         if func.overloadpacket in _MAKERS and _is_small(result):
             keep(result, _real(func, args, kwargs))
