@@ -24,14 +24,18 @@ class Forecast:
 
     def __init__(self, baselines: Path, platform: str) -> None:
         self._store = PredictionStore(baselines)
+        self._unreadable: set[str] = set()
         self.platform = platform
 
     def of(self, suite: str, case: Case) -> Prediction | None:
         """The latest prediction of the case; None where there is none, or none of this very case."""
+        if suite in self._unreadable:
+            return None
         try:
             known = self._store.get(self.platform, suite, key_of(case, "full"))
-        except BaselineError:
-            return None  # the dry run tells of it; a real run can do without
+        except BaselineError:  # the dry run tells of it; a real run can do without
+            self._unreadable.add(suite)
+            return None
         same = known is not None and known.predictions and known.case.identity() == case.identity()
         return known.predictions[-1] if known is not None and same else None
 

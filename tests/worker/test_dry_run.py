@@ -1,5 +1,6 @@
 """A dry run by the rules of a CPU, against what the worker counts there in real steps."""
 
+import contextlib
 from unittest import mock
 
 import bitsandbytes
@@ -89,15 +90,20 @@ def test_accumulation(method):
     compare(LLAMA.replace(method=method, gradient_accumulation=4))
 
 
-def test_numbers_become_tensors_of_the_device():
-    assert predicted(OWN, H100, _with_a_list).peak_allocated_bytes == 3 * 512
+@pytest.mark.parametrize("as_context", [False, True])
+def test_numbers_become_tensors_of_the_device(as_context):
+    def build(setup):
+        return _with_a_list(setup, as_context)
+
+    assert predicted(OWN, H100, build).peak_allocated_bytes == 3 * 512
 
 
-def _with_a_list(setup):
+def _with_a_list(setup, as_context):
     kept = torch.ones(8, device=setup.device)
 
     def step():
-        kept * torch.tensor([2.0] * 8, device=setup.device)
+        with setup.device if as_context else contextlib.nullcontext():
+            kept * torch.tensor([2.0] * 8, device=None if as_context else setup.device)
 
     return step
 

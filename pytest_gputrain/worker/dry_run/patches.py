@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Target
@@ -42,6 +43,7 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         for patch in _for_fakes(target, device):
             stack.enter_context(patch)
         if target.kind == "cuda":
+            stack.enter_context(_FromPython(device))
             for patch in _for_gpu(device):
                 stack.enter_context(patch)
             if target.lists:
@@ -54,6 +56,22 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
             for name in {"reduce_scatter_tensor", "reduce_scatter_single"} & set(vars(distributed)):
                 stack.enter_context(mock.patch.object(distributed, name, _reduce_scatter_by_gloo))
         yield
+
+
+class _FromPython(TorchFunctionMode):
+    """Tensors of Python's numbers are made by C++, which has but one CPU and leaves out which of the two was meant."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # The device may come from a context, which is a mode too, and has been asked before.
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self._gpu:
+            made = func(*args, **{**kwargs, "device": None})
+            return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
+        return func(*args, **kwargs)
 
 
 def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
@@ -124,21 +142,8 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_gpu(device: torch.device) -> Iterator[Any]:
-    # Tensors of Python's numbers are made by C++, which has but one CPU and leaves out which of the two was meant.
-    for name in ("tensor", "as_tensor"):
-        yield mock.patch.object(torch, name, _on(device, getattr(torch, name)))
     # FSDP knows one CPU.
     yield mock.patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", return_value=device)
-
-
-def _on(gpu: torch.device, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def made(*args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.get("device") != gpu:
-            return function(*args, **kwargs)
-        tensor = function(*args, **{**kwargs, "device": None})
-        return tensor.detach().to(gpu).requires_grad_(tensor.requires_grad)
-
-    return made
 
 
 def _for_lists() -> Iterator[Any]:
