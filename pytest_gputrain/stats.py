@@ -113,19 +113,18 @@ def decide(
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
     needed = max(min(AGREEING, most), most // 2 + 1)
     middle = statistics.median(ratios)
-    suspicious = any(ratio < -limit for ratio in faster) or any(ratio > limit / 2 for ratio in slower)
-    outcome: Outcome = "pass"
-    settled = True
+    looks_slow = any(ratio > limit / 2 for ratio in slower)
+    suspicious = looks_slow or any(ratio < -limit for ratio in faster)
+    outcome: Outcome
     if above >= needed:
         outcome = "regressed"
     elif below >= needed:
         outcome = "improved"
-    elif not suspicious:
-        # What only the suite's shift explains is no pass.
-        outcome = "inconclusive" if middle > limit else "pass"
     else:
-        outcome = "inconclusive" if middle > within else "pass"
-        settled = len(ratios) - above - below >= needed or len(ratios) >= most
+        # What only the suite's shift explains is no pass either.
+        outcome = "inconclusive" if middle > (within if looks_slow else limit) else "pass"
+    decided = max(above, below, len(ratios) - above - below) >= needed
+    settled = decided or not suspicious or len(ratios) >= most
     return Decision(
         outcome=outcome,
         settled=settled,

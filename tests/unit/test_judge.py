@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from unit_examples import (
     CASE,
@@ -558,6 +558,7 @@ def test_more_time_is_never_a_better_verdict(base: float, one: float, other: flo
     assert BADNESS[less] <= BADNESS[more]
 
 
+@example((571.0,), [(1.0,), (1.0,), (755.0,), (2168.0,), (755.0,)], 2.0)
 @given(STEPS, st.lists(STEPS, min_size=1, max_size=5), st.floats(1, 3))
 def test_a_slower_step_is_never_a_better_verdict(base: Any, runs: list[Any], factor: float) -> None:
     known = baseline(baseline_run(step_seconds=base))
