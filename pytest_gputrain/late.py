@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
 import pytest
 
+from pytest_gputrain.exchange.points import points
+from pytest_gputrain.exchange.pytest_benchmark import entry
 from pytest_gputrain.outcome import detail_of
 from pytest_gputrain.records import Result
 from pytest_gputrain.rounds import Rounds
@@ -45,6 +48,26 @@ def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | Non
         sections=[(f"worker of {result.case}", detail)] if result is not None and detail else [],
     )
     config.hook.pytest_runtest_logreport(report=report)
+
+
+def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
+    """Put the cases among those that pytest-benchmark is to save or to compare, where it is asked to.
+
+    Also under xdist, which turns its own benchmarks off: a case has its devices to itself whichever worker asks for it.
+    """
+    session = getattr(config, "_benchmarksession", None)
+    if session is None or not (session.json or session.save or session.autosave or session.compare):
+        return
+    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
+        return
+    from pytest_benchmark.stats import Metadata
+
+    for point in points(results, timed=True):
+        fixture = SimpleNamespace(**entry(point), cprofile_stats=None, has_error=False)
+        benchmark = Metadata(fixture, iterations=1, options={})
+        for seconds in point.step_seconds:
+            benchmark.update(seconds)
+        session.benchmarks.append(benchmark)
 
 
 def leave(config: Any, result: Result) -> None:

@@ -228,15 +228,19 @@ class GpuTrainPlugin:
             for result in self._measured.pop(report.nodeid):
                 self.book.add(result, passed=report.nodeid not in self._failed)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self.book is None:
-            return
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-benchmark saves, which is a wrapper, too
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
+        if self.book is not None:
+            self._close(self.book, session, exitstatus)
+        return (yield)
+
+    def _close(self, book: Book, session: pytest.Session, exitstatus: int) -> None:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
-                self.book.add(result, passed=False)
-        self.book.close(int(exitstatus))
-        if self.book.failed and session.exitstatus == pytest.ExitCode.OK:
+                book.add(result, passed=False)
+        book.close(int(exitstatus))
+        late.join_benchmarks(self.config, book.results)
+        if book.failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_unconfigure(self) -> None:
