@@ -133,3 +133,12 @@ def test_they_stay_out_of_its_way_unless_it_saves_or_compares(suite: Project) ->
     assert "benchmark 'tuning'" not in result.stdout.str()
     suite.run("--benchmark-json=bench.json", "--benchmark-disable").assert_outcomes(passed=3)
     assert not (suite.path / "bench.json").exists()
+
+
+def test_the_configuration_for_otava_is_yaml(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = pytest.importorskip("yaml")
+    suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    monkeypatch.chdir(suite.path)
+    assert main(["export", "report.json", "--format=otava", "-o", "otava"]) == 0
+    tests = yaml.safe_load((suite.path / "otava" / "otava.yaml").read_text())["tests"]
+    assert sorted(test["file"] for test in tests.values()) == sorted(file.name for file in suite.path.glob("otava/*.csv"))
