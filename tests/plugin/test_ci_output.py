@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plugin_project import GEMMA, LLAMA, LLAMA_2, SUITE, Project, assert_refused, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.report import github
 
-ODD = "a%,b:c"
+ODD = "a%,b::c"
 WITH_ODD_NAME = f"""
 import pytest
 from pytest_gputrain import Case
@@ -38,11 +41,11 @@ def job(suite: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     return suite
 
 
-def commands(result: pytest.RunResult) -> list[tuple[dict[str, str], str]]:
+def commands(lines: Iterable[str]) -> list[tuple[dict[str, str], str]]:
     """Properties and message of each annotation, read as GitHub's runner does (ActionCommand.TryParseV2, `UnescapeData`)."""
     found = []
-    for line in result.stdout.lines:
-        if match := re.match(r"::error (.*?)::(.*)$", line):
+    for line in lines:
+        if match := re.fullmatch(r"::error (.*?)::(.*)", line, re.DOTALL):
             properties = dict(pair.split("=", 1) for pair in match[1].split(","))
             found.append(({name: _unescaped(value) for name, value in properties.items()}, _unescaped(match[2])))
     return found
@@ -65,7 +68,7 @@ def test_failures_are_annotated_on_the_lines_of_their_tests(job: Project, worker
     _regress(job)
     result = job.spawn("-n2") if workers else job.run()
     result.assert_outcomes(passed=1, failed=2)
-    found = {properties["title"]: (properties, message) for properties, message in commands(result)}
+    found = {properties["title"]: (properties, message) for properties, message in commands(result.stdout.lines)}
     assert sorted(found) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
     properties, message = found[f"test_tuning[{GEMMA}]"]
     assert properties["file"] == f"{job.path.name}/test_tuning.py"
@@ -78,15 +81,22 @@ def test_failures_are_annotated_on_the_lines_of_their_tests(job: Project, worker
 def test_annotations_escape_what_would_end_them(job: Project) -> None:
     job.write(test_odd=WITH_ODD_NAME)
     result = job.run("test_odd.py")
-    ((properties, message),) = commands(result)
+    ((properties, message),) = commands(result.stdout.lines)
     assert properties["title"] == f"test_odd[{ODD}]"
     assert message == "AssertionError: two"
+
+
+@given(st.text(min_size=1), st.text())
+def test_whatever_a_failure_says_github_reads_it_as_it_is(title: str, sentence: str) -> None:
+    (line,) = github.commands([github.Failure(None, None, title, sentence)])
+    assert not set("\r\n") & set(line)
+    assert commands([line]) == [({"title": title}, sentence)]
 
 
 def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -> None:
     job.write(test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], batch_size=[1, 2, 4, 8]'))
     job.answer(recorded("crashed"))
-    found = commands(job.run())
+    found = commands(job.run().stdout.lines)
     assert len(found) == github.MOST == 10
     assert found[-1] == (
         {"title": "gputrain"},
@@ -96,13 +106,13 @@ def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -
 
 def test_nothing_is_annotated_elsewhere(suite: Project) -> None:
     suite.answer(recorded("crashed"))
-    assert commands(suite.run()) == []
+    assert commands(suite.run().stdout.lines) == []
 
 
 def test_nothing_is_annotated_twice(job: Project) -> None:
     job.write(pytest_github_actions_annotate_failures="")
     job.answer(recorded("crashed"))
-    assert commands(job.run("-p", "pytest_github_actions_annotate_failures")) == []
+    assert commands(job.run("-p", "pytest_github_actions_annotate_failures").stdout.lines) == []
 
 
 def test_the_step_summary_has_failures_first_and_every_case(job: Project) -> None:
