@@ -10,8 +10,6 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from pytest_gputrain.exchange.points import points
-from pytest_gputrain.exchange.pytest_benchmark import entry
 from pytest_gputrain.outcome import detail_of
 from pytest_gputrain.records import Result
 from pytest_gputrain.report.github import Failure
@@ -78,6 +76,9 @@ def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
     if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
         return
     from pytest_benchmark.stats import Metadata
+
+    from pytest_gputrain.exchange.points import points
+    from pytest_gputrain.exchange.pytest_benchmark import entry
 
     for point in points(results, timed=True):
         fixture = SimpleNamespace(**entry(point), cprofile_stats=None, has_error=False)

@@ -19,7 +19,7 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.marks import HELP
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
-from pytest_gputrain.report import github, summary
+from pytest_gputrain.report import github
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.live import Live
@@ -246,13 +246,19 @@ class GpuTrainPlugin:
                 book.add(result, passed=False)
         book.close(int(exitstatus))
         late.join_benchmarks(self.config, book.results)
+        if book.results or self._failures:
+            self._summarise(book)
+        if book.failed and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _summarise(self, book: Book) -> None:
+        from pytest_gputrain.report import summary
+
         try:
             summary.write(self.runner.settings.summary, book.results, self._failures, self._notes(book))
         except OSError as error:
             book.failed = True
             book.notes.append(f"the summary cannot be written: {error}")
-        if book.failed and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_unconfigure(self) -> None:
         self.runner.bench.close()

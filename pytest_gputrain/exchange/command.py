@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gputrain.baselines import BaselineError, decode
-from pytest_gputrain.exchange import FORMATS
+from pytest_gputrain.exchange.formats import FORMATS
 from pytest_gputrain.exchange.points import left_out, points
 from pytest_gputrain.files import write_atomically
 from pytest_gputrain.records import Report

@@ -50,7 +50,7 @@ def write(
         OSError: it cannot be written.
     """
     named = os.environ.get("GITHUB_STEP_SUMMARY", "") if where == "auto" else ""
-    if not (results or failures) or where == "none" or (where == "auto" and not named):
+    if where == "none" or (where == "auto" and not named):
         return
     found = lines(results, failures, notes)
     if isinstance(where, Path):

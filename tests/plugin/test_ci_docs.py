@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pytest_gputrain import cli
-from pytest_gputrain.exchange import FORMATS
+from pytest_gputrain.exchange.formats import FORMATS
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.options import OPTIONS
 

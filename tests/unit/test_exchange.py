@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, report, result, timed_out
 
 from pytest_gputrain.cli import main
-from pytest_gputrain.exchange import FORMATS
 from pytest_gputrain.exchange.bencher import export as bencher
+from pytest_gputrain.exchange.formats import FORMATS
 from pytest_gputrain.exchange.points import file_names, left_out, points
 from pytest_gputrain.exchange.pytest_benchmark import stats
 from pytest_gputrain.findings import Search, Try
