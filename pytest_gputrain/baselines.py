@@ -132,6 +132,16 @@ class Store:
         return path
 
 
+def rewritten(path: Path) -> bytes:
+    """A baseline file as `Store.update` would write it again.
+
+    Raises:
+        BaselineError: it cannot be read.
+    """
+    device = path.parent.name
+    return _encode(device, path.stem, _load(path, device))
+
+
 class ReportStore:
     """The results of an earlier report, as baselines."""
 

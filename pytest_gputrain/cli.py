@@ -1,4 +1,4 @@
-"""The command ``gputrain``: published tables and reports, printed; two versions compared; another node of a case."""
+"""The command ``gputrain``: tables and reports, printed or exported; versions compared; baselines checked; another node."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from pytest_gputrain import check_baselines
 from pytest_gputrain.ab import command as ab
 from pytest_gputrain.baselines import BaselineError, decode
+from pytest_gputrain.exchange import command as export
 from pytest_gputrain.published import PublishedStore, PublishedTable
 from pytest_gputrain.records import Report, Result
 from pytest_gputrain.report import sheet, terminal
@@ -31,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ab.main(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return _print_table(options) if options.command == "table" else _serve(options)
+    others = {"table": _print_table, "node": _serve, "export": export.main, "check-baselines": check_baselines.main}
+    return others[options.command](options)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -69,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--report", type=Path, metavar="REPORT", help="report whose figures to put beside the published ones")
     table.add_argument("--format", choices=get_args(sheet.Format), default="terminal", help="default: terminal")
     table.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
+    export.add_to(commands)
+    check_baselines.add_to(commands)
     ab.add_to(commands)
     node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
     node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")

@@ -160,9 +160,11 @@ class GpuTrain:
     def _note(self, result: Result) -> None:
         """Leave the result where the report of this test finds it."""
         self._item.stash.setdefault(RESULTS, []).append(result)
-        properties: list[tuple[str, object]] = [("gputrain.case", result.key)]
+        properties: list[tuple[str, object]] = [("gputrain.case", result.key), ("gputrain.device", result.device)]
         if result.verdict is not None:
             properties.append(("gputrain.verdict", result.verdict.status))
+            judged = [metric for metric in result.verdict.metrics if metric.baseline is not None]
+            properties += [(f"gputrain.baseline.{metric.metric}", metric.baseline) for metric in judged]
             properties += [(f"gputrain.limit.{limit.metric}", limit.limit) for limit in result.verdict.limits]
         if result.summary is not None:
             properties.append(("gputrain.median_step_seconds", result.summary.median_step_seconds))

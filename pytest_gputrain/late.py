@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 
 from pytest_gputrain.outcome import detail_of
 from pytest_gputrain.records import Result
+from pytest_gputrain.report.github import Failure
 from pytest_gputrain.rounds import Rounds
 from pytest_gputrain.sentences import count
 
@@ -44,7 +47,45 @@ def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | Non
         when="call",
         sections=[(f"worker of {result.case}", detail)] if result is not None and detail else [],
     )
+    report.gputrain = []  # type: ignore[attr-defined]  # ours, as those of tests are
     config.hook.pytest_runtest_logreport(report=report)
+
+
+def failure_of(report: pytest.TestReport, root: Path) -> Failure:
+    """The failure that a report of a test tells of.
+
+    Args:
+        root: pytest's own, which the report's path is in.
+    """
+    path, line, name = report.location
+    crash = getattr(report.longrepr, "reprcrash", None)  # the exception, below any traceback
+    text = report.longreprtext if crash is None else crash.message.removeprefix("Failed: ")
+    file = root / path
+    known = file.is_file()
+    return Failure(file if known else None, line + 1 if known and line is not None else None, name, text.partition("\n")[0])
+
+
+def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
+    """Put the cases among those that pytest-benchmark is to save or to compare, where it is asked to.
+
+    Also under xdist, which turns its own benchmarks off: a case has its devices to itself whichever worker asks for it.
+    """
+    session = getattr(config, "_benchmarksession", None)
+    if session is None or not (session.json or session.save or session.autosave or session.compare):
+        return
+    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
+        return
+    from pytest_benchmark.stats import Metadata
+
+    from pytest_gputrain.exchange.points import points
+    from pytest_gputrain.exchange.pytest_benchmark import entry
+
+    for point in points(results, timed=True):
+        fixture = SimpleNamespace(**entry(point), cprofile_stats=None, has_error=False)
+        benchmark = Metadata(fixture, iterations=1, options={})
+        for seconds in point.step_seconds:
+            benchmark.update(seconds)
+        session.benchmarks.append(benchmark)
 
 
 def leave(config: Any, result: Result) -> None:

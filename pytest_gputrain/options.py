@@ -100,6 +100,10 @@ def _endpoint(text: str) -> str:
     return text
 
 
+def _summary(text: str) -> Path | str:
+    return text if text in ("auto", "none") else Path(text)
+
+
 def _ids(text: str) -> tuple[str, ...]:
     ids = tuple(part.strip() for part in text.split(",") if part.strip())
     if not ids or len(set(ids)) != len(ids):
@@ -244,6 +248,13 @@ OPTIONS: Final = (
         parse=_endpoint,
         metavar="HOST[:PORT]",
         help="this node as the others reach it, where they are no Slurm allocation (default: its name, any free port)",
+    ),
+    Option(
+        name="summary",
+        parse=_summary,
+        default="auto",
+        metavar="FILE|auto|none",
+        help="write the verdicts to this file as Markdown; auto: to that of GITHUB_STEP_SUMMARY, if any (default: auto)",
     ),
     Option(
         name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"

@@ -19,7 +19,9 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.marks import HELP
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
+from pytest_gputrain.report import github
 from pytest_gputrain.report.book import Book
+from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.live import Live
 from pytest_gputrain.runner import Expected, Runner, suite_of
 from pytest_gputrain.selection import platforms_named, platforms_of
@@ -118,6 +120,7 @@ class GpuTrainPlugin:
         self._live: Live | None = None
         self._measured: defaultdict[str, list[Result]] = defaultdict(list)
         self._failed: set[str] = set()
+        self._failures: list[Failure] = []
         self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
@@ -209,11 +212,11 @@ class GpuTrainPlugin:
         report = yield
         if report.failed:
             self.runner.rounds.forget(item.nodeid)
-        results = item.stash.get(RESULTS, None)
-        if results:  # of whatever phase: a fixture may measure too
+        results = item.stash.get(RESULTS, [])
+        if results or "gputrain" in getattr(item, "fixturenames", ()):  # of whatever phase: a fixture may measure too
             # An attribute of plain JSON travels from an xdist worker with the report.
             report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
-            del item.stash[RESULTS]
+            results.clear()
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -223,34 +226,63 @@ class GpuTrainPlugin:
             return
         results = self._measured[report.nodeid]
         results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
-        self._failed |= {report.nodeid} if report.failed else set()
+        if report.failed:
+            self._failed.add(report.nodeid)
+            if hasattr(report, "gputrain"):
+                self._failures.append(late.failure_of(report, self.config.rootpath))
         if report.when == "teardown":
             for result in self._measured.pop(report.nodeid):
                 self.book.add(result, passed=report.nodeid not in self._failed)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self.book is None:
-            return
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-benchmark saves, which is a wrapper, too
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
+        if self.book is not None:
+            self._close(self.book, session, exitstatus)
+        return (yield)
+
+    def _close(self, book: Book, session: pytest.Session, exitstatus: int) -> None:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
-                self.book.add(result, passed=False)
-        self.book.close(int(exitstatus))
-        if self.book.failed and session.exitstatus == pytest.ExitCode.OK:
+                book.add(result, passed=False)
+        book.close(int(exitstatus))
+        late.join_benchmarks(self.config, book.results)
+        if book.results or self._failures:
+            self._summarise(book)
+        if book.failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _summarise(self, book: Book) -> None:
+        from pytest_gputrain.report import summary
+
+        try:
+            summary.write(self.runner.settings.summary, book.results, self._failures, self._notes(book))
+        except OSError as error:
+            book.failed = True
+            book.notes.append(f"the summary cannot be written: {error}")
 
     def pytest_unconfigure(self) -> None:
         self.runner.bench.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for command in github.commands(self._failures) if self._annotates() else ():
+            terminalreporter.write_line(command)
         if self.book is None or not (self.book.results or self.book.notes):
             return
-        from pytest_gputrain.report import studies, terminal
+        from pytest_gputrain.report import terminal
 
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
         if self.book.results:
             table = terminal.render(self.book.results, width=writer.fullwidth, colour=writer.hasmarkup)
             terminalreporter.write_line(table)
-        for line in [*terminal.explain(self.book.results), *studies.explain(self.book.results), *self.book.notes]:
+        for line in self._notes(self.book):
             terminalreporter.write_line(line)
+
+    def _annotates(self) -> bool:
+        """Unless another plugin annotates every failure."""
+        return github.wanted() and not self.config.pluginmanager.hasplugin("pytest_github_actions_annotate_failures")
+
+    def _notes(self, book: Book) -> list[str]:
+        from pytest_gputrain.report import studies, terminal
+
+        return [*terminal.explain(book.results), *studies.explain(book.results), *book.notes]

@@ -112,7 +112,7 @@ class PublishedStore:
         BaselineError: a table is damaged, or there is none.
         """
         self.folder = folder
-        self.tables = tuple(_load(path) for path in sorted(folder.glob("*.json")))
+        self.tables = tuple(load(path) for path in sorted(folder.glob("*.json")))
         if not self.tables:
             raise BaselineError(f"there is no published table in {folder}; restore the folder from git")
         self._rows: dict[tuple[str, str, str], Published] = {}
@@ -146,9 +146,11 @@ class PublishedStore:
         return sorted(platform for platform, *place in self._rows if place == [suite, key])
 
 
-def _load(path: Path) -> PublishedTable:
-    """Raises:
-    BaselineError: it is no sound table.
+def load(path: Path) -> PublishedTable:
+    """The table in a file.
+
+    Raises:
+        BaselineError: it is no sound table.
     """
     table: PublishedTable = decode(path, PublishedTable, "a published table", _REMEDY)
     trouble = _trouble(table, path.stem)

@@ -48,6 +48,7 @@ class Settings:
     """Folder that all nodes see."""
     rendezvous: str
     """``HOST`` or ``HOST:PORT`` of this node for the others; empty for its name, or for Slurm to start them all."""
+    summary: Path | Literal["auto", "none"]
     json: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
@@ -106,6 +107,8 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         if update != "no":
             raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
         baseline = str(path.absolute())
+    if isinstance(values["summary"], Path) and values["summary"].is_dir():
+        raise ValueError(f"--gpu-summary: {values['summary']} is a folder; give a file")
     _refuse_contradictions(values)
     if values["json"] is not None and values["json"].exists() and not values["json"].is_file():
         raise ValueError(f"--gpu-json: {values['json']} is not a file")
@@ -132,6 +135,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         nodes=values["nodes"],
         shared=values["shared"].absolute(),
         rendezvous=values["rendezvous"] or "",
+        summary=values["summary"].absolute() if isinstance(values["summary"], Path) else values["summary"],
         json=None if values["json"] is None else values["json"].absolute(),
         sweep=values["set"] or (),
         dry_run=bool(values["dry-run"]),

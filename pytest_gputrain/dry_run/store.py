@@ -83,9 +83,17 @@ class PredictionStore:
         Raises:
             BaselineError: the file is there but cannot be read.
         """
+        return self.suite(platform, suite).get(key)
+
+    def suite(self, platform: str, suite: str) -> Mapping[str, Recorded]:
+        """All that is recorded of a suite, by key.
+
+        Raises:
+            BaselineError: as of `get`.
+        """
         if (platform, suite) not in self._files:
             self._files[platform, suite] = _load(self.path(platform, suite), platform)
-        return self._files[platform, suite].get(key)
+        return self._files[platform, suite]
 
     def update(self, platform: str, suite: str, entries: Mapping[str, Recorded]) -> Path:
         """Put the predictions of ``entries`` in place of those under the same conditions, keep all others, return the file.
@@ -104,6 +112,16 @@ class PredictionStore:
             raise BaselineError(f"the baseline file {path} cannot be written: {error.strerror or error}") from error
         self._files[platform, suite] = merged
         return path
+
+
+def rewritten(path: Path) -> bytes:
+    """A file of recorded predictions as `PredictionStore.update` would write it again.
+
+    Raises:
+        BaselineError: it cannot be read.
+    """
+    platform = path.parent.name
+    return _encode(platform, path.stem, _load(path, platform))
 
 
 def _merged(before: Recorded | None, new: Recorded) -> Recorded:

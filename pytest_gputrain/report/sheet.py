@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from pytest_gputrain import markdown
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.published import PublishedTable
 from pytest_gputrain.records import Result
@@ -134,17 +135,10 @@ def _csv(sheet: Sheet) -> str:
 
 
 def _markdown(sheet: Sheet) -> str:
-    table = [sheet.headers, ("---",) * len(sheet.headers), *sheet.rows]
-    escaped = ["| " + " | ".join(map(_escaped, cells)) + " |" for cells in table]
-    about = "\n".join(f"- {_escaped(line)}" for line in sheet.about)
-    notes = "\n\n".join(_escaped(note) for note in sheet.notes)
-    parts = [f"## {_escaped(sheet.title)}", about, "\n".join(escaped), notes]
+    about = "\n".join(f"- {markdown.escaped(line)}" for line in sheet.about)
+    notes = "\n\n".join(map(markdown.escaped, sheet.notes))
+    parts = [f"## {markdown.escaped(sheet.title)}", about, "\n".join(markdown.table(sheet.headers, sheet.rows)), notes]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is, in one line."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", " ".join(text.split())) if text != "---" else text
 
 
 def _terminal(sheet: Sheet, *, width: int, colour: bool) -> str:

@@ -9,7 +9,8 @@ from plugin_project import H100, SUITE, Project
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
     """An empty project on a machine without a GPU."""
-    for variable in ("CI", "GPUTRAIN_PARENT", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+    github = ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE")
+    for variable in ("CI", "GPUTRAIN_PARENT", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", *github):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "200")

@@ -1,0 +1,109 @@
+"""What of a report has figures to hand on, and why the rest has none."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Result, TimedOut, Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A case with figures."""
+
+    result: Result
+    runs: tuple[Measurement, ...]
+    """One for each fresh process; none of a dry run, which has only memory to hand on."""
+    peak_allocated_bytes: int
+    """Predicted, of a dry run."""
+
+    @property
+    def name(self) -> str:
+        """``llm_finetuning/llama-3.1-8b-lora-bf16@tiny``: the same in every run, another at another scale."""
+        return f"{self.result.suite}/{self.result.key}"
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Of all processes, one after the other."""
+        return tuple(seconds for run in self.runs for seconds in run.step_seconds)
+
+    @property
+    def median_step_seconds(self) -> float:
+        """As `pytest_gputrain.records.Summary` has it."""
+        return statistics.median(run.median_step_seconds for run in self.runs)
+
+    @property
+    def middle_run(self) -> Measurement:
+        """The one whose median step is the middle one, for formats that hold a single run."""
+        return sorted(self.runs, key=lambda run: run.median_step_seconds)[(len(self.runs) - 1) // 2]
+
+
+def latest(results: Sequence[Result]) -> list[Result]:
+    """Each case of each device once: the last that was judged, else the last that was measured."""
+    found: dict[tuple[str, str, str], Result] = {}
+    for result in results:
+        place = (result.device, result.suite, result.key)
+        if result.verdict is not None or place not in found or found[place].verdict is None:
+            found[place] = result
+    return list(found.values())
+
+
+def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
+    """Of each case that has figures, and no doubt about them.
+
+    Args:
+        timed: leave out what a dry run predicts, too.
+    """
+    return [point for result in latest(results) if isinstance(point := _point(result, timed), Point)]
+
+
+def left_out(results: Sequence[Result], *, timed: bool = False) -> list[str]:
+    """A sentence for each case that is none of `points`: as a number, it would read as a fast one."""
+    return [point for result in latest(results) if isinstance(point := _point(result, timed), str)]
+
+
+def _point(result: Result, timed: bool) -> Point | str:
+    """The reason instead, where there is one."""
+    if result.search is not None or result.loss_curves:
+        return f"{result.key} is left out: its figures are of a search or of loss curves, not of the case as declared"
+    if result.prediction is not None and timed:
+        return f"{result.key} is left out: a dry run times nothing"
+    if result.prediction is not None:
+        return Point(result=result, runs=(), peak_allocated_bytes=result.prediction.peak_allocated_bytes)
+    runs = tuple(reply for reply in result.replies if isinstance(reply, Measurement))
+    if result.summary is None or len(runs) < len(result.replies):
+        return f"{result.key} is left out: it {_outcome(result.replies)}"
+    return Point(result=result, runs=runs, peak_allocated_bytes=result.summary.peak_allocated_bytes)
+
+
+def _outcome(replies: Sequence[object]) -> str:
+    for reply in replies:
+        match reply:
+            case OutOfMemory():
+                return "ran out of memory"
+            case TimedOut():
+                return "timed out"
+            case Crashed():
+                return "crashed"
+    return "was not run"
+
+
+def verdict_of(result: Result) -> str:
+    """The verdict, or ``measured``, or ``failed``, as tables show it."""
+    verdict: Verdict | None = result.verdict
+    return verdict.status if verdict else "measured" if result.summary or result.prediction else "failed"
+
+
+def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:
+    """A file name for each of ``names``, no two alike."""
+    taken: set[str] = set()
+    for name in names:
+        stem = re.sub(r"[^\w.@=+-]+", "_", name.replace("/", "."))
+        number = 1
+        while (file := f"{stem}{f'_{number}' if number > 1 else ''}.{suffix}") in taken:
+            number += 1
+        taken.add(file)
+        yield file

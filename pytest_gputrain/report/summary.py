@@ -1,0 +1,109 @@
+"""The run in Markdown, for the page of a CI job: what failed first, then every case in a row.
+
+GitHub takes it from the file that ``GITHUB_STEP_SUMMARY`` names, up to 1 MiB for a step; of more it shows nothing at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from pytest_gputrain import markdown
+from pytest_gputrain.exchange.points import latest, verdict_of
+from pytest_gputrain.files import write_atomically
+from pytest_gputrain.records import MetricName, Result
+from pytest_gputrain.report import comparison
+from pytest_gputrain.report.github import Failure
+from pytest_gputrain.units import format_bytes, format_percent, format_seconds
+
+MOST_BYTES: Final = 1024 * 1024
+"""Of all that the commands of a step write."""
+_ORDER: Final = (
+    "regressed",
+    "failed",
+    "over-limit",
+    "inconclusive",
+    "not-comparable",
+    "new",
+    "improved",
+    "recorded",
+    "pass",
+    "measured",
+)
+"""Verdicts, those that want attention first."""
+_HEADERS: Final = ("Verdict", "Suite", "Case", "Device", "Sec/step", "Δ time", "Peak memory", "Δ memory")
+_CUT: Final = "\n\nCut here, because GitHub shows 1 MiB of a step at most. The report of `--gpu-json` has all.\n"
+
+
+def write(
+    where: Path | Literal["auto", "none"], results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str]
+) -> None:
+    """Write the summary of a run, if it is to have one.
+
+    Args:
+        where: a file, which is replaced; ``auto`` for the one that GitHub names, which is appended to, or none elsewhere.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    named = os.environ.get("GITHUB_STEP_SUMMARY", "") if where == "auto" else ""
+    if where == "none" or (where == "auto" and not named):
+        return
+    found = lines(results, failures, notes)
+    if isinstance(where, Path):
+        write_atomically(where, fitted(found, MOST_BYTES).encode())
+        return
+    path = Path(named)
+    present = path.stat().st_size if path.exists() else 0
+    with path.open("a", encoding="utf-8") as file:  # the step may write more to it, before and after
+        file.write(fitted(found, MOST_BYTES - present))
+
+
+def lines(results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str]) -> list[str]:
+    """The whole summary."""
+    cases = sorted(latest(results), key=lambda result: _ORDER.index(verdict_of(result)))
+    counts = Counter(map(verdict_of, cases))
+    told = ", ".join(f"{counts[status]} {status}" for status in _ORDER if counts[status])
+    found = [f"## gputrain: {told or 'no case has run'}", ""]
+    found += [f"- **{markdown.escaped(failure.title)}** {markdown.escaped(failure.sentence)}" for failure in failures]
+    found += [""] if failures else []
+    if cases:
+        found += [*markdown.table(_HEADERS, map(_row, cases)), ""]
+    return [*found, *(f"- {markdown.escaped(note)}" for note in notes), ""]
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    if result.prediction is not None:
+        seconds, peak = "", format_bytes(result.prediction.peak_allocated_bytes)
+    elif result.summary is not None:
+        seconds = format_seconds(result.summary.median_step_seconds)
+        peak = format_bytes(result.summary.peak_allocated_bytes)
+    else:
+        seconds = peak = comparison.outcome(result)
+    changes = (_change("step_seconds", result), _change("peak_allocated_bytes", result))
+    return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1])
+
+
+def _change(name: MetricName, result: Result) -> str:
+    metric = result.verdict.metric(name) if result.verdict else None
+    if metric is None or metric.status == "not-comparable" or metric.value is None or not metric.baseline:
+        return ""
+    return format_percent(metric.value / metric.baseline - 1)
+
+
+def fitted(found: Sequence[str], most_bytes: int) -> str:
+    """As many of the lines as have room, and that there were more."""
+    whole = "\n".join(found)
+    if len(whole.encode()) <= most_bytes:
+        return whole
+    room = most_bytes - len(_CUT.encode())
+    kept: list[str] = []
+    for line in found:
+        room -= len(line.encode()) + 1
+        if room < 0:
+            break
+        kept.append(line)
+    return "\n".join(kept) + _CUT if kept else ""

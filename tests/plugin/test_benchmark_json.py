@@ -1,0 +1,144 @@
+"""pytest-benchmark itself reads what is written for it, and writes the cases into its own file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, Project, recorded
+
+from pytest_gputrain.cli import main
+from pytest_gputrain.exchange.pytest_benchmark import stats
+from pytest_gputrain.units import GiB
+
+pytest_benchmark_stats = pytest.importorskip("pytest_benchmark.stats")
+
+MIXED = f"""{BUILD}
+
+def test_benchmarked(benchmark):
+    assert benchmark(sum, [1, 2]) == 3
+
+
+def test_mine(gputrain):
+    gputrain.check(build, precision="fp32", steps=2)
+"""
+
+
+def benchmarks(project: Project, name: str = "bench.json") -> dict[str, dict[str, Any]]:
+    """By name in a file of pytest-benchmark."""
+    found = json.loads((project.path / name).read_text())["benchmarks"]
+    by_name = {one["name"]: one for one in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
+def compare(project: Project, *files: str) -> str:
+    """What ``pytest-benchmark compare`` prints."""
+    command = [sys.executable, "-m", "pytest_benchmark", "compare", "--columns=median,rounds", *files]
+    done = subprocess.run(command, cwd=project.path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+SECONDS = st.lists(st.floats(1e-7, 1e4), min_size=1, max_size=30)
+
+
+@given(SECONDS)
+def test_statistics_are_those_of_pytest_benchmark(data: list[float]) -> None:
+    own = pytest_benchmark_stats.Stats()
+    for seconds in data:
+        own.update(seconds)
+    found = stats(data)
+    expected = own.as_dict()
+    assert set(found) == {*expected, "data", "iterations"}
+    outliers = ("iqr_outliers", "stddev_outliers", "outliers")  # a step on the border falls on either side by rounding
+    assert {name: found[name] for name in expected if name not in outliers} == pytest.approx(
+        {name: value for name, value in expected.items() if name not in outliers}
+    )
+
+
+def test_statistics_count_outliers_as_pytest_benchmark_does() -> None:
+    data = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 9.0]
+    own = pytest_benchmark_stats.Stats()
+    own.data = data
+    found = stats(data)
+    assert [found[name] for name in ("iqr_outliers", "stddev_outliers", "outliers")] == [1, 1, "1;1"]
+    assert found["outliers"] == own.outliers
+
+
+def test_cases_appear_in_the_file_of_pytest_benchmark(suite: Project) -> None:
+    suite.answer(recorded("h100_out_of_memory"), to=GEMMA)
+    suite.answer(recorded("crashed"), to=LLAMA_2)
+    suite.run("--benchmark-json=bench.json", "--gpu-runs=2").assert_outcomes(passed=1, failed=2)
+    (case,) = benchmarks(suite).values()
+    assert (case["name"], case["group"], case["fullname"]) == (LLAMA, "tuning", f"test_tuning.py::{LLAMA}")
+    assert case["stats"]["data"] == recorded()["step_seconds"] * 2
+    assert case["stats"]["median"] == 4.70
+    assert case["extra_info"]["peak_allocated_bytes"] == 35 * GiB
+    assert case["extra_info"]["verdict"] == "new"
+
+
+def test_what_it_writes_and_what_is_exported_are_the_same(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.run("--benchmark-json=bench.json", "--gpu-json=report.json").assert_outcomes(passed=3)
+    monkeypatch.chdir(suite.path)
+    assert main(["export", "report.json", "--format=pytest-benchmark", "-o", "exported.json"]) == 0
+    theirs, ours = benchmarks(suite), benchmarks(suite, "exported.json")
+    assert list(theirs) == list(ours) == [LLAMA, GEMMA, LLAMA_2]
+    assert ours == theirs
+
+
+def test_pytest_benchmark_compares_both(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.run("--benchmark-json=before.json").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=2), to=GEMMA)
+    suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    monkeypatch.chdir(suite.path)
+    assert main(["export", "report.json", "--format=pytest-benchmark", "-o", "after.json"]) == 0
+    table = compare(suite, "before.json", "after.json")
+    assert "benchmark 'tuning': 6 tests" in table
+    rows = [line.split() for line in table.splitlines() if GEMMA in line]
+    assert [(row[1], row[2]) for row in rows] == [("(before)", "4.7000"), ("(after)", "9.4000")]
+    grouped = compare(suite, "--group-by=param:model", "before.json")
+    assert "benchmark 'model=gemma-7b': 1 tests" in grouped
+
+
+def test_a_slower_case_fails_a_comparison_of_pytest_benchmark(suite: Project) -> None:
+    suite.run("--benchmark-autosave").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=2), to=GEMMA)
+    result = suite.run("--benchmark-compare", "--benchmark-compare-fail=median:10%")
+    result.stderr.fnmatch_lines(["*Performance has regressed:*", f"*{GEMMA}*"])
+    assert result.ret != 0
+
+
+def test_cases_stand_beside_benchmarks_of_the_fixture(project: Project) -> None:
+    project.machine(None)
+    project.write(test_both=MIXED)
+    project.run("--benchmark-json=bench.json").assert_outcomes(passed=2)
+    assert sorted(benchmarks(project)) == ["build-fp32@tiny", "test_benchmarked"]
+
+
+def test_cases_appear_under_xdist_too(suite: Project) -> None:
+    pytest.importorskip("xdist")
+    suite.spawn("-n2", "--benchmark-json=bench.json").assert_outcomes(passed=3)
+    assert sorted(benchmarks(suite)) == sorted([LLAMA, GEMMA, LLAMA_2])
+
+
+def test_they_stay_out_of_its_way_unless_it_saves_or_compares(suite: Project) -> None:
+    result = suite.run()
+    result.assert_outcomes(passed=3)
+    assert "benchmark 'tuning'" not in result.stdout.str()
+    suite.run("--benchmark-json=bench.json", "--benchmark-disable").assert_outcomes(passed=3)
+    assert not (suite.path / "bench.json").exists()
+
+
+def test_the_configuration_for_otava_is_yaml(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = pytest.importorskip("yaml")
+    suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    monkeypatch.chdir(suite.path)
+    assert main(["export", "report.json", "--format=otava", "-o", "otava"]) == 0
+    tests = yaml.safe_load((suite.path / "otava" / "otava.yaml").read_text())["tests"]
+    assert sorted(test["file"] for test in tests.values()) == sorted(file.name for file in suite.path.glob("otava/*.csv"))

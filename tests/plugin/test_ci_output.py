@@ -1,0 +1,199 @@
+"""What a run leaves for CI: annotations and the step summary of GitHub, properties in JUnit's XML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plugin_project import GEMMA, LLAMA, LLAMA_2, SUITE, Project, assert_refused, recorded
+
+from pytest_gputrain import GiB
+from pytest_gputrain.report import github
+
+ODD = "a%,b::c"
+WITH_ODD_NAME = f"""
+import pytest
+from pytest_gputrain import Case
+
+
+@pytest.mark.parametrize("name", ["{ODD}"])
+def test_odd(gputrain, name):
+    assert gputrain.measure(Case(model="gemma-7b", method="lora", sequence_length=8)).peak_allocated_bytes < 5, "two\\nlines"
+
+
+def test_other():
+    assert not "ours"
+"""
+
+
+@pytest.fixture
+def job(suite: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A job of GitHub's, in whose repository the project is a folder."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(suite.path.parent))
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(suite.path / "step.md"))
+    return suite
+
+
+def commands(lines: Iterable[str]) -> list[tuple[dict[str, str], str]]:
+    """Properties and message of each annotation, read as GitHub's runner does (ActionCommand.TryParseV2, `UnescapeData`)."""
+    found = []
+    for line in lines:
+        if match := re.fullmatch(r"::error (.*?)::(.*)", line, re.DOTALL):
+            properties = dict(pair.split("=", 1) for pair in match[1].split(","))
+            found.append(({name: _unescaped(value) for name, value in properties.items()}, _unescaped(match[2])))
+    return found
+
+
+def _unescaped(text: str) -> str:
+    for code, character in (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%")):
+        text = text.replace(code, character)
+    return text
+
+
+def _regress(project: Project) -> None:
+    project.run("--gpu-baseline-update", "--gpu-summary=none").assert_outcomes(passed=3)
+    project.answer(recorded(slower=1.1, bigger=2 * GiB), to=GEMMA)
+    project.answer(recorded("crashed"), to=LLAMA_2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failures_are_annotated_on_the_lines_of_their_tests(job: Project, workers: int) -> None:
+    _regress(job)
+    result = job.spawn("-n2") if workers else job.run()
+    result.assert_outcomes(passed=1, failed=2)
+    found = {properties["title"]: (properties, message) for properties, message in commands(result.stdout.lines)}
+    assert sorted(found) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
+    properties, message = found[f"test_tuning[{GEMMA}]"]
+    assert properties["file"] == f"{job.path.name}/test_tuning.py"
+    lines = (job.path / "test_tuning.py").read_text().splitlines()
+    assert lines[int(properties["line"]) - 1].startswith("@pytest.mark.parametrize")
+    assert message.startswith(f"{GEMMA} is 10.0 % slower at 5.17 s a step than baseline 4.70 s")
+    assert found[f"test_tuning[{LLAMA_2}]"][1].startswith(f"{LLAMA_2} gave no measurement (measure in step 4): ")
+
+
+def test_annotations_escape_what_would_end_them(job: Project) -> None:
+    job.write(test_odd=WITH_ODD_NAME)
+    result = job.run("test_odd.py")
+    ((properties, message),) = commands(result.stdout.lines)
+    assert properties["title"] == f"test_odd[{ODD}]"
+    assert message == "AssertionError: two"
+
+
+@given(st.text(min_size=1), st.text())
+def test_whatever_a_failure_says_github_reads_it_as_it_is(title: str, sentence: str) -> None:
+    (line,) = github.commands([github.Failure(None, None, title, sentence)])
+    assert not set("\r\n") & set(line)
+    assert commands([line]) == [({"title": title}, sentence)]
+
+
+def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -> None:
+    job.write(test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], batch_size=[1, 2, 4, 8]'))
+    job.answer(recorded("crashed"))
+    found = commands(job.run().stdout.lines)
+    assert len(found) == github.MOST == 10
+    assert found[-1] == (
+        {"title": "gputrain"},
+        "3 more tests failed; the summary of the step and the log have all",
+    )
+
+
+def test_nothing_is_annotated_elsewhere(suite: Project) -> None:
+    suite.answer(recorded("crashed"))
+    assert commands(suite.run().stdout.lines) == []
+
+
+def test_nothing_is_annotated_twice(job: Project) -> None:
+    job.write(pytest_github_actions_annotate_failures="")
+    job.answer(recorded("crashed"))
+    assert commands(job.run("-p", "pytest_github_actions_annotate_failures").stdout.lines) == []
+
+
+def test_the_step_summary_has_failures_first_and_every_case(job: Project) -> None:
+    _regress(job)
+    step = job.path / "step.md"
+    step.write_text("from another command\n")
+    job.run().assert_outcomes(passed=1, failed=2)
+    lines = step.read_text().splitlines()
+    assert lines[:2] == ["from another command", "## gputrain: 1 regressed, 1 failed, 1 pass"]
+    bullets = [line for line in lines if line.startswith("- **")]
+    assert bullets[0].startswith(rf"- **test\_tuning\[{GEMMA}\]** {GEMMA} is 10.0 % slower at 5.17 s a step")
+    assert len(bullets) == 2
+    rows = [line for line in lines if line.startswith("| ")]
+    assert rows[0] == "| Verdict | Suite | Case | Device | Sec/step | Δ time | Peak memory | Δ memory |"
+    device = "nvidia-h100-80gb-hbm3"
+    assert rows[2:] == [
+        f"| regressed | tuning | {GEMMA} | {device} | 5.17 s | +10.0 % | 37.0 GiB | +5.7 % |",
+        f"| failed | tuning | {LLAMA_2} | {device} | crashed |  | crashed |  |",
+        f"| pass | tuning | {LLAMA} | {device} | 4.70 s | +0.0 % | 35.0 GiB | +0.0 % |",
+    ]
+
+
+def test_the_step_summary_stays_below_what_github_shows(job: Project) -> None:
+    step = job.path / "step.md"
+    step.write_text("x" * (1024 * 1024 - 350) + "\n")
+    job.run().assert_outcomes(passed=3)
+    text = step.read_text()
+    assert len(text.encode()) <= 1024 * 1024
+    assert "## gputrain: 3 new" in text
+    assert text.endswith("Cut here, because GitHub shows 1 MiB of a step at most. The report of `--gpu-json` has all.\n")
+    job.run().assert_outcomes(passed=3)
+    assert len(step.read_text().encode()) <= 1024 * 1024
+
+
+def test_a_summary_can_go_to_a_file_of_its_own_which_holds_the_last_run(job: Project) -> None:
+    for _ in range(2):
+        job.run("--gpu-summary=deep/own.md", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert (job.path / "deep" / "own.md").read_text().count("## gputrain: 1 new") == 1
+    assert not (job.path / "step.md").exists()
+
+
+def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.write(test_plain="def test_plain():\n    pass\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "step.md"))
+    project.run().assert_outcomes(passed=1)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY")
+    project.machine(None)
+    project.write(test_tuning=SUITE)
+    project.run().assert_outcomes(passed=4)
+    assert list(project.path.glob("*.md")) == []
+
+
+def test_a_summary_that_cannot_be_written_fails_the_run(suite: Project) -> None:
+    (suite.path / "file").write_text("")
+    result = suite.run("--gpu-summary=file/own.md")
+    result.assert_outcomes(passed=3)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["the summary cannot be written: *"])
+    assert_refused_folder(suite)
+
+
+def assert_refused_folder(project: Project) -> None:
+    (project.path / "launches.jsonl").unlink()
+    assert_refused(project, "--gpu-summary: * is a folder; give a file", f"--gpu-summary={project.path}")
+
+
+def properties_of(path: Path) -> dict[str, dict[str, Any]]:
+    """By test, in JUnit's XML."""
+    return {
+        str(case.get("name")): {str(entry.get("name")): entry.get("value") for entry in case.iter("property")}
+        for case in ElementTree.parse(path).getroot()[0]
+    }
+
+
+def test_junit_has_the_figures_of_every_case_under_xdist_too(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=1.1), to=GEMMA)
+    suite.spawn("-n2", "--junitxml=junit.xml").assert_outcomes(passed=2, failed=1)
+    found = properties_of(suite.path / "junit.xml")[f"test_tuning[{GEMMA}]"]
+    assert (found["gputrain.case"], found["gputrain.verdict"]) == (GEMMA, "regressed")
+    assert found["gputrain.device"] == "nvidia-h100-80gb-hbm3"
+    assert float(found["gputrain.median_step_seconds"]) == pytest.approx(5.17)
+    assert (found["gputrain.baseline.step_seconds"], found["gputrain.peak_allocated_bytes"]) == ("4.7", str(35 * GiB))
+    assert found["gputrain.baseline.peak_allocated_bytes"] in (str(35 * GiB), str(float(35 * GiB)))

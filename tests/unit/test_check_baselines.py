@@ -1,0 +1,198 @@
+"""The check of committed baselines: what it finds, on which line, and what it lets pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit_examples import CASE, baseline, baseline_run, cpu_environment, prediction
+
+from pytest_gputrain.baselines import Store
+from pytest_gputrain.check_baselines import check
+from pytest_gputrain.cli import main
+from pytest_gputrain.dry_run.store import PredictionStore, Recorded
+from pytest_gputrain.records import Baseline, Case
+
+COMMITTED = Path(__file__).parents[2] / "baselines"
+OTHER = CASE.replace(model="gemma-7b")
+
+
+def entry(case: Case) -> Baseline:
+    run = baseline_run(environment=cpu_environment(), date="2026-01-31T12:00:00Z")
+    return baseline(run, run, case=Case(**case.identity()), device="cpu")
+
+
+def record(folder: Path, *cases: Case) -> Path:
+    return Store(folder).update("cpu", "llm", {str(case): entry(case) for case in cases or (CASE, OTHER)})
+
+
+def predict(folder: Path) -> Path:
+    recorded = Recorded(case=CASE, scale="full", predictions=(prediction(),))
+    return PredictionStore(folder).update("h100", "llm", {str(CASE): recorded})
+
+
+def found(folder: Path) -> list[str]:
+    """What the check says, without the folder."""
+    return [str(finding).removeprefix(f"{folder}/") for finding in check(folder)]
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the document of a file, which is then written as an update writes it."""
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document, indent=1))
+
+
+def line_of(path: Path, text: str) -> int:
+    return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+
+
+def test_the_committed_baselines_are_sound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(list(COMMITTED.rglob("*.json"))) > 10
+    assert main(["check-baselines", str(COMMITTED)]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_what_an_update_writes_is_sound(tmp_path: Path) -> None:
+    swept = CASE.replace(batch_size=4, learning_rate=1e-5, steps=20, named=("batch_size", "learning_rate", "steps"))
+    record(tmp_path, CASE, OTHER, swept)
+    predict(tmp_path)
+    assert found(tmp_path) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_line_stands_twice_is_found(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write = data.draw(st.sampled_from([record, predict]))
+        path = write(Path(folder))
+        lines = path.read_text().splitlines(keepends=True)
+        at = data.draw(st.integers(0, len(lines) - 1))
+        path.write_text("".join([*lines[:at], lines[at], *lines[at:]]))
+        assert [finding.path for finding in check(Path(folder))][:1] == [path]
+
+
+def test_every_merge_marker_is_told_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = record(tmp_path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], "<<<<<<< HEAD", lines[4], "=======", lines[4], ">>>>>>> branch", *lines[5:]]))
+    assert main(["check-baselines", str(tmp_path)]) == 1
+    marker = "a merge-conflict marker; take one side, or record again"
+    assert capsys.readouterr().out.splitlines() == [f"{path}:{line}: {marker}" for line in (5, 7, 9)]
+
+
+def test_a_case_that_stands_twice_is_told_where_it_does_again(tmp_path: Path) -> None:
+    path = record(tmp_path)
+    lines = path.read_text().splitlines()
+    begin = line_of(path, f'"{OTHER}": {{') - 1
+    end = line_of(path, f'"{CASE}": {{') - 1
+    path.write_text("\n".join([*lines[:end], *lines[begin:end], *lines[end:]]))
+    assert found(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} stands here a second time; delete one of them"]
+
+
+def test_a_name_that_its_case_does_not_have_is_told(tmp_path: Path) -> None:
+    path = record(tmp_path)
+    path.write_text(path.read_text().replace('"batch_size": 2', '"batch_size": 2', 1).replace(f'"{CASE}"', f'"{CASE}-new"'))
+    line = line_of(path, f'"{CASE}-new"')
+    (sentence,) = found(tmp_path)
+    assert sentence.startswith(f"cpu/llm.json:{line}: {CASE}-new is no name of the case in it, {CASE}, so no run finds it; ")
+
+
+@pytest.mark.parametrize("suffix", ["-batch_size=3", "-batch_size", "-colour=red", "x", "-batch_size=2x"])
+def test_only_knobs_with_the_values_of_the_case_are_in_its_name(tmp_path: Path, suffix: str) -> None:
+    Store(tmp_path).update("cpu", "llm", {f"{CASE}{suffix}": entry(CASE)})
+    assert "is no name of the case in it" in found(tmp_path)[0]
+
+
+def test_an_edited_figure_in_another_form_is_told_by_its_line(tmp_path: Path) -> None:
+    path = record(tmp_path)
+    line = line_of(path, '"step_seconds"')
+    path.write_text(path.read_text().replace("[1.0, 1.0, 1.0]", "[1.0,1.0,1.0]", 1))
+    (sentence,) = found(tmp_path)
+    assert sentence.startswith(f'cpu/llm.json:{line}: not as an update writes it, which has "step_seconds": [1.0, 1.0, 1.0]')
+
+
+def test_an_environment_under_another_name_than_its_own_is_told(tmp_path: Path) -> None:
+    path = record(tmp_path)
+    path.write_text(path.read_text().replace("node-1", "node-2"))
+    assert found(tmp_path)[0].startswith(f"cpu/llm.json:{line_of(path, 'device_name') - 1}: not as an update writes it")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda file: file.update(format=2), "1: has format 2, this version reads format 1;"),
+        (lambda file: file.update(suite="other"), "1: says that it holds other of cpu; move it to where it belongs,"),
+        (lambda file: file["cases"][str(CASE)].update(runs=[]), f"LINE: holds no run for {CASE}; delete the entry"),
+        (lambda file: file["cases"][str(CASE)].update(scale="tiny"), f"LINE: gives {CASE} the scale tiny;"),
+        (
+            lambda file: file["cases"][str(CASE)].pop("case"),
+            "1: is not a baseline file: Object missing required field `case`",
+        ),
+        (lambda file: file["environments"].clear(), "refers to the environment"),
+    ],
+)
+def test_what_a_run_would_refuse_is_told(tmp_path: Path, change: Callable[[dict[str, Any]], object], sentence: str) -> None:
+    path = record(tmp_path, CASE)
+    edit(path, change)
+    (told,) = found(tmp_path)
+    assert sentence.replace("LINE", str(line_of(path, f'"{CASE}": {{'))) in told
+    assert str(tmp_path) not in told
+
+
+def test_json_that_is_cut_off_is_told_by_its_line(tmp_path: Path) -> None:
+    path = record(tmp_path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:10]))
+    assert found(tmp_path)[0].startswith("cpu/llm.json:10: no JSON: ")
+
+
+def test_predictions_are_checked_too(tmp_path: Path) -> None:
+    path = predict(tmp_path)
+    path.write_text(path.read_text().replace('"peak_phase": "backward"', '"peak_phase": "nap"'))
+    assert found(tmp_path)[0].startswith(f"dry-run/h100/llm.json:{line_of(path, str(CASE))}: holds no sound prediction for ")
+
+
+def test_published_tables_are_checked_too(tmp_path: Path) -> None:
+    folder = tmp_path / "published"
+    shutil.copytree(COMMITTED / "published", folder)
+    shutil.copy(folder / "paddlemix.json", folder / "again.json")
+    edit(folder / "again.json", lambda table: table.update(name="again"))
+    (both,) = found(tmp_path)
+    assert both.startswith("published:1: the published table ")
+    edit(folder / "again.json", lambda table: table.update(name="other"))
+    assert found(tmp_path) == ["published/again.json:1: says that it is other; restore it from git"]
+
+
+@pytest.mark.parametrize("place", [".", "cpu/old", "dry-run", "published/2024"])
+def test_files_where_no_run_looks_are_told(tmp_path: Path, place: str) -> None:
+    path = record(tmp_path)
+    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    path.rename(tmp_path / place / "llm.json")
+    (sentence,) = found(tmp_path)
+    assert ":1: no run looks for a baseline here, but in " in sentence
+
+
+def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "nvidia-h100-80gb-hbm3"
+    gpu = baseline(*[baseline_run()] * 5, case=Case(**CASE.identity()))
+    path = Store(tmp_path).update(folder, "llm", {str(CASE): gpu})
+    assert main(["check-baselines", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (
+        f"{path}:1: warning: all runs of 1 case are of one session each, so they do not tell how much days differ\n"
+    )
+    several = baseline(*(baseline_run(session=session) for session in "ab"), case=Case(**CASE.identity()))
+    Store(tmp_path).update(folder, "llm", {str(CASE): several})
+    assert found(tmp_path) == []
+
+
+def test_a_folder_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-baselines", str(tmp_path / "gone")]) == 2
+    assert capsys.readouterr().err.endswith("gone is no folder; give the one that --gpu-baseline-dir names\n")
