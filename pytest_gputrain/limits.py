@@ -10,7 +10,18 @@ from typing import Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.options import MemoryTolerance
-from pytest_gputrain.records import Case, LimitVerdict, Measurement, MetricName, Prediction, Reply, Scale, Verdict
+from pytest_gputrain.records import (
+    Case,
+    Crashed,
+    LimitVerdict,
+    Measurement,
+    MetricName,
+    Prediction,
+    Reply,
+    Scale,
+    TimedOut,
+    Verdict,
+)
 from pytest_gputrain.sentences import count
 from pytest_gputrain.stats import exceeds
 from pytest_gputrain.units import format_bytes, format_seconds
@@ -59,6 +70,7 @@ def against(
         most: processes that there may be.
     """
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    lost = len(replies) - len(measured)
     limits, settled = [], True
     for cap in caps:
         values = [_value(cap, reply) for reply in measured]
@@ -66,7 +78,7 @@ def against(
         over: bool | None = False
         if not reason:
             exact = cap.metric == "peak_allocated_bytes" and measured[0].environment.device_type == "cpu"
-            over = exceeds(values, cap.most, 1 if exact else most)
+            over = exceeds(values, cap.most, 1 if exact else most - lost)
         limits.append(
             LimitVerdict(
                 metric=cap.metric,
@@ -79,7 +91,8 @@ def against(
             )
         )
         settled = settled and over is not None
-    return Limited(tuple(limits), settled)
+    # After a crash no further process is started.
+    return Limited(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut)) for reply in replies))
 
 
 def foretold(caps: Sequence[Cap], case: Case, prediction: Prediction, *, scale: Scale) -> tuple[LimitVerdict, ...]:

@@ -72,7 +72,13 @@ def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
     test = getattr(item, "originalname", None) or item.name
     yield f"on {test}", [mark for mark in item.own_markers if not any(mark is one for one in given)]
     for node in item.listchain()[-2::-1]:
-        yield f"{'on the class' if isinstance(node, pytest.Class) else 'in'} {node.name}", node.own_markers
+        if not isinstance(node, pytest.Class):
+            yield f"in {node.name}", node.own_markers
+            continue
+        # pytest takes those of base classes for the class's own.
+        for kind in node.obj.__mro__:
+            marks = vars(kind).get("pytestmark", [])
+            yield f"on the class {kind.__name__}", marks if isinstance(marks, list) else [marks]
 
 
 def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:

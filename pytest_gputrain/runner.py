@@ -14,7 +14,7 @@ import msgspec
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
+from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge, no_baseline_of
 from pytest_gputrain.limits import NO_TERMS, Limited, Terms, against, with_limits
 from pytest_gputrain.measuring import BadCase, Bench
 from pytest_gputrain.outcome import summarise
@@ -379,7 +379,9 @@ class Runner:
         """The verdict, turned into ``recorded`` where these figures can be stored."""
         if any(not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None for reply in replies):
             return verdict
-        out = any(isinstance(reply, OutOfMemory) for reply in replies)
+        out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
+        if why_not := no_baseline_of(out, len(replies), baseline):
+            return msgspec.structs.replace(verdict, status="failed", sentence=f"{case} {why_not}")
         what = "running out of memory" if out else "today's figures"
         what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
         before = f"; before, {verdict.sentence}" if baseline is not None else ""

@@ -17,7 +17,7 @@ from pytest_gputrain.records import (
     OutOfMemory,
     TimedOut,
 )
-from pytest_gputrain.units import format_bytes, format_percent, format_seconds, format_spread, format_topology
+from pytest_gputrain.units import format_bytes, format_flops, format_percent, format_seconds, format_spread, format_topology
 
 
 def describe_failure(reply: Crashed | TimedOut | OutOfMemory, wanted: str = "measurement") -> str:
@@ -68,6 +68,9 @@ def finding(metric: MetricVerdict) -> str:
             word = "better" if more else "worse"
             values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"
             return f"scales {size} {word}: an efficiency of {values}{_limit(metric, not more)}{_votes(metric, word)}"
+        case "flops_per_step":
+            values = f"{format_flops(metric.value)} against {format_flops(metric.baseline)} a step"
+            return f"computes {size} {'more' if more else 'less'}: {values}{_limit(metric, more)}"
         case _:
             limit = f", limit {format_bytes(metric.limit)}" if metric.limit is not None and more else ""
             values = f"{format_bytes(metric.value)} against {format_bytes(metric.baseline)} {_MEMORY[metric.metric]}"
@@ -85,11 +88,15 @@ def _votes(metric: MetricVerdict, word: str) -> str:
     return "" if not metric.runs else f"; {metric.votes} of {count(metric.runs, 'fresh run')} {word}"
 
 
-def counters(measured: Measurement, fitted: Sequence[BaselineRun]) -> Iterable[str]:
-    """Exact counters that moved too: they tell a changed model from a slower one."""
-    flops, before = measured.flops_per_step, fitted[-1].flops_per_step
-    if flops and before and flops != before:
-        yield f"{format_percent(flops / before - 1)} FLOPs per step"
+def counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: bool = True) -> Iterable[str]:
+    """Exact counters that moved too: they tell a changed model from a slower one.
+
+    Args:
+        flops: whether they are to be told here.
+    """
+    computed, before = measured.flops_per_step, fitted[-1].flops_per_step
+    if flops and computed and before and computed != before:
+        yield f"{format_percent(computed / before - 1)} FLOPs per step"
     if measured.model_bytes and fitted[-1].model_bytes and measured.model_bytes != fitted[-1].model_bytes:
         yield f"model memory {format_bytes(fitted[-1].model_bytes)} -> {format_bytes(measured.model_bytes)}"
     alone, alone_before = measured.one_worker_seconds, fitted[-1].one_worker_seconds

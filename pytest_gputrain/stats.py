@@ -208,10 +208,15 @@ def levelled(base: Sequence[float], head: Sequence[float]) -> tuple[list[float],
 def exceeds(values: Sequence[float], limit: float, most: int = AGREEING) -> bool | None:
     """Whether a figure is above ``limit`` in every one of three processes; None where too few were asked to tell.
 
+    Of more processes than three, in more than half of them: one that needs less must not clear all others.
+
     Args:
         most: processes that there may be.
     """
-    if any(value <= limit for value in values):
+    above = sum(value > limit for value in values)
+    if len(values) > AGREEING:
+        return 2 * above > len(values)
+    if above < len(values):
         return False
     return True if len(values) >= min(AGREEING, most) else None
 

@@ -94,13 +94,14 @@ def _conclude(
     for verdict in verdicts:
         if verdict.status in (*_FAILING, "improved"):
             print(verdict.sentence)
+    lost = missing(reports["base"], reports["head"])
     notes = [
         *terminal.explain(results),
-        *(f"{key}: only {base.told} has it" for key in missing(reports["base"], reports["head"])),
+        *(f"{key}: {head.told} has it in {rounds} of {options.rounds} rounds, {base.told} in more" for key, rounds in lost),
     ]
     for note in notes:
         print(note)
-    status = int(any(verdict.status in failing for verdict in verdicts))
+    status = int(any(verdict.status in failing for verdict in verdicts) or (options.strict and bool(lost)))
     if options.json is not None:
         last = reports["head"][-1]
         settings = {**last.settings, "base": base.told, "head": head.told, "rounds": options.rounds}

@@ -151,6 +151,8 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
         found: Report = decode(report, Report, "a report of --gpu-json", "both sides need versions that agree on its format")
     except BaselineError as error:
         raise SideError(str(error)) from None
+    if any(result.prediction is not None for result in found.results):
+        raise SideError("gputrain ab measures, and a dry run does not; its predictions are compared with recorded ones")
     if not any(result.search is None and not result.loss_curves for result in found.results):
         raise SideError(f"no test of {side.told} measured a case:\n{said}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import msgspec
 from pytest_gputrain.baselines import to_baseline
 from pytest_gputrain.judge import Circumstances, Tolerance, judge
 from pytest_gputrain.options import MemoryTolerance
-from pytest_gputrain.records import Baseline, BaselineRun, Measurement, Report, Result, Verdict
+from pytest_gputrain.records import Baseline, BaselineRun, Measurement, Report, Result, Summary, Verdict
 from pytest_gputrain.sentences import finding
 from pytest_gputrain.stats import levelled, suite_prior
 
@@ -54,14 +55,28 @@ def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[R
             better = " and ".join(finding(metric) for metric in verdict.metrics if metric.status == "improved")
             verdict = msgspec.structs.replace(verdict, sentence=f"{case} {better}")
         raw = tuple(reply for round_ in after if key in round_ for reply in round_[key].replies)
-        results.append(msgspec.structs.replace(results_of[-1], replies=raw, verdict=verdict))
+        results.append(msgspec.structs.replace(_over_all(results_of), replies=raw, verdict=verdict))
     return results
 
 
-def missing(base: Sequence[Report], head: Sequence[Report]) -> list[str]:
-    """Cases that head does not have any more."""
-    after = {key for report in head for key in _by_case(report)}
-    return list(dict.fromkeys(key for report in base for _, key in (set(_by_case(report)) - after)))
+def missing(base: Sequence[Report], head: Sequence[Report]) -> list[tuple[str, int]]:
+    """Cases that head has in fewer rounds than base, and in how many."""
+    before, after = (Counter(key for report in reports for key in _by_case(report)) for reports in (base, head))
+    return [(key, after[suite, key]) for (suite, key), rounds in before.items() if after[suite, key] < rounds]
+
+
+def _over_all(results: Sequence[Result]) -> Result:
+    """The last one with medians over the rounds that measured; what there is one of in a round is that of the last."""
+    measured = [result for result in results if result.summary is not None]
+    if not measured:
+        return results[-1]
+    figures: dict[str, Any] = {}
+    for name in Summary.__struct_fields__:
+        values = [getattr(result.summary, name) for result in measured]
+        known = [value for value in values if isinstance(value, int | float)]
+        median = statistics.median_high if isinstance(values[-1], int) else statistics.median
+        figures[name] = median(known) if known else values[-1]
+    return msgspec.structs.replace(measured[-1], summary=Summary(**figures))
 
 
 def _by_case(report: Report) -> dict[_Key, Result]:
@@ -87,7 +102,12 @@ def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseli
     runs = baseline.runs if baseline else ()
     replies = [reply for result in results for reply in result.replies]
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
-    if baseline is None or not len(runs) == len(measured) == len(replies) or not all(run.step_seconds for run in runs):
+    if (
+        baseline is None
+        or not runs
+        or not len(runs) == len(measured) == len(replies)
+        or not all(run.step_seconds for run in runs)
+    ):
         return baseline, list(results)
     known, found = levelled(_medians(baseline), [reply.median_step_seconds for reply in measured])
     level = tuple(_at(run, seconds) for run, seconds in zip(runs, known, strict=True))

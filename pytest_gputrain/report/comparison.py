@@ -126,7 +126,9 @@ def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) 
 
 
 def outcome(result: Result) -> str:
-    """Why a case has no figures, in a word or two."""
+    """Why a case has no figures, in a word or two; a prediction alone is none."""
+    if not result.replies:
+        return ""
     reply = result.replies[-1]
     return "OOM" if isinstance(reply, OutOfMemory) else "timed out" if isinstance(reply, TimedOut) else "crashed"
 

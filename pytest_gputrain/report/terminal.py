@@ -218,8 +218,9 @@ def _apart(result: Result) -> Iterator[str]:
     if result.summary is None or spread is None:
         return
     much = _FAR_APART_ON_A_CPU if result.device == CPU else _FAR_APART
-    if spread.lag and spread.lag_seconds and spread.lag > much:
-        share = spread.lag_seconds / result.summary.median_step_seconds
+    median = result.summary.median_step_seconds
+    if spread.lag and spread.lag_seconds and spread.lag > much and median:
+        share = spread.lag_seconds / median
         if share > _WORTH_TELLING:
             longer = f"{format_percent(spread.lag, signed=False)} ({format_seconds(spread.lag_seconds)} a step) longer"
             yield f"rank {spread.slowest} is slowest: it works {longer} than the fastest before they exchange anything"

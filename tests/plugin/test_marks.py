@@ -117,6 +117,27 @@ def test_a_class_may_state_a_limit(suite: Project) -> None:
     assert sentence.endswith("(gpu_limit on the class TestTuning)")
 
 
+def test_a_class_overrides_the_limit_of_its_base(suite: Project) -> None:
+    suite.write(
+        test_tuning=SUITE.replace(
+            "@pytest",
+            "@pytest.mark.gpu_limit(step='1s')\nclass Base:\n    pass\n\n\n"
+            "@pytest.mark.gpu_limit(step='9s')\nclass TestTuning(Base):\n    @pytest",
+        )
+        .replace("def test_tuning(gputrain", "    def test_tuning(self, gputrain")
+        .replace("    gputrain.check", "        gputrain.check")
+    )
+    suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)
+
+
+@pytest.mark.parametrize("then", ["crashed", "h100_out_of_memory", "timed_out"])
+def test_a_process_without_figures_ends_the_question_of_a_limit(suite: Project, then: str) -> None:
+    _marked(suite, case="gpu_limit(memory='1 GiB')")
+    suite.answer(recorded(), recorded(then), to=GEMMA)
+    suite.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
+    assert len(suite.launches) <= 5
+
+
 @pytest.mark.parametrize(
     ("marks", "sentence"),
     [

@@ -218,6 +218,27 @@ def test_one_crash_among_several_runs_is_not_recorded(suite: Project) -> None:
     assert GEMMA not in suite.baselines("tuning", H100_FOLDER)
 
 
+def test_running_out_of_memory_in_one_of_several_runs_is_not_recorded(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    before = suite.baseline_file("tuning", H100_FOLDER).read_text()
+    suite.answer(recorded(), recorded(), recorded("h100_out_of_memory"), recorded(), to=GEMMA)
+    result = suite.run("--gpu-baseline-update", "-k", "gemma")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*in 1 of 3 runs, so it is not recorded: a baseline fits always or never*"])
+    assert suite.baseline_file("tuning", H100_FOLDER).read_text() == before
+
+
+def test_running_out_of_what_others_took_is_not_recorded(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    before = suite.baseline_file("tuning", H100_FOLDER).read_text()
+    suite.answer(recorded("h100_out_of_memory"), to=GEMMA)
+    suite.occupied(free_bytes=78 * GiB, processes=2)
+    result = suite.run("--gpu-baseline-update", "-k", "gemma")
+    result.assert_outcomes(failed=1, deselected=2)
+    result.stdout.fnmatch_lines(["*2 other processes computed on the GPU when it started, so it is not recorded*"])
+    assert suite.baseline_file("tuning", H100_FOLDER).read_text() == before
+
+
 def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others(suite: Project) -> None:
     suite.run("--gpu-baseline-update", "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
     file = suite.baseline_file("tuning", H100_FOLDER)

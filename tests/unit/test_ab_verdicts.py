@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,4 +105,21 @@ def test_cases_of_one_side_are_told() -> None:
     (one,) = compare([_round(1)], [_round(1, other)], "base")
     assert one.verdict is not None
     assert one.verdict.status == "new"
-    assert missing([_round(1)], [_round(1, other)]) == [str(CASE)]
+    assert missing([_round(1)], [_round(1, other)]) == [(str(CASE), 0)]
+
+
+def test_a_case_that_head_lacks_in_one_round_is_told() -> None:
+    assert missing([_round(1), _round(1)], [_round(1), _round(1, CASE.replace(model="gemma-7b"))]) == [(str(CASE), 1)]
+    assert missing([_round(1), _round(1)], [_round(1), _round(1)]) == []
+
+
+def test_the_figures_shown_are_those_of_all_rounds() -> None:
+    rounds = []
+    for seconds in (1.0, 6.0, 2.0):
+        (one,) = _round(seconds).results
+        assert one.summary is not None
+        summary = msgspec.structs.replace(one.summary, median_step_seconds=seconds)
+        rounds.append(report(msgspec.structs.replace(one, summary=summary), settings=SETTINGS))
+    (told,) = compare([_round(1)] * 3, rounds, "base")
+    assert told.summary is not None
+    assert told.summary.median_step_seconds == 2
