@@ -49,6 +49,8 @@ class Settings:
     rendezvous: str
     """``HOST`` or ``HOST:PORT`` of this node for the others; empty for its name, or for Slurm to start them all."""
     json: Path | None
+    history: Path | None
+    """File that this run's cases are appended to."""
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
     dry_run: bool
@@ -107,8 +109,9 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
             raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
         baseline = str(path.absolute())
     _refuse_contradictions(values)
-    if values["json"] is not None and values["json"].exists() and not values["json"].is_file():
-        raise ValueError(f"--gpu-json: {values['json']} is not a file")
+    for name in ("json", "history"):
+        if values[name] is not None and values[name].exists() and not values[name].is_file():
+            raise ValueError(f"--gpu-{name}: {values[name]} is not a file")
     return Settings(
         baseline_update=update,
         baseline_dir=values["baseline-dir"].absolute(),
@@ -133,6 +136,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         shared=values["shared"].absolute(),
         rendezvous=values["rendezvous"] or "",
         json=None if values["json"] is None else values["json"].absolute(),
+        history=None if values["history"] is None else values["history"].absolute(),
         sweep=values["set"] or (),
         dry_run=bool(values["dry-run"]),
         find_batch=bool(values["find-batch"]),

@@ -52,6 +52,7 @@ FLOORS = {
     "studies": 4,
     "dry_run": 4,
     "outcome": 4,
+    "history": 4,
     "rounds": 4,
     "runner": 4,
     "late": 5,
