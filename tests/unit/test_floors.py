@@ -58,6 +58,7 @@ FLOORS = {
     "runner": 4,
     "late": 5,
     "ab": 5,
+    "trend": 5,
     "report": 4,
     "fixtures": 5,
     "plugin": 6,
