@@ -7,6 +7,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.history import HistoryLine
 from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase
 from pytest_gputrain.records.reply import (
     Crashed,
@@ -21,6 +22,7 @@ from pytest_gputrain.records.reply import (
     TimedOut,
     update_seconds,
 )
+from pytest_gputrain.records.trend import Change, Course, Moment, Trends
 from pytest_gputrain.records.verdict import (
     MAX_RUNS,
     Baseline,
@@ -43,14 +45,18 @@ __all__ = [
     "Baseline",
     "BaselineRun",
     "Case",
+    "Change",
+    "Course",
     "Crashed",
     "Environment",
     "Event",
+    "HistoryLine",
     "LimitVerdict",
     "LiveTensor",
     "Measurement",
     "MetricName",
     "MetricVerdict",
+    "Moment",
     "OperatorWork",
     "OutOfMemory",
     "Phase",
@@ -69,6 +75,7 @@ __all__ = [
     "Task",
     "TimedOut",
     "TrainingPhase",
+    "Trends",
     "Verdict",
     "knob_text",
     "update_seconds",

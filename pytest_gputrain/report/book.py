@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import tempfile
 import time
@@ -14,24 +13,23 @@ from typing import Final
 
 import msgspec
 
+from pytest_gputrain import history
 from pytest_gputrain.baselines import BaselineError, Store, to_baseline
 from pytest_gputrain.cases import same_id
 from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Case, Measurement, Report, Result
+from pytest_gputrain.records import Baseline, Case, Report, Result
 from pytest_gputrain.report import document
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
-from pytest_gputrain.stats import SHIFT_TOLD
-from pytest_gputrain.suites import Suites
-from pytest_gputrain.units import format_percent
+from pytest_gputrain.suites import whole_suite
 
 _SAVE_EVERY_SECONDS: Final = 30.0
 
 
 class Book:
-    """Collects results, stores baselines under the update options, writes the report.
+    """Collects results, stores baselines under the update options, writes the report and the history.
 
     Baselines are saved now and then and at the end, so that a run that is ended loses half a minute at most.
     """
@@ -105,6 +103,7 @@ class Book:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
         self._save_baselines()
         self._tell_unfinished()
+        self._append_history()
         if sentence := self.shift()[1]:
             self.notes.append(sentence)
         exit_status = exit_status or int(self.failed)
@@ -119,6 +118,18 @@ class Book:
             document.write(report, self.settings.json)
         except OSError as error:
             self._keep_aside(f"the report {self.settings.json} cannot be written: {error.strerror}", report)
+
+    def _append_history(self) -> None:
+        lines = history.lines_of(self.results, self.session) if self.settings.history and self.results else []
+        if self.settings.history is None or not lines:
+            return
+        try:
+            repaired = history.append(self.settings.history, lines)
+        except OSError as error:
+            trouble = f"the history {self.settings.history} cannot be written: {error.strerror}"
+            self._keep_aside(trouble, self._report(1))
+        else:
+            self.notes += [*filter(None, [repaired]), f"{count(len(lines), 'line')} appended to {self.settings.history}"]
 
     def _tell_unfinished(self) -> None:
         """Tell of baselines whose runs were not all there when the run was ended."""
@@ -137,18 +148,9 @@ class Book:
 
     def shift(self) -> tuple[bool, str]:
         """Whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
-        suites = Suites()
-        for result in self.results:
-            metric = result.verdict.metric("step_seconds") if result.verdict else None
-            first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
-            if first and metric and metric.baseline and metric.baseline_runs:
-                suites.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
-        if abs(suites.shift) <= SHIFT_TOLD or self.settings.baseline_update == "all":
+        if self.settings.baseline_update == "all":
             return False, ""
-        shift = format_percent(math.expm1(suites.shift))
-        if suites.shift > math.log1p(self.settings.time_tolerance):
-            return True, f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
-        return False, f"the median case is {shift} off its baseline: the machine rather than a case"
+        return whole_suite(self.results, self.settings.time_tolerance)
 
     def _save_baselines(self) -> None:
         self._saved_at = time.monotonic()
