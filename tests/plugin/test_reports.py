@@ -108,6 +108,7 @@ def test_report_holds_case_environment_figures_and_verdict(suite: Project) -> No
     assert {metric["metric"]: metric["baseline"] for metric in result["verdict"]["metrics"]} == {
         "step_seconds": 4.70,
         "peak_allocated_bytes": 35 * GiB,
+        "flops_per_step": 8e14,
     }
 
 
