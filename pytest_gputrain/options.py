@@ -260,6 +260,12 @@ OPTIONS: Final = (
         name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"
     ),
     Option(
+        name="history",
+        parse=Path,
+        metavar="FILE",
+        help="append a JSON line for every case to this file, which keeps those of all runs",
+    ),
+    Option(
         name="set",
         parse=parse_axes,
         repeated=True,

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+_BRANCHES: Final = (
+    "GITHUB_HEAD_REF",
+    "GITHUB_REF_NAME",
+    "CI_MERGE_REQUEST_SOURCE_BRANCH_NAME",
+    "CI_COMMIT_BRANCH",
+    "BUILDKITE_BRANCH",
+    "BRANCH_NAME",
+)
+"""Of GitHub, GitLab, Buildkite and Jenkins, which check a commit out without its branch; a pull request's own first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +31,7 @@ class Session:
     commit: str
     """With ``+dirty`` where tracked files differ from it; empty outside of a repository."""
     branch: str
+    """Empty outside of a repository, and of a detached head that no variable of CI names."""
 
     @classmethod
     def begin(cls, root: Path) -> Session:
@@ -31,8 +44,15 @@ class Session:
             id=uuid.uuid4().hex[:12],
             created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
             commit=commit,
-            branch=_git(root, "branch", "--show-current"),
+            branch=_git(root, "branch", "--show-current") or (_branch_of_ci() if commit else ""),
         )
+
+
+def _branch_of_ci() -> str:
+    named = {name: os.environ.get(name, "") for name in _BRANCHES}
+    if os.environ.get("GITHUB_REF_TYPE") == "tag":
+        del named["GITHUB_REF_NAME"]
+    return next(filter(None, named.values()), "")
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -50,6 +50,8 @@ class Settings:
     """``HOST`` or ``HOST:PORT`` of this node for the others; empty for its name, or for Slurm to start them all."""
     summary: Path | Literal["auto", "none"]
     json: Path | None
+    history: Path | None
+    """File that this run's cases are appended to."""
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
     dry_run: bool
@@ -110,8 +112,9 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
     if isinstance(values["summary"], Path) and values["summary"].is_dir():
         raise ValueError(f"--gpu-summary: {values['summary']} is a folder; give a file")
     _refuse_contradictions(values)
-    if values["json"] is not None and values["json"].exists() and not values["json"].is_file():
-        raise ValueError(f"--gpu-json: {values['json']} is not a file")
+    for name in ("json", "history"):
+        if values[name] is not None and values[name].exists() and not values[name].is_file():
+            raise ValueError(f"--gpu-{name}: {values[name]} is not a file")
     return Settings(
         baseline_update=update,
         baseline_dir=values["baseline-dir"].absolute(),
@@ -137,6 +140,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         rendezvous=values["rendezvous"] or "",
         summary=values["summary"].absolute() if isinstance(values["summary"], Path) else values["summary"],
         json=None if values["json"] is None else values["json"].absolute(),
+        history=None if values["history"] is None else values["history"].absolute(),
         sweep=values["set"] or (),
         dry_run=bool(values["dry-run"]),
         find_batch=bool(values["find-batch"]),

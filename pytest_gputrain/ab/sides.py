@@ -126,7 +126,7 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
         "--gpu-reruns=0",
         f"--gpu-json={report}",
     ]
-    command = [side.python, "-m", "pytest", *arguments, *own, "-o", "gpu_strict=false"]
+    command = [side.python, "-m", "pytest", *arguments, *own, "-o", "gpu_strict=false", "-o", "gpu_history="]
     with log.open("w") as output:
         child = subprocess.Popen(
             command,

@@ -7,6 +7,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.history import HistoryLine
 from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase
 from pytest_gputrain.records.reply import (
     Crashed,
@@ -46,6 +47,7 @@ __all__ = [
     "Crashed",
     "Environment",
     "Event",
+    "HistoryLine",
     "LimitVerdict",
     "LiveTensor",
     "Measurement",

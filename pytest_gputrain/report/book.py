@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from pytest_gputrain import history
 from pytest_gputrain.baselines import BaselineError, Store, to_baseline
 from pytest_gputrain.cases import same_id
 from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
@@ -31,7 +32,7 @@ _SAVE_EVERY_SECONDS: Final = 30.0
 
 
 class Book:
-    """Collects results, stores baselines under the update options, writes the report.
+    """Collects results, stores baselines under the update options, writes the report and the history.
 
     Baselines are saved now and then and at the end, so that a run that is ended loses half a minute at most.
     """
@@ -105,6 +106,7 @@ class Book:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
         self._save_baselines()
         self._tell_unfinished()
+        self._append_history()
         if sentence := self.shift()[1]:
             self.notes.append(sentence)
         exit_status = exit_status or int(self.failed)
@@ -119,6 +121,18 @@ class Book:
             document.write(report, self.settings.json)
         except OSError as error:
             self._keep_aside(f"the report {self.settings.json} cannot be written: {error.strerror}", report)
+
+    def _append_history(self) -> None:
+        lines = history.lines_of(self.results, self.session) if self.settings.history and self.results else []
+        if self.settings.history is None or not lines:
+            return
+        try:
+            repaired = history.append(self.settings.history, lines)
+        except OSError as error:
+            trouble = f"the history {self.settings.history} cannot be written: {error.strerror}"
+            self._keep_aside(trouble, self._report(1))
+        else:
+            self.notes += [*filter(None, [repaired]), f"{count(len(lines), 'line')} appended to {self.settings.history}"]
 
     def _tell_unfinished(self) -> None:
         """Tell of baselines whose runs were not all there when the run was ended."""

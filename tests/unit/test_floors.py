@@ -33,6 +33,7 @@ FLOORS = {
     "loss": 0,
     "stats": 0,
     "scaling": 1,
+    "change_points": 1,
     "options": 1,
     "settings": 1,
     "session": 1,
@@ -54,6 +55,7 @@ FLOORS = {
     "studies": 4,
     "dry_run": 4,
     "outcome": 4,
+    "history": 4,
     "rounds": 4,
     "runner": 4,
     "late": 5,
@@ -152,13 +154,18 @@ def test_the_worker_imports_nothing_of_pytest() -> None:
     assert [f for f in IMPORTS if _in_worker(f.importer) and f.imported.split(".")[0] in banned] == []
 
 
-def test_only_the_worker_and_inline_runs_import_training_libraries() -> None:
+def test_only_the_worker_inline_runs_and_the_search_for_changes_import_training_libraries() -> None:
     outside = {
         (found.importer, found.function)
         for found in IMPORTS
         if found.imported.split(".")[0] in TRAINING_LIBRARIES and not _in_worker(found.importer)
     }
-    assert outside == {("pytest_gputrain.launch", "inline")}
+    assert outside == {("pytest_gputrain.launch", "inline"), ("pytest_gputrain.change_points", "")}
+
+
+def test_the_search_for_changes_is_imported_where_it_is_needed() -> None:
+    early = [found for found in INSIDE if found.imported == "pytest_gputrain.change_points" and not found.function]
+    assert early == []
 
 
 def test_imports_have_no_cycle() -> None:

@@ -84,6 +84,7 @@ LAYERS = [
     Layers("loss", "loss_steps", ("1500", 1500), ("20", 20), None),
     Layers("summary", "summary", ("/typed.md", Path("/typed.md")), ("none", "none"), "auto"),
     Layers("json", "json", ("/typed.json", Path("/typed.json")), ("/ini.json", Path("/ini.json")), None),
+    Layers("history", "history", ("/typed.jsonl", Path("/typed.jsonl")), ("/ini.jsonl", Path("/ini.jsonl")), None),
 ]
 
 
@@ -254,7 +255,9 @@ def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> No
 
 
 @given(
-    st.sampled_from([name for name in BY_NAME if name not in ("baseline-dir", "json", "summary", "platform", "shared")]),
+    st.sampled_from(
+        [name for name in BY_NAME if name not in ("baseline-dir", "history", "json", "summary", "platform", "shared")]
+    ),
     st.text(min_size=1),
 )
 def test_any_text_is_taken_or_refused_in_one_line(name: str, text: str) -> None:

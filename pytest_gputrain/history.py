@@ -1,0 +1,241 @@
+"""The history: a file of JSON lines, one for each case and pytest run, that grows at its end and is never rewritten."""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from pytest_gputrain.cases import LIBRARIES
+from pytest_gputrain.dry_run.store import FOLDER
+from pytest_gputrain.files import locked
+from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result
+from pytest_gputrain.sentences import describe_failure
+from pytest_gputrain.session import Session
+from pytest_gputrain.units import format_topology
+
+_Line = TypeVar("_Line")
+
+_LONGEST_LINE: Final = 1 << 20
+"""Bytes; a file without line ends is not read into memory as a whole."""
+
+
+class HistoryError(Exception):
+    """A history that cannot be read; one sentence with the place and the remedy."""
+
+
+def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
+    """A line for each case: of the last test that judged it, or else of the last that only measured it.
+
+    Searches and loss curves leave none: their figures are of other batches and steps than the case's.
+    """
+    chosen: dict[tuple[str, str], Result] = {}
+    for result in results:
+        if result.search is None and not result.loss_curves:
+            known = chosen.get((result.suite, result.key))
+            if known is None or result.verdict is not None or known.verdict is None:
+                chosen[result.suite, result.key] = result
+    return [_line_of(result, session) for result in chosen.values()]
+
+
+def _line_of(result: Result, session: Session) -> HistoryLine:
+    measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
+    failed = next((reply for reply in result.replies if not isinstance(reply, Measurement)), None)
+    environments = [getattr(reply, "environment", None) for reply in result.replies]
+    environment: Environment | None = next(filter(None, environments), None)
+    # Of a dry run there is either a prediction or a failure.
+    prediction, verdict, summary = result.prediction, result.verdict, result.summary
+    outcome: Any = "predicted" if prediction else "measured"
+    sentence = verdict.sentence if verdict else None
+    if failed is not None:
+        outcome = failed.__struct_config__.tag
+        sentence = sentence or f"{result.case} {describe_failure(failed)}"
+    packages = prediction.packages if prediction else environment.packages if environment else {}
+    steps = [run.median_step_seconds for run in measured]
+    scatter = [abs(step - run.median_step_seconds) for run in measured for step in run.step_seconds]
+    first = measured[0] if measured else None
+    losses = first.losses if first else ()
+    compared = {
+        f"{which}_{name}": _compared(result, metric, which)
+        for metric, name in _COMPARED.items()
+        for which in ("baseline", "limit")
+    }
+    time = verdict.metric("step_seconds") if verdict else None
+    return HistoryLine(
+        kind="prediction" if result.device.startswith(f"{FOLDER}/") else "measurement",
+        date=session.created,
+        session=session.id,
+        commit=session.commit,
+        branch=session.branch,
+        suite=result.suite,
+        key=result.key,
+        scale=result.scale,
+        platform=result.platform,
+        device=result.device,
+        **_machine(environment),
+        version_gputrain=metadata.version("pytest-gputrain"),
+        **{f"version_{name}": packages.get(name) for name in LIBRARIES},  # type: ignore[arg-type]
+        **_knobs(result),
+        outcome=outcome,
+        verdict=verdict.status if verdict else None,
+        sentence=sentence,
+        runs=len(measured),
+        median_step_seconds=summary.median_step_seconds if summary else None,
+        least_step_seconds=min(steps, default=None),
+        most_step_seconds=max(steps, default=None),
+        step_mad_seconds=statistics.median(scatter) if scatter else None,
+        samples_per_second=summary.samples_per_second if summary else None,
+        tokens_per_second=summary.tokens_per_second if summary else None,
+        scaling_efficiency=summary.scaling_efficiency if summary else None,
+        model_flops_utilization=summary.model_flops_utilization if summary else None,
+        **{name: _count(result, measured, name) for name in _COUNTS},  # type: ignore[arg-type]
+        final_loss=losses[-1] if losses else None,
+        bytes_per_step=prediction.bytes_per_step if prediction else None,
+        roofline_seconds=prediction.roofline_seconds if prediction else None,
+        fits=prediction.fits if prediction else None,
+        step_sensitivity=time.sensitivity if time else None,
+        **compared,  # type: ignore[arg-type]
+    )
+
+
+_COUNTS: Final = (
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "device_used_bytes",
+    "peak_host_bytes",
+    "model_bytes",
+    "parameters",
+    "trainable_parameters",
+    "flops_per_step",
+    "recomputed_flops_per_step",
+)
+"""Whole numbers that every process counts for itself, or that a prediction has."""
+
+_COMPARED: Final[dict[MetricName, str]] = {
+    "step_seconds": "step_seconds",
+    "peak_allocated_bytes": "peak_allocated_bytes",
+}
+
+
+def _count(result: Result, measured: Sequence[Measurement], name: str) -> int | None:
+    if result.prediction is not None:
+        return getattr(result.prediction, name, None)
+    known = [value for run in measured if (value := getattr(run, name)) is not None]
+    return statistics.median_high(known) if known else None
+
+
+def _compared(result: Result, metric: MetricName, which: str) -> float | int | None:
+    found = result.verdict.metric(metric) if result.verdict else None
+    value: float | None = getattr(found, which) if found else None
+    return round(value) if value is not None and metric.endswith("_bytes") else value
+
+
+def _machine(environment: Environment | None) -> dict[str, Any]:
+    if environment is None:
+        return dict.fromkeys(_MACHINE)
+    told = {name: getattr(environment, field) for name, field in _MACHINE.items()}
+    return {**told, "topology": format_topology(environment.topology) if environment.topology else None}
+
+
+_SAME: Final = ("device_name", "device_type", "device_count", "device_memory_bytes", "topology", "host", "cpu_model", "os")
+_MACHINE: Final = {
+    **{name: name for name in (*_SAME, "threads")},
+    **{f"version_{name}": name for name in ("python", "driver", "runtime")},
+}
+"""Fields of `Environment` by the key of a line."""
+
+
+def _knobs(result: Result) -> dict[str, Any]:
+    """The case, with one type for each knob."""
+    case = result.case
+    names = [name for name in case.__struct_fields__ if name not in ("named", "platforms")]
+    knobs = {name: getattr(case, name) for name in names}
+    floats = ("activation_checkpointing", "learning_rate")
+    return knobs | {name: float(knobs[name]) for name in floats}
+
+
+def append(path: Path, lines: Iterable[HistoryLine]) -> str:
+    """Put whole lines at the end of the file, in one write, or leave it as it was.
+
+    Processes of one host take turns. A last line without its end, which a crash in mid-write leaves, is removed first;
+    one that only lacks its line end gets it.
+
+    Returns:
+        A sentence where a torn line was removed, else nothing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.resolve()):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn = _torn_end(descriptor, size)
+            whole = size - len(torn)
+            if torn and _is_json(torn):
+                data, torn, whole = b"\n" + data, b"", size
+            if torn:
+                os.ftruncate(descriptor, whole)
+            try:
+                if os.write(descriptor, data) < len(data):
+                    raise OSError(0, "the disk took only a part of it")
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, whole)
+                raise
+        finally:
+            os.close(descriptor)
+    return f"the last line of {path} was cut off by a crash ({len(torn):,} bytes) and has been removed" if torn else ""
+
+
+def _torn_end(descriptor: int, size: int) -> bytes:
+    """What follows the last line end."""
+    block, end = b"", size
+    while end > 0 and b"\n" not in block:
+        start = max(0, end - _LONGEST_LINE)
+        block = os.pread(descriptor, end - start, start) + block
+        end = start
+    return block.rpartition(b"\n")[2]
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterator[tuple[int, _Line]]:
+    """Where each line begins, in bytes, and what it says, one after the other: a long history needs no memory.
+
+    Args:
+        type_: a record of the keys that are wanted; others are passed over.
+        warn: told in a sentence of a last line that a crash cut off, which is left out.
+
+    Raises:
+        HistoryError: the file cannot be read, or another line is none of a history.
+    """
+    decode = msgspec.json.Decoder(type_).decode
+    begin = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(functools.partial(file.readline, _LONGEST_LINE), b""), 1):
+                try:
+                    yield begin, decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                        warn(f"{path}:{number} was cut off by a crash and is left out; the next run that appends removes it")
+                        return
+                    remedy = "remove the line, or restore the file from a copy"
+                    raise HistoryError(f"{path}:{number} is no line of a history: {error}; {remedy}") from None
+                begin += len(line)
+    except OSError as error:
+        raise HistoryError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,161 @@
+"""One line of the history: a case as one pytest run found it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from pytest_gputrain.records.case import FORMAT, Scale
+from pytest_gputrain.records.verdict import Status
+
+
+class HistoryLine(Struct, frozen=True, kw_only=True):
+    """One case in one pytest run, of ``--gpu-history``.
+
+    Flat, and every key in every line, so that whatever reads JSON lines makes one column of each: a key has one type, or
+    null where there is no such figure. Keys are added at times; none changes its meaning while ``format`` is the same.
+    """
+
+    format: int = FORMAT
+    """Version of these keys."""
+    kind: Literal["measurement", "prediction"]
+    """``prediction`` for a line of ``--gpu-dry-run``."""
+    date: str
+    """When the pytest run began: UTC, ISO 8601."""
+    session: str
+    """Id of the pytest run."""
+    commit: str
+    """With ``+dirty`` where tracked files differed from it; empty outside of a repository."""
+    branch: str
+    """Of git, or as CI names it where the head is detached; empty for none."""
+    suite: str
+    """Test file without ``test_`` and ``.py``."""
+    key: str
+    """Id of the case, ending in ``@tiny`` for the tiny scale."""
+    scale: Scale
+    """``full`` or ``tiny``."""
+    platform: str
+    """Catalog marker of the machine, or ``unknown``."""
+    device: str
+    """Slug of the device; ``dry-run/h100`` for a prediction."""
+    device_name: str | None
+    """As the driver gives it; this and what follows null where no process lived to tell."""
+    device_type: str | None
+    """``cpu``, ``cuda`` or ``rocm``."""
+    device_count: int | None
+    """Processes of the case, servers included."""
+    device_memory_bytes: int | None
+    """Of one device."""
+    topology: str | None
+    """How the case's GPUs are linked: ``NV18``."""
+    host: str | None
+    """Name of the machine, the first of several nodes."""
+    cpu_model: str | None
+    """Of the host."""
+    os: str | None
+    """Of the host."""
+    threads: int | None
+    """CPU threads of a worker."""
+    version_gputrain: str
+    """Of this package."""
+    version_python: str | None
+    """Of the worker."""
+    version_driver: str | None
+    """Of the GPU's driver."""
+    version_runtime: str | None
+    """CUDA or ROCm that torch was built for."""
+    version_torch: str | None
+    """Null where it is not installed, as those below."""
+    version_transformers: str | None
+    version_diffusers: str | None
+    version_peft: str | None
+    version_accelerate: str | None
+    version_bitsandbytes: str | None
+    version_deepspeed: str | None
+    version_triton: str | None
+    model: str
+    """From here to ``code`` the knobs of the case, as ``Case`` documents them."""
+    method: str
+    precision: str
+    parallel: str
+    gpus: int
+    servers: int
+    asynchronous: bool
+    batch_size: int
+    """Of one process."""
+    sequence_length: int
+    resolution: str
+    frames: int
+    gradient_accumulation: int
+    activation_checkpointing: float
+    """Share of the blocks that are recomputed: 1.0 for all."""
+    lora_rank: int
+    optimizer: str
+    learning_rate: float
+    cpu_offload: bool
+    offload_optimizer: bool
+    offload_param: bool
+    pin_memory: bool
+    overlap_comm: bool | None
+    allgather_bucket_size: int
+    stage3_max_live_parameters: int
+    steps: int
+    warmup: int
+    code: str
+    outcome: Literal["measured", "predicted", "out_of_memory", "crashed", "timed_out"]
+    """Of the first process that gave no figures, if one did."""
+    verdict: Status | None
+    """Null where the test only measured."""
+    sentence: str | None
+    """What the verdict says, or why there are no figures."""
+    runs: int
+    """Fresh processes that gave figures."""
+    median_step_seconds: float | None
+    """Of one micro-batch: the median over the processes of each one's median."""
+    least_step_seconds: float | None
+    """The median of the fastest process."""
+    most_step_seconds: float | None
+    """The median of the slowest process."""
+    step_mad_seconds: float | None
+    """Median distance of a step from the median of its process."""
+    samples_per_second: float | None
+    """Of all processes together, by the median step."""
+    tokens_per_second: float | None
+    """Likewise; null where samples are not token sequences."""
+    scaling_efficiency: float | None
+    """Share, where the test asks for it."""
+    model_flops_utilization: float | None
+    """Share of the platform's peak."""
+    peak_allocated_bytes: int | None
+    """Of one process; this and the next four the median over the processes, the higher of the middle two."""
+    peak_reserved_bytes: int | None
+    device_used_bytes: int | None
+    """Memory in use on the device, others' included."""
+    peak_host_bytes: int | None
+    model_bytes: int | None
+    """Parameters, buffers and quantisation state."""
+    parameters: int | None
+    trainable_parameters: int | None
+    flops_per_step: int | None
+    """Without recomputation."""
+    recomputed_flops_per_step: int | None
+    """What activation checkpointing repeats."""
+    final_loss: float | None
+    """Of the last timed step of the first process."""
+    bytes_per_step: int | None
+    """Of a prediction, as the next two: read and written by the operators."""
+    roofline_seconds: float | None
+    """Least time of a step."""
+    fits: bool | None
+    """Whether the case fits the platform."""
+    baseline_step_seconds: float | None
+    """What the verdict compared with."""
+    limit_step_seconds: float | None
+    """The time beyond which the case regresses, by tolerance and noise."""
+    step_sensitivity: float | None
+    """The slowdown, as a share, that would be caught 99 times in 100."""
+    baseline_peak_allocated_bytes: int | None
+    """What the verdict compared with."""
+    limit_peak_allocated_bytes: int | None
+    """The peak beyond which the case regresses."""

@@ -1,0 +1,112 @@
+"""``--gpu-history``: what pytest appends, with one worker or several, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from typing import Any
+
+import pytest
+from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, Project, assert_refused, recorded
+
+from pytest_gputrain import GiB
+
+
+def lines(project: Project, name: str = "history.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (project.path / name).read_text().splitlines()]
+
+
+def test_every_run_appends_its_cases(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.run("--gpu-history=history.jsonl").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=1.1), to=LLAMA)
+    result = suite.run("--gpu-history=history.jsonl", "--gpu-json=report.json")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines([f"3 lines appended to {suite.path}/history.jsonl"])
+    found = lines(suite)
+    assert [line["key"] for line in found] == [LLAMA, GEMMA, LLAMA_2] * 2
+    assert [line["verdict"] for line in found] == ["pass"] * 3 + ["regressed", "pass", "pass"]
+    assert len({line["session"] for line in found}) == 2
+    assert {line["session"] for line in found[3:]} == {suite.report()["session"]}
+    assert (found[3]["median_step_seconds"], found[3]["runs"]) == (pytest.approx(1.1 * 4.70), 3)
+    assert (found[3]["device"], found[3]["version_torch"]) == (H100_FOLDER, "2.9.1+cu128")
+    assert (found[3]["peak_allocated_bytes"], found[3]["baseline_step_seconds"]) == (35 * GiB, 4.70)
+    assert found[3]["version_driver"] == "570.86.10"
+
+
+def test_the_ini_twin_is_relative_to_the_ini_file(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.ini("gpu_history = deep/history.jsonl")
+    (suite.path / "elsewhere").mkdir()
+    monkeypatch.chdir(suite.path / "elsewhere")
+    suite.run("..", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert [line["key"] for line in lines(suite, "deep/history.jsonl")] == [GEMMA]
+
+
+def test_two_workers_leave_the_lines_of_one(suite: Project) -> None:
+    pytest.importorskip("xdist")
+    suite.run("--gpu-history=alone.jsonl").assert_outcomes(passed=3)
+    suite.spawn("-n2", "--gpu-history=both.jsonl").assert_outcomes(passed=3)
+    own = dict.fromkeys(["date", "session"])
+    alone, both = (
+        sorted((line | own for line in lines(suite, f"{name}.jsonl")), key=lambda line: line["key"])
+        for name in ("alone", "both")
+    )
+    assert both == alone
+
+
+def test_cases_that_fail_have_lines_too(suite: Project) -> None:
+    suite.answer(recorded("crashed"), to=GEMMA)
+    suite.answer(recorded("h100_out_of_memory"), to=LLAMA)
+    suite.run("--gpu-history=history.jsonl").assert_outcomes(passed=1, failed=2)
+    assert {line["key"]: line["outcome"] for line in lines(suite)} == {
+        LLAMA: "out_of_memory",
+        GEMMA: "crashed",
+        LLAMA_2: "measured",
+    }
+
+
+def test_runs_without_cases_append_nothing(project: Project) -> None:
+    project.write(test_plain="def test_plain():\n    pass\n")
+    project.run("--gpu-history=history.jsonl").assert_outcomes(passed=1)
+    assert not (project.path / "history.jsonl").exists()
+
+
+def test_searches_and_loss_curves_append_nothing(suite: Project) -> None:
+    suite.run("--gpu-history=history.jsonl", "--gpu-find-batch", "--gpu-find-batch-max=2", "-k", "gemma")
+    assert not (suite.path / "history.jsonl").exists()
+
+
+def test_a_dry_run_appends_predictions(project: Project) -> None:
+    build = BUILD.replace("requires_grad", "device=setup.device, requires_grad")
+    project.write(test_mine=f"{build}\n\ndef test_it(gputrain):\n    gputrain.check(build, precision='fp32')\n")
+    project.run("--gpu-dry-run", "--gpu-platform=h100", "--gpu-history=history.jsonl").assert_outcomes(passed=1)
+    (line,) = lines(project)
+    assert (line["kind"], line["outcome"], line["device"]) == ("prediction", "predicted", "dry-run/h100")
+    assert (line["key"], line["verdict"], line["fits"]) == ("build-fp32", "new", True)
+    assert line["peak_allocated_bytes"] > 0
+    assert line["median_step_seconds"] is None
+
+
+def test_a_history_that_cannot_be_written_fails_the_run_and_keeps_the_figures(
+    suite: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside = suite.path / "aside"
+    aside.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(aside))
+    (suite.path / "file").write_text("")
+    result = suite.run("--gpu-history=file/history.jsonl", "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert result.ret == suite.report()["exit_status"] == pytest.ExitCode.TESTS_FAILED
+    (kept,) = aside.glob("gputrain-*.json")
+    result.stdout.fnmatch_lines([f"the history *file/history.jsonl cannot be written: *; all figures are in {kept}"])
+
+
+def test_a_folder_is_refused_before_anything_runs(suite: Project) -> None:
+    assert_refused(suite, "--gpu-history: . is not a file", "--gpu-history=.")
+
+
+def test_a_line_that_a_crash_cut_off_is_told_and_removed(suite: Project) -> None:
+    (suite.path / "history.jsonl").write_text('{"format":1,"kin')
+    result = suite.run("--gpu-history=history.jsonl")
+    result.stdout.fnmatch_lines(["the last line of * was cut off by a crash (16 bytes) and has been removed"])
+    assert len(lines(suite)) == 3

@@ -1,0 +1,401 @@
+"""The history: what a line says, and that no crash and no other writer spoils the file."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, result, timed_out
+
+from pytest_gputrain import history
+from pytest_gputrain.findings import Search
+from pytest_gputrain.history import HistoryError, append, lines_of, read
+from pytest_gputrain.records import Case, HistoryLine, MetricVerdict, Verdict
+from pytest_gputrain.session import Session
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "trends.md"
+SESSION = Session(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")
+LINE = lines_of([result()], SESSION)[0]
+
+_WRITER = """
+import sys, time
+from pathlib import Path
+import msgspec
+from pytest_gputrain.history import append
+from pytest_gputrain.records import HistoryLine
+
+path, name, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+line = msgspec.json.decode(sys.stdin.buffer.read(), type=HistoryLine)
+while not path.with_name("go").exists():
+    time.sleep(0.01)
+for number in range(times):
+    append(path, [msgspec.structs.replace(line, session=f"{name}-{number}", sentence="x" * 5000)] * 3)
+"""
+
+
+def _spawn(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    writer = subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE)
+    assert writer.stdin is not None
+    writer.stdin.write(msgspec.json.encode(LINE))
+    writer.stdin.close()
+    return writer
+
+
+def _sessions(path: Path) -> list[str]:
+    return [json.loads(line)["session"] for line in path.read_text().splitlines()]
+
+
+def _named(name: str) -> HistoryLine:
+    return msgspec.structs.replace(LINE, session=name)
+
+
+def _refuse(sentence: str) -> None:
+    raise AssertionError(sentence)
+
+
+# What a line says
+
+
+def test_a_line_has_the_case_the_environment_and_the_figures() -> None:
+    metric = MetricVerdict(
+        metric="step_seconds", status="regressed", value=2.0, baseline=1.0, limit=1.03, sensitivity=0.05, runs=2
+    )
+    memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=4e10, baseline=4e10, limit=4.08e10)
+    quick = measurement(step_seconds=(1.0, 1.1, 1.3))
+    slow = measurement(step_seconds=(2.0, 1.9, 2.1), peak_allocated_bytes=41_000_000_000, flops_per_step=10**15)
+    verdict = Verdict(status="regressed", sentence="is slower", metrics=(metric, memory))
+    (line,) = lines_of([result(replies=(quick, slow), verdict=verdict)], SESSION)
+    assert (line.date, line.commit, line.branch, line.session) == ("2026-02-01T00:00:00Z", "c0ffee", "main", "s1")
+    assert (line.suite, line.key, line.device, line.kind) == ("llm", str(CASE), "nvidia-h100-80gb-hbm3", "measurement")
+    assert (line.device_name, line.version_driver, line.version_runtime) == ("NVIDIA H100 80GB HBM3", "580.10", "13.0")
+    assert (line.version_torch, line.version_transformers, line.version_peft) == ("2.13.0", "5.1.0", None)
+    assert (line.model, line.batch_size, line.sequence_length) == ("llama-3.1-8b", 2, 8192)
+    assert (line.outcome, line.verdict, line.sentence, line.runs) == ("measured", "regressed", "is slower", 2)
+    assert (line.least_step_seconds, line.most_step_seconds) == (1.1, 2.0)
+    assert line.step_mad_seconds == pytest.approx(0.1)  # of 0, 0, 0.1, 0.1, 0.1, 0.2
+    assert line.peak_allocated_bytes == 41_000_000_000
+    assert line.flops_per_step == 10**15
+    assert (line.baseline_step_seconds, line.limit_step_seconds, line.step_sensitivity) == (1.0, 1.03, 0.05)
+    assert (line.baseline_peak_allocated_bytes, line.limit_peak_allocated_bytes) == (40_000_000_000, 40_800_000_000)
+
+
+@pytest.mark.parametrize("reply", [out_of_memory(), crashed(), timed_out()], ids=lambda reply: type(reply).__name__)
+def test_a_case_without_figures_has_a_line_with_the_reason(reply: Any) -> None:
+    (line,) = lines_of([result(replies=(reply,), summary=None, verdict=None)], SESSION)
+    assert line.outcome == json.loads(msgspec.json.encode(reply))["outcome"]
+    assert line.sentence is not None
+    assert line.sentence.startswith(str(CASE))
+    assert (line.runs, line.median_step_seconds, line.peak_allocated_bytes) == (0, None, None)
+    assert line.host == (None if line.outcome in ("crashed", "timed_out") else "node-1")
+
+
+def test_a_prediction_is_told_from_a_measurement() -> None:
+    foretold = result(replies=(), summary=None, prediction=prediction(), device="dry-run/h100", verdict=None)
+    failed = result(replies=(crashed(),), summary=None, device="dry-run/h100", key="other")
+    line, other = lines_of([foretold, failed], SESSION)
+    assert (line.kind, line.outcome, other.kind, other.outcome) == ("prediction", "predicted", "prediction", "crashed")
+    assert (line.peak_allocated_bytes, line.roofline_seconds, line.fits) == (32 << 30, 2.5, True)
+    assert (line.median_step_seconds, line.version_transformers) == (None, "5.23.0")
+
+
+def test_a_case_of_several_tests_has_one_line_of_the_last_that_judged_it() -> None:
+    measured, judged, later = (result(nodeid=name) for name in "abc")
+    measured = msgspec.structs.replace(measured, verdict=None)
+    later = msgspec.structs.replace(later, verdict=Verdict(status="regressed", sentence="x"))
+    for results in ([measured, judged, later], [judged, later, measured]):
+        (line,) = lines_of(results, SESSION)
+        assert line.verdict == "regressed"
+    assert [line.verdict for line in lines_of([measured, measured], SESSION)] == [None]
+
+
+def test_searches_leave_no_line() -> None:
+    assert lines_of([result(search=Search(tries=(), most=4))], SESSION) == []
+
+
+def test_how_gpus_are_linked_is_one_word() -> None:
+    topology = (("X", "NV18"), ("NV18", "X"))
+    (line,) = lines_of([result(replies=(measurement(environment=gpu_environment(topology=topology)),))], SESSION)
+    assert line.topology == "NV18"
+
+
+def test_every_knob_is_a_key() -> None:
+    assert set(Case.__struct_fields__) - {"named", "platforms"} <= set(HistoryLine.__struct_fields__)
+
+
+def test_every_key_is_one_column_of_one_type() -> None:
+    """No lists or objects, and no whole number where another line has a fraction."""
+    kinds = {
+        name: {type(kind) for kind in (info.types if isinstance(info, msgspec.inspect.UnionType) else [info])}
+        - {msgspec.inspect.NoneType}
+        for field in msgspec.inspect.type_info(HistoryLine).fields  # type: ignore[attr-defined]
+        for name, info in [(field.name, field.type)]
+    }
+    of = msgspec.inspect
+    single = ({of.StrType}, {of.IntType}, {of.FloatType}, {of.BoolType}, {of.LiteralType})
+    assert {name: found for name, found in kinds.items() if found not in single} == {}
+
+
+@pytest.mark.parametrize("share", [True, False, 0.5])
+def test_lines_are_of_the_types_they_declare(share: Any) -> None:
+    (line,) = lines_of([result(CASE.replace(activation_checkpointing=share, learning_rate=1))], SESSION)
+    text = msgspec.json.encode(line)
+    assert msgspec.json.decode(text, type=HistoryLine) == line
+    assert {type(value) for value in json.loads(text).values()} <= {str, int, float, bool, type(None)}
+    assert f'"activation_checkpointing":{float(share)}'.encode() in text
+    assert b'"learning_rate":1.0' in text
+
+
+# The file
+
+
+def test_several_processes_append_at_once_and_every_line_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    writers = [_spawn(_WRITER, str(path), name, "20") for name in "abcd"]
+    (tmp_path / "go").touch()
+    assert [writer.wait(60) for writer in writers] == [0] * 4
+    found = _sessions(path)
+    assert sorted(found) == sorted(f"{name}-{number}" for name in "abcd" for number in range(20) for _ in range(3))
+    runs = [found[at : at + 3] for at in range(0, len(found), 3)]
+    assert all(len(set(run)) == 1 for run in runs), "the lines of a pytest run stand together"
+
+
+_CRASHES = """
+import os, sys
+from pathlib import Path
+import msgspec
+from pytest_gputrain.history import append
+from pytest_gputrain.records import HistoryLine
+
+line = msgspec.json.decode(sys.stdin.buffer.read(), type=HistoryLine)
+whole = os.write
+
+def write(descriptor, data):
+    if len(data) < 1000:  # of the lock
+        return whole(descriptor, data)
+    whole(descriptor, data[: len(data) - int(sys.argv[2])])
+    os.kill(os.getpid(), 9)
+
+os.write = write
+append(Path(sys.argv[1]), [msgspec.structs.replace(line, session=name) for name in ("killed-1", "killed-2")])
+"""
+
+
+@pytest.mark.parametrize(("missing", "kept"), [(200, ["killed-1"]), (1, ["killed-1", "killed-2"])])
+def test_after_a_kill_in_mid_write_the_next_line_stands_by_itself(tmp_path: Path, missing: int, kept: list[str]) -> None:
+    path = tmp_path / "history.jsonl"
+    append(path, [_named("before")])
+    assert _spawn(_CRASHES, str(path), str(missing)).wait(60) == -9
+    said = append(path, [_named("after")])
+    assert _sessions(path) == ["before", *kept, "after"]
+    assert bool(said) == (missing > 1)
+    if said:
+        assert said.startswith(f"the last line of {path} was cut off by a crash (")
+
+
+def test_wherever_a_line_is_cut_off_the_others_are_read_and_the_next_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    append(path, [_named("one"), _named("two")])
+    whole = path.read_bytes()
+    begin = whole.index(b"\n") + 1
+    for cut in (*range(begin + 1, len(whole) - 1, 97), len(whole) - 2):
+        path.write_bytes(whole[:cut])
+        warnings: list[str] = []
+        assert [line.session for _, line in read(path, HistoryLine, warnings.append)] == ["one"]
+        assert len(warnings) == 1
+        assert warnings[0].startswith(f"{path}:2 was cut off by a crash and is left out")
+        append(path, [_named("three")])
+        assert _sessions(path) == ["one", "three"]
+
+
+def test_a_torn_first_line_leaves_nothing_of_itself(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b'{"format": 1, "kind')
+    assert "(19 bytes)" in append(path, [_named("one")])
+    assert _sessions(path) == ["one"]
+
+
+def test_a_torn_line_longer_than_what_is_read_at_once_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history.jsonl"
+    append(path, [_named("one")])
+    with path.open("ab") as file:
+        file.write(b'{"' + b"x" * 5000)
+    monkeypatch.setattr(history, "_LONGEST_LINE", 64)
+    append(path, [_named("two")])
+    assert _sessions(path) == ["one", "two"]
+
+
+_FULL = """
+import resource, sys
+from pathlib import Path
+import msgspec
+from pytest_gputrain.history import append
+from pytest_gputrain.records import HistoryLine
+
+line = msgspec.json.decode(sys.stdin.buffer.read(), type=HistoryLine)
+path = Path(sys.argv[1])
+size = path.stat().st_size + 100  # of the two lines, a hundred bytes can be written
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+try:
+    append(path, [line, line])
+except OSError:
+    sys.exit(3)
+"""
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    append(path, [_named("before")])
+    before = path.read_bytes()
+    assert _spawn(_FULL, str(path)).wait(60) == 3
+    assert path.read_bytes() == before
+
+
+def test_two_names_of_a_file_are_one_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "deep")
+    append(tmp_path / "deep" / "history.jsonl", [_named("one")])
+    append(tmp_path / "link" / "history.jsonl", [_named("two")])
+    assert _sessions(tmp_path / "deep" / "history.jsonl") == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [b'{"format":1,"ki\n', b"\n", b"\x00\x00\x00\n", b'{"format":1}\n', b"[]\n", b'"\xff"\n'],
+    ids=["torn", "empty", "zeros", "keys missing", "no object", "no text"],
+)
+def test_a_corrupt_line_before_the_end_is_refused_with_its_place(tmp_path: Path, corrupt: bytes) -> None:
+    path = tmp_path / "history.jsonl"
+    append(path, [_named("one")])
+    whole = path.read_bytes()
+    path.write_bytes(whole + corrupt + whole)
+    lines = read(path, HistoryLine, _refuse)
+    assert next(lines)[0] == 0
+    with pytest.raises(HistoryError, match=f"^{path}:2 is no line of a history: .*; remove the line, or restore"):
+        next(lines)
+
+
+def test_a_file_without_line_ends_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"{" * 200)
+    monkeypatch.setattr(history, "_LONGEST_LINE", 64)
+    with pytest.raises(HistoryError, match=r"model\.bin:1 is no line of a history"):
+        list(read(path, HistoryLine, _refuse))
+
+
+def test_keys_that_are_not_asked_for_and_those_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+    class Wanted(msgspec.Struct):
+        session: str
+
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"session": "a", "of_the_future": {"nested": [1]}}\n{"session": "b"}')
+    assert list(read(path, Wanted, _refuse)) == [(0, Wanted("a")), (51, Wanted("b"))]
+
+
+def test_a_history_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(HistoryError, match=r"gone\.jsonl cannot be read: No such file"):
+        list(read(tmp_path / "gone.jsonl", HistoryLine, _refuse))
+
+
+# The branch
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On branch ``trunk``, without variables of this machine's CI."""
+    for name in list(os.environ):
+        if name.startswith(("GITHUB_", "CI_", "GIT_", "BUILDKITE_", "BRANCH_NAME")):
+            monkeypatch.delenv(name)
+    named = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for arguments in (["init", "-q", "-b", "trunk"], [*named, "commit", "--allow-empty", "-qm", "x"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("variables", "branch"),
+    [
+        ({}, ""),
+        ({"GITHUB_REF_NAME": "main", "GITHUB_REF_TYPE": "branch"}, "main"),
+        ({"GITHUB_HEAD_REF": "feature", "GITHUB_REF_NAME": "12/merge"}, "feature"),
+        ({"GITHUB_HEAD_REF": "", "GITHUB_REF_NAME": "v1.0", "GITHUB_REF_TYPE": "tag"}, ""),
+        ({"CI_COMMIT_BRANCH": "main"}, "main"),
+    ],
+)
+def test_a_detached_head_has_the_branch_that_ci_names(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], branch: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Session.begin(repository).branch == "trunk"
+    subprocess.run(["git", "-C", str(repository), "checkout", "-q", "--detach"], check=True)
+    assert Session.begin(repository).branch == branch
+
+
+def test_outside_of_a_repository_ci_names_no_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_REF_NAME", "main")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert Session.begin(tmp_path).branch == ""
+
+
+# What is documented
+
+
+def documented_keys() -> str:
+    """The table of keys, from the record and the sentences below its fields."""
+    words = {
+        msgspec.inspect.StrType: "text",
+        msgspec.inspect.IntType: "whole number",
+        msgspec.inspect.FloatType: "number",
+        msgspec.inspect.BoolType: "truth value",
+        msgspec.inspect.LiteralType: "text",
+    }
+    record = ast.parse(inspect.getsource(HistoryLine)).body[0]
+    assert isinstance(record, ast.ClassDef)
+    about: dict[str, str] = {}
+    for one, after in itertools.pairwise([*record.body, ast.Pass()]):
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            text = " ".join(str(after.value.value).split()) if told else ""  # type: ignore[attr-defined]
+            about[one.target.id] = text.replace("``", "`")
+    rows = ["| key | | |", "|---|---|---|"]
+    for field in msgspec.inspect.type_info(HistoryLine).fields:  # type: ignore[attr-defined]
+        optional = isinstance(field.type, msgspec.inspect.UnionType)
+        (kind,) = {words[type(one)] for one in (field.type.types if optional else [field.type]) if type(one) in words}
+        rows.append(f"| `{field.name}` | {kind}{' or null' if optional else ''} | {about[field.name]} |")
+    return "\n".join(rows)
+
+
+def test_the_documented_keys_are_those_of_the_record() -> None:
+    assert documented_keys() in DOCUMENT.read_text(), f"docs/trends.md wants this table:\n{documented_keys()}"
+
+
+ONE_LINERS = re.findall(r"^((pandas|polars|duckdb)\..*)$", DOCUMENT.read_text(), re.MULTILINE)
+
+
+def test_three_libraries_have_a_one_liner() -> None:
+    assert [library for _, library in ONE_LINERS] == ["pandas", "polars", "duckdb"]
+
+
+@pytest.mark.parametrize(("code", "library"), ONE_LINERS, ids=[library for _, library in ONE_LINERS])
+def test_a_one_liner_makes_a_column_of_every_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, library: str
+) -> None:
+    """A key that is null in the first thousands of lines is the hard part: a reader guesses types from some."""
+    pytest.importorskip(library)
+    foretold = result(replies=(), summary=None, prediction=prediction(), device="dry-run/h100", verdict=None)
+    (early,) = lines_of([foretold], SESSION)
+    append(tmp_path / "history.jsonl", [early] * 3000 + [LINE])
+    monkeypatch.chdir(tmp_path)
+    table = eval(code, {library: importlib.import_module(library)})
+    assert list(table.columns) == list(HistoryLine.__struct_fields__)
+    assert (table if library != "duckdb" else table.df())["median_step_seconds"].sum() == LINE.median_step_seconds
