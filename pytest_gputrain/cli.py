@@ -1,10 +1,9 @@
-"""The command ``gputrain``: tables and reports, printed or exported; versions compared; baselines checked; another node."""
+"""The command ``gputrain``: reports printed, exported, compared and shown; histories read; baselines checked; another node."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 import socket
 import sys
@@ -15,11 +14,13 @@ from typing import get_args
 
 from pytest_gputrain import check_baselines
 from pytest_gputrain.ab import command as ab
+from pytest_gputrain.ab import compare
 from pytest_gputrain.baselines import BaselineError, decode
 from pytest_gputrain.exchange import command as export
 from pytest_gputrain.published import PublishedStore, PublishedTable
 from pytest_gputrain.records import Report, Result
-from pytest_gputrain.report import sheet, terminal
+from pytest_gputrain.report import layout, sheet, terminal
+from pytest_gputrain.trend import command as trend
 
 _UNBOUNDED = 1000
 """Columns where no terminal limits them: a file, or the next command."""
@@ -33,7 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ab.main(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    others = {"table": _print_table, "node": _serve, "export": export.main, "check-baselines": check_baselines.main}
+    others = {
+        "table": _print_table,
+        "node": _serve,
+        "export": export.main,
+        "check-baselines": check_baselines.main,
+        "compare": compare.main,
+        "trend": trend.main,
+    }
     return others[options.command](options)
 
 
@@ -51,11 +59,7 @@ def _print_table(options: argparse.Namespace) -> int:
     except (BaselineError, ValueError) as error:
         print(f"gputrain: {error}", file=sys.stderr)
         return 2
-    try:
-        print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    layout.put(text)
     for note in notes:
         print(f"gputrain: {note}", file=sys.stderr)
     return 0
@@ -72,9 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--report", type=Path, metavar="REPORT", help="report whose figures to put beside the published ones")
     table.add_argument("--format", choices=get_args(sheet.Format), default="terminal", help="default: terminal")
     table.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
-    export.add_to(commands)
-    check_baselines.add_to(commands)
-    ab.add_to(commands)
+    for command in (export, check_baselines, ab, compare, trend):
+        command.add_to(commands)
     node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
     node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")
     node.add_argument(

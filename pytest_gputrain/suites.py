@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from pytest_gputrain.records import Baseline
-from pytest_gputrain.stats import MANY_CASES, suite_prior, suite_shift
+from pytest_gputrain.records import Baseline, Measurement, Result
+from pytest_gputrain.stats import MANY_CASES, SHIFT_TOLD, suite_prior, suite_shift
+from pytest_gputrain.units import format_percent
 
 
 class Suites:
@@ -45,3 +47,19 @@ class Suites:
                 ]
             )
         return self._priors[suite]
+
+
+def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]:
+    """Whether cases that were judged regressed all together; and a sentence, where there is one."""
+    suites = Suites()
+    for result in results:
+        metric = result.verdict.metric("step_seconds") if result.verdict else None
+        first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
+        if first and metric and metric.baseline and metric.baseline_runs:
+            suites.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
+    if abs(suites.shift) <= SHIFT_TOLD:
+        return False, ""
+    shift = format_percent(math.expm1(suites.shift))
+    if suites.shift > math.log1p(tolerance):
+        return True, f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
+    return False, f"the median case is {shift} off its baseline: the machine rather than a case"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 import signal
 import sys
 import tempfile
@@ -15,13 +14,12 @@ from typing import Any
 import msgspec
 
 from pytest_gputrain.ab.sides import Side, SideError, opened, run, uncommitted
+from pytest_gputrain.ab.telling import FAILING, tell
 from pytest_gputrain.ab.verdicts import compare, missing
 from pytest_gputrain.records import MAX_RUNS, Report
-from pytest_gputrain.report import document, terminal
+from pytest_gputrain.report import document
 
-_FAILING = ("regressed", "failed")
 _FAILING_WHEN_STRICT = ("new", "inconclusive", "not-comparable")
-_UNBOUNDED = 1000
 _INTERRUPTED = 130
 
 
@@ -86,20 +84,9 @@ def _conclude(
     options: argparse.Namespace, base: Side, head: Side, reports: dict[str, list[Report]], arguments: Sequence[str]
 ) -> int:
     results = compare(reports["base"], reports["head"], base.told)
-    on_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if on_terminal else _UNBOUNDED
-    print(terminal.render(results, width=width, colour=on_terminal))
-    failing = (*_FAILING, *(_FAILING_WHEN_STRICT if options.strict else ()))
+    failing = (*FAILING, *(_FAILING_WHEN_STRICT if options.strict else ()))
     verdicts = [result.verdict for result in results if result.verdict is not None]
-    for verdict in verdicts:
-        if verdict.status in (*_FAILING, "improved"):
-            print(verdict.sentence)
-    notes = [
-        *terminal.explain(results),
-        *(f"{key}: only {base.told} has it" for key in missing(reports["base"], reports["head"])),
-    ]
-    for note in notes:
-        print(note)
+    notes = tell(results, [f"{key}: only {base.told} has it" for key in missing(reports["base"], reports["head"])])
     status = int(any(verdict.status in failing for verdict in verdicts))
     if options.json is not None:
         last = reports["head"][-1]
@@ -109,7 +96,7 @@ def _conclude(
             arguments=("ab", *arguments),
             settings=settings,
             exit_status=status,
-            notes=tuple(notes),
+            notes=notes,
             results=tuple(results),
         )
         try:

@@ -11,7 +11,18 @@ import msgspec
 from pytest_gputrain.baselines import to_baseline
 from pytest_gputrain.judge import Circumstances, Tolerance, judge
 from pytest_gputrain.options import MemoryTolerance
-from pytest_gputrain.records import Baseline, BaselineRun, Measurement, Report, Result, Verdict
+from pytest_gputrain.records import (
+    Baseline,
+    BaselineRun,
+    Case,
+    Crashed,
+    Measurement,
+    Reply,
+    Report,
+    Result,
+    TimedOut,
+    Verdict,
+)
 from pytest_gputrain.sentences import finding
 from pytest_gputrain.stats import levelled, suite_prior
 
@@ -34,7 +45,7 @@ def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[R
         base: a report a round, as ``head``.
         told: how to name base.
     """
-    before, after = [_by_case(report) for report in base], [_by_case(report) for report in head]
+    before, after = [by_case(report) for report in base], [by_case(report) for report in head]
     keys = list(dict.fromkeys(key for round_ in after for key in round_))
     baselines = {key: _baseline(key, base, before) for key in keys}
     sides = {key: _level(baselines[key], [round_[key] for round_ in after if key in round_]) for key in keys}
@@ -43,28 +54,45 @@ def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[R
     results = []
     for key, (baseline, results_of) in sides.items():
         replies = tuple(reply for result in results_of for reply in result.replies)
-        case = results_of[0].case
-        if baseline is None or not baseline.runs:
-            why = "has no such case" if baseline is None else "has no figures of it"
-            verdict = Verdict(status="new" if baseline is None else "not-comparable", sentence=f"{case}: {told} {why}")
-        else:
-            circumstances = Circumstances(most=len(replies), prior=prior)
-            verdict = judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
-        if verdict.status == "improved" and verdict.metrics:
-            better = " and ".join(finding(metric) for metric in verdict.metrics if metric.status == "improved")
-            verdict = msgspec.structs.replace(verdict, sentence=f"{case} {better}")
+        circumstances = Circumstances(most=len(replies), prior=prior)
+        verdict = verdict_of(results_of[0].case, replies, baseline, tolerance, circumstances, told)
         raw = tuple(reply for round_ in after if key in round_ for reply in round_[key].replies)
         results.append(msgspec.structs.replace(results_of[-1], replies=raw, verdict=verdict))
     return results
 
 
+def verdict_of(
+    case: Case,
+    replies: Sequence[Reply],
+    baseline: Baseline | None,
+    tolerance: Tolerance,
+    circumstances: Circumstances,
+    told: str,
+) -> Verdict:
+    """What the replies mean against a side that nobody records.
+
+    Args:
+        told: how to name that side.
+    """
+    crashed = any(isinstance(reply, Crashed | TimedOut) for reply in replies)
+    if baseline is None and not crashed:
+        return Verdict(status="new", sentence=f"{case}: {told} has no such case")
+    if baseline is not None and not baseline.runs and not crashed:
+        return Verdict(status="not-comparable", sentence=f"{case}: {told} has no figures of it")
+    verdict = judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
+    if verdict.status == "improved" and verdict.metrics:
+        better = " and ".join(finding(metric) for metric in verdict.metrics if metric.status == "improved")
+        verdict = msgspec.structs.replace(verdict, sentence=f"{case} {better}")
+    return verdict
+
+
 def missing(base: Sequence[Report], head: Sequence[Report]) -> list[str]:
     """Cases that head does not have any more."""
-    after = {key for report in head for key in _by_case(report)}
-    return list(dict.fromkeys(key for report in base for _, key in (set(_by_case(report)) - after)))
+    after = {key for report in head for key in by_case(report)}
+    return list(dict.fromkeys(key for report in base for _, key in (set(by_case(report)) - after)))
 
 
-def _by_case(report: Report) -> dict[_Key, Result]:
+def by_case(report: Report) -> dict[_Key, Result]:
     """The first result of each case: another test may have measured it again, or asked for its figures."""
     found: dict[_Key, Result] = {}
     for result in report.results:

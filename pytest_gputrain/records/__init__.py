@@ -22,6 +22,7 @@ from pytest_gputrain.records.reply import (
     TimedOut,
     update_seconds,
 )
+from pytest_gputrain.records.trend import Change, Course, Moment, Trends
 from pytest_gputrain.records.verdict import (
     MAX_RUNS,
     Baseline,
@@ -44,6 +45,8 @@ __all__ = [
     "Baseline",
     "BaselineRun",
     "Case",
+    "Change",
+    "Course",
     "Crashed",
     "Environment",
     "Event",
@@ -53,6 +56,7 @@ __all__ = [
     "Measurement",
     "MetricName",
     "MetricVerdict",
+    "Moment",
     "OperatorWork",
     "OutOfMemory",
     "Phase",
@@ -71,6 +75,7 @@ __all__ = [
     "Task",
     "TimedOut",
     "TrainingPhase",
+    "Trends",
     "Verdict",
     "knob_text",
     "update_seconds",

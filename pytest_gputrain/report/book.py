@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import tempfile
 import time
@@ -19,14 +18,12 @@ from pytest_gputrain.baselines import BaselineError, Store, to_baseline
 from pytest_gputrain.cases import same_id
 from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Case, Measurement, Report, Result
+from pytest_gputrain.records import Baseline, Case, Report, Result
 from pytest_gputrain.report import document
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
-from pytest_gputrain.stats import SHIFT_TOLD
-from pytest_gputrain.suites import Suites
-from pytest_gputrain.units import format_percent
+from pytest_gputrain.suites import whole_suite
 
 _SAVE_EVERY_SECONDS: Final = 30.0
 
@@ -151,18 +148,9 @@ class Book:
 
     def shift(self) -> tuple[bool, str]:
         """Whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
-        suites = Suites()
-        for result in self.results:
-            metric = result.verdict.metric("step_seconds") if result.verdict else None
-            first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
-            if first and metric and metric.baseline and metric.baseline_runs:
-                suites.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
-        if abs(suites.shift) <= SHIFT_TOLD or self.settings.baseline_update == "all":
+        if self.settings.baseline_update == "all":
             return False, ""
-        shift = format_percent(math.expm1(suites.shift))
-        if suites.shift > math.log1p(self.settings.time_tolerance):
-            return True, f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
-        return False, f"the median case is {shift} off its baseline: the machine rather than a case"
+        return whole_suite(self.results, self.settings.time_tolerance)
 
     def _save_baselines(self) -> None:
         self._saved_at = time.monotonic()

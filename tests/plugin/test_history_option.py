@@ -10,6 +10,7 @@ import pytest
 from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, Project, assert_refused, recorded
 
 from pytest_gputrain import GiB
+from pytest_gputrain.cli import main
 
 
 def lines(project: Project, name: str = "history.jsonl") -> list[dict[str, Any]]:
@@ -110,3 +111,17 @@ def test_a_line_that_a_crash_cut_off_is_told_and_removed(suite: Project) -> None
     result = suite.run("--gpu-history=history.jsonl")
     result.stdout.fnmatch_lines(["the last line of * was cut off by a crash (16 bytes) and has been removed"])
     assert len(lines(suite)) == 3
+
+
+def test_trend_and_compare_read_what_pytest_wrote(suite: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    suite.run("--gpu-history=history.jsonl", "--gpu-json=before.json").assert_outcomes(passed=3)
+    suite.answer(recorded(slower=1.2), to=GEMMA)
+    suite.run("--gpu-history=history.jsonl", "--gpu-json=after.json", "--gpu-runs=3").assert_outcomes(passed=3)
+    capsys.readouterr()
+    assert main(["trend", "history.jsonl", "--case=gemma"]) == 0
+    assert f"tuning {GEMMA}  {H100_FOLDER}  step time    2 " in capsys.readouterr().out
+    assert main(["compare", "before.json", "after.json", "--fail-on=regressed"]) == 1
+    told = capsys.readouterr().out
+    assert f"{GEMMA} is 20.0 % slower at " in told
+    assert f"{LLAMA} is" not in told
+    assert main(["compare", "before.json", "before.json", "--fail-on=regressed,new,failed"]) == 0

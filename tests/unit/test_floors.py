@@ -61,6 +61,7 @@ FLOORS = {
     "late": 5,
     "ab": 5,
     "check_baselines": 5,
+    "trend": 4,
     "report": 4,
     "fixtures": 5,
     "plugin": 6,

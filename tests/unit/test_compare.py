@@ -1,0 +1,179 @@
+"""``gputrain compare``: one report judged against another, with the exit status that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, report, result
+
+from pytest_gputrain.cli import main
+from pytest_gputrain.records import Case, Result
+from pytest_gputrain.report import document
+from pytest_gputrain.units import GiB
+
+SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
+
+Compare = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
+    def run(base: list[Result], head: list[Result], *arguments: str, **settings: Any) -> tuple[int, str, str]:
+        for name, results in (("a.json", base), ("b.json", head)):
+            document.write(report(*results, settings=SETTINGS | settings), tmp_path / name)
+        code = main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def measured(*seconds: float, case: Case = CASE, **fields: Any) -> Result:
+    """A case with so many fresh processes."""
+    return result(case, replies=tuple(measurement(step_seconds=(one,) * 3, **fields) for one in seconds))
+
+
+BASE = measured(1.0, 1.001, 0.999, 1.0, 1.0)
+
+
+def test_a_slower_case_is_told_by_its_sentence_and_fails_what_asks_for_it(compare: Compare) -> None:
+    head = [measured(1.08, 1.081, 1.08)]
+    code, out, _ = compare([BASE], head)
+    assert code == 0
+    assert f"\n{CASE} is 8.0 % slower at 1.08 s a step than baseline 1.00 s" in out
+    assert "3 of 3 fresh runs slower" in out
+    assert " regressed" in out
+    assert compare([BASE], head, "--fail-on", "regressed")[0] == 1
+    assert compare([BASE], head, "--fail-on=failed,new")[0] == 0
+    assert compare([BASE], [BASE], "--fail-on=regressed,failed")[0] == 0
+
+
+def test_what_passes_is_said_by_the_head(compare: Compare) -> None:
+    code, out, _ = compare([BASE], [measured(1.08, 1.081, 1.08)], "--fail-on=regressed", time_tolerance=0.1)
+    assert (code, "slower" in out) == (0, False)
+
+
+def test_more_memory_is_told(compare: Compare) -> None:
+    code, out, _ = compare([BASE], [measured(1.0, 1.0, 1.0, peak_allocated_bytes=42 * 10**9)], "--fail-on=regressed")
+    assert code == 1
+    assert "needs 1.86 GiB (5.0 %) more memory" in out
+
+
+def test_an_improvement_is_told_without_a_word_of_recording(compare: Compare) -> None:
+    _, out, _ = compare([BASE], [measured(0.9, 0.9, 0.9)])
+    assert f"{CASE} is 10.0 % faster" in out
+    assert "--gpu-baseline-update" not in out
+
+
+def test_one_run_against_one_has_the_wider_limit(compare: Compare) -> None:
+    """Nothing can be measured again, so a single slow run must be slower by more."""
+    base = measured(1.0)
+    assert compare([base], [measured(1.05)], "--fail-on=regressed")[0] == 0
+    assert compare([base], [measured(1.2)], "--fail-on=regressed")[0] == 1
+
+
+def test_cases_of_one_side_only_are_told(compare: Compare) -> None:
+    other = result(CASE.replace(method="full"))
+    code, out, _ = compare([BASE, other], [BASE, result(CASE.replace(method="qlora"))], "--fail-on=new")
+    assert code == 1
+    assert "llama-3.1-8b-qlora-bf16: a.json has no such case" in out
+    assert "llama-3.1-8b-full-bf16: only a.json has it" in out
+
+
+def test_a_crash_fails_whatever_the_base_has(compare: Compare) -> None:
+    failed = result(replies=(crashed(),), summary=None, verdict=None)
+    for base in ([BASE], [failed], []):
+        code, out, _ = compare(base, [failed], "--fail-on=failed")
+        assert code == 1
+        assert f"{CASE} gave no measurement" in out
+
+
+def test_running_out_of_memory_where_it_fitted_regresses(compare: Compare) -> None:
+    head = result(replies=(out_of_memory(),) * 3, summary=None)
+    code, out, _ = compare([BASE], [head], "--fail-on=regressed")
+    assert code == 1
+    assert "ran out of device memory" in out
+
+
+def test_another_device_is_not_comparable(compare: Compare) -> None:
+    head = measured(1.2, 1.2, 1.2, environment=gpu_environment(device_name="NVIDIA A100", device_type="rocm"))
+    code, out, _ = compare([BASE], [head], "--fail-on=not-comparable")
+    assert code == 1
+    assert "recorded on NVIDIA H100 80GB HBM3, here NVIDIA A100" in out
+
+
+def test_a_slower_machine_is_told_from_a_slower_case(compare: Compare) -> None:
+    """From ten cases on: all are 2 % slower, one is 8 %."""
+    cases = [CASE.replace(batch_size=size, named=("batch_size",)) for size in range(1, 13)]
+    base = [measured(1.0, 1.001, 0.999, 1.0, 1.0, case=case) for case in cases]
+    head = [measured(*[1.08 if case.batch_size == 5 else 1.02] * 3, case=case) for case in cases]
+    code, out, _ = compare(base, head, "--fail-on=regressed")
+    assert code == 1
+    assert out.count(" slower at ") == 1
+    assert "the median case is +2.0 % off its baseline: the machine rather than a case" in out
+
+
+def test_a_suite_that_is_slower_as_a_whole_regresses(compare: Compare) -> None:
+    cases = [CASE.replace(batch_size=size, named=("batch_size",)) for size in range(1, 13)]
+    base = [measured(1.0, 1.001, 0.999, 1.0, 1.0, case=case) for case in cases]
+    code, out, _ = compare(base, [measured(1.05, 1.05, 1.05, case=case) for case in cases], "--fail-on=regressed")
+    assert code == 1
+    assert "all cases together regressed: the median case is +5.0 % off its baseline" in out
+
+
+def test_predictions_are_compared_with_predictions(compare: Compare) -> None:
+    fields: dict[str, Any] = {"replies": (), "summary": None, "device": "dry-run/h100"}
+    peaks = prediction().phase_peak_bytes
+    more = prediction(peak_allocated_bytes=33 * GiB, phase_peak_bytes={**peaks, "backward": 33 * GiB})
+    base, head = result(prediction=prediction(), **fields), result(prediction=more, **fields)
+    code, out, _ = compare([base], [head], "--fail-on=regressed")
+    assert code == 1
+    assert "backward" in out
+    assert compare([base], [base], "--fail-on=regressed,new,not-comparable")[0] == 0
+    code, out, _ = compare([BASE], [base], "--fail-on=not-comparable")
+    assert code == 1
+    assert f"{CASE}: a.json has no prediction of it" in out
+    code, out, _ = compare([base], [BASE], "--fail-on=not-comparable")
+    assert code == 1
+    assert f"{CASE}: a.json has no figures of it" in out
+
+
+@pytest.mark.parametrize("broken", ["missing", "damaged", "without tolerances"])
+def test_bad_input_is_one_sentence_and_code_2(
+    compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    compare([BASE], [BASE])
+    head = tmp_path / "b.json"
+    if broken == "missing":
+        head.unlink()
+    elif broken == "damaged":
+        head.write_text("{")
+    else:
+        document.write(report(BASE), head)
+    assert main(["compare", str(tmp_path / "a.json"), str(head)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"gputrain: {head} ")
+    assert err.count("\n") == 1
+
+
+def test_a_report_without_cases_is_refused(compare: Compare) -> None:
+    code, _, err = compare([BASE], [])
+    assert code == 2
+    assert err.endswith("b.json has no case to compare\n")
+
+
+def test_a_verdict_that_does_not_exist_is_refused(compare: Compare, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare([BASE], [BASE], "--fail-on=slower")
+    assert ended.value.code == 2
+    assert "'slower' is no verdict; known: pass, regressed" in capsys.readouterr().err
+
+
+def test_a_report_compared_with_itself_is_within_its_limits(compare: Compare) -> None:
+    every = [BASE, result(CASE.replace(method="full"), replies=(out_of_memory(),), summary=None)]
+    code, out, _ = compare(every, every, "--fail-on=regressed,failed,new,not-comparable,inconclusive,improved")
+    assert code == 0, out

@@ -1,0 +1,296 @@
+"""``gputrain trend``: from histories to changes, the commits between which they happened, and what changed with them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from unit_examples import CASE, result
+
+from pytest_gputrain.cli import main
+from pytest_gputrain.history import append, lines_of
+from pytest_gputrain.records import HistoryLine, Trends
+from pytest_gputrain.session import Session
+from pytest_gputrain.trend.courses import HIGHER_IS_BETTER
+from pytest_gputrain.trend.reading import METRICS, Filter, History
+
+LINE = lines_of([result()], Session(id="s", created="2026-01-01T00:00:00Z", commit="c", branch="main"))[0]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def line(number: int, **fields: Any) -> HistoryLine:
+    """Of the run of that number: one an hour, each of a commit of its own."""
+    date = f"2026-{1 + number // 672:02}-{1 + number // 24 % 28:02}T{number % 24:02}:00:00Z"
+    return msgspec.structs.replace(LINE, date=date, commit=f"c{number:04}", session=f"s{number}", **fields)
+
+
+def slower(runs: int, at: int, by: float = 1.05, **fields: Any) -> list[HistoryLine]:
+    """A case that is slower from a run on, with noise of 1 %."""
+    draw = random.Random(1)
+    return [
+        line(number, median_step_seconds=(by if number >= at else 1.0) * math.exp(draw.gauss(0, 0.01)), **fields)
+        for number in range(runs)
+    ]
+
+
+@pytest.fixture
+def trend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command, on histories of these lines."""
+
+    def run(*histories: Iterable[HistoryLine], arguments: Iterable[str] = ()) -> tuple[int, str, str]:
+        paths = [tmp_path / f"{number}.jsonl" for number in range(len(histories))]
+        for path, lines in zip(paths, histories, strict=True):
+            path.unlink(missing_ok=True)
+            append(path, lines)
+        code = main(["trend", *map(str, paths), *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def told(trend: Run, *histories: Iterable[HistoryLine], arguments: Iterable[str] = ()) -> Trends:
+    code, out, _ = trend(*histories, arguments=["--format=json", *arguments])
+    assert code == 0
+    return msgspec.json.decode(out, type=Trends)
+
+
+def test_a_change_is_told_with_its_commits_and_what_changed_with_it(trend: Run) -> None:
+    lines = slower(60, 40)
+    lines[40:] = [
+        msgspec.structs.replace(one, version_torch="2.14.0", version_peft="0.21", batch_size=4) for one in lines[40:]
+    ]
+    step, memory = told(trend, lines).courses
+    assert (step.key, step.suite, step.device) == (str(CASE), "llm", "nvidia-h100-80gb-hbm3")
+    assert (step.metric, memory.metric) == ("median_step_seconds", "peak_allocated_bytes")
+    assert (step.runs, step.noise) == (60, pytest.approx(0.01, rel=0.4))
+    (change,) = step.changes
+    assert change.share == pytest.approx(0.05, abs=0.01)
+    assert change.worse
+    assert (change.base.commit, change.first.commit) == ("c0039", "c0040")
+    assert change.first.date == "2026-01-02T16:00:00Z"
+    assert (change.runs, change.runs_since) == (20, 20)
+    assert change.differences == ("torch 2.13.0 -> 2.14.0", "peft absent -> 0.21", "batch size 2 -> 4")
+    assert (step.level, step.since.commit, step.last.commit) == (change.after, "c0040", "c0059")
+    assert step.latest == lines[-1].median_step_seconds
+    assert (memory.changes, memory.level, memory.since.commit) == ((), 40_000_000_000, "c0000")
+
+
+def test_the_terminal_has_a_line_for_each_change_and_each_series(trend: Run) -> None:
+    code, out, err = trend(slower(60, 40))
+    assert (code, err) == (0, "")
+    (row,) = (" ".join(text.split()) for text in out.splitlines() if "c0039..c0040" in text)
+    assert row.startswith(f"llm {CASE} nvidia-h100-80gb-hbm3 step time +")
+    assert "slower 1.00 s -> 1.05 s c0039..c0040 2026-01-02" in row
+    assert "1 change in 1 of 2 series" in out
+    assert f"llm {CASE}  nvidia-h100-80gb-hbm3  peak memory  60 " in out
+    assert out.index("Now") < out.index("Changes")
+
+
+def test_markdown_has_a_row_for_each_change(trend: Run) -> None:
+    _, out, _ = trend(slower(60, 40), arguments=["--format=markdown"])
+    (row,) = (text for text in out.splitlines() if "c0039..c0040" in text)
+    assert row.startswith(f"| llm {CASE} |")
+
+
+def test_better_and_worse_depend_on_the_metric(trend: Run) -> None:
+    lines = [
+        line(
+            number,
+            median_step_seconds=1.0 if number < 20 else 0.8,
+            tokens_per_second=100.0 if number < 20 else 80.0,
+            peak_allocated_bytes=10**9 if number < 20 else 2 * 10**9,
+        )
+        for number in range(40)
+    ]
+    arguments = [f"--metric={name}" for name in ("median_step_seconds", "tokens_per_second", "peak_allocated_bytes")]
+    found = {course.metric: course.changes[0].worse for course in told(trend, lines, arguments=arguments).courses}
+    assert found == {"median_step_seconds": False, "tokens_per_second": True, "peak_allocated_bytes": True}
+    assert set(HIGHER_IS_BETTER) < set(METRICS)
+
+
+def test_series_are_of_one_case_on_one_device(trend: Run) -> None:
+    lines = [
+        one
+        for number in range(30)
+        for one in (
+            line(number, device="h100", median_step_seconds=1.0),
+            line(number, device="a100", median_step_seconds=2.0),
+            line(number, key="other", median_step_seconds=3.0),
+            line(number, suite="other", median_step_seconds=4.0),
+        )
+    ]
+    courses = told(trend, lines, arguments=["--metric=median_step_seconds"]).courses
+    assert sorted((course.level, course.runs, len(course.changes)) for course in courses) == [
+        (1.0, 30, 0),
+        (2.0, 30, 0),
+        (3.0, 30, 0),
+        (4.0, 30, 0),
+    ]
+    (chosen,) = told(trend, lines, arguments=["--metric=median_step_seconds", "--case=oth"]).courses
+    assert chosen.level == 3.0
+    (chosen,) = told(trend, lines, arguments=["--metric=median_step_seconds", "--device=a100"]).courses
+    assert chosen.level == 2.0
+
+
+def test_runs_without_a_figure_are_passed_over(trend: Run) -> None:
+    lines = slower(60, 40)
+    lines[10] = line(10, median_step_seconds=None, outcome="crashed")
+    lines[39] = line(39, median_step_seconds=0.0)
+    step = told(trend, lines).courses[0]
+    assert step.runs == 58
+    assert (step.changes[0].base.commit, step.changes[0].first.commit) == ("c0038", "c0040")
+
+
+def test_several_files_are_one_history_in_the_order_of_time(trend: Run) -> None:
+    lines = slower(60, 40)
+    step = told(trend, lines[1::2], lines[::2]).courses[0]
+    assert (step.changes[0].base.commit, step.changes[0].first.commit) == ("c0039", "c0040")
+    assert step == told(trend, lines).courses[0]
+
+
+def test_a_file_given_twice_counts_once(tmp_path: Path) -> None:
+    append(tmp_path / "history.jsonl", slower(60, 40))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "history.jsonl")
+    paths = [tmp_path / "history.jsonl", tmp_path / "link.jsonl"]
+    (series,) = History(paths, ("median_step_seconds",), Filter(), print).series.values()
+    assert len(series.dates) == 60
+
+
+def test_only_the_trunk_counts_unless_another_branch_is_asked_for(trend: Run) -> None:
+    lines = [line(number, branch="main", median_step_seconds=1.0) for number in range(20)]
+    lines += [line(number, branch="feature", median_step_seconds=2.0) for number in range(20, 30)]
+    code, out, err = trend(lines, arguments=["--format=json"])
+    assert code == 0
+    assert err == "gputrain: of branch main only; 10 runs of others are left out (--branch='*' takes all)\n"
+    assert [course["runs"] for course in json.loads(out)["courses"]] == [20, 20]
+    assert told(trend, lines, arguments=["--branch=feature"]).courses[0].level == 2.0
+    both = told(trend, lines, arguments=["--branch=*"]).courses[0]
+    assert (both.runs, both.changes[0].first.commit) == (30, "c0020")
+    code, _, err = trend(lines, arguments=["--branch=trunk"])
+    assert code == 2
+    assert err == "gputrain: no line is of branch 'trunk'; there are feature, main\n"
+
+
+def test_without_a_trunk_all_branches_count(trend: Run) -> None:
+    lines = [line(number, branch=("", "dev")[number % 2]) for number in range(20)]
+    _, out, err = trend(lines, arguments=["--format=json"])
+    assert err == ""
+    assert json.loads(out)["courses"][0]["runs"] == 20
+
+
+def test_changes_can_be_limited_to_large_and_to_new_ones(trend: Run) -> None:
+    lines = [line(number, median_step_seconds=1.0 if number < 40 else 1.02 if number < 80 else 1.2) for number in range(100)]
+
+    def firsts(*arguments: str) -> list[str]:
+        course = told(trend, lines, arguments=["--metric=median_step_seconds", *arguments]).courses[0]
+        return [change.first.commit for change in course.changes]
+
+    assert firsts() == ["c0040", "c0080"]
+    assert firsts("--least=5%") == ["c0080"]
+    assert firsts("--newest=20") == ["c0080"]
+    assert firsts("--newest=19") == []
+
+
+@pytest.mark.parametrize(
+    ("by", "arguments", "code"),
+    [
+        (1.1, ["--fail-on=regressed"], 1),
+        (1.1, ["--fail-on=regressed", "--newest=5"], 0),
+        (0.9, ["--fail-on=regressed"], 0),
+        (0.9, ["--fail-on=changed"], 1),
+        (1.0, ["--fail-on=changed"], 0),
+        (1.1, [], 0),
+    ],
+)
+def test_the_exit_status_is_what_was_asked_for(trend: Run, by: float, arguments: list[str], code: int) -> None:
+    assert trend(slower(60, 40, by), arguments=arguments)[0] == code
+
+
+def test_the_same_commit_measured_again_is_said_to_be_the_same(trend: Run) -> None:
+    lines = [msgspec.structs.replace(one, commit="c0ffee") for one in slower(60, 40)]
+    assert " c0ffee (the same) " in trend(lines)[1]
+
+
+def test_a_torn_last_line_is_told_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "history.jsonl"
+    append(path, slower(20, 20))
+    with path.open("ab") as file:
+        file.write(b'{"format":1,"da')
+    assert main(["trend", str(path)]) == 0
+    assert capsys.readouterr().err == (
+        f"gputrain: {path}:21 was cut off by a crash and is left out; the next run that appends removes it\n"
+    )
+
+
+_OTHER = '{"format":1,"date":"2026-01-01T00:00:00Z","suite":"","key":"","device":"","branch":""}'
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "the history holds no runs; --gpu-history appends them"),
+        ("{}\n", "{path}:1 is no line of a history: Object missing required field `format`; remove the line, or *"),
+        (f"{_OTHER}\n{_OTHER.replace('1', '2', 1)}\n", "{path} has lines of format 2, this version reads format 1"),
+        ('{"format":1,"date":"yesterday","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *Invalid RFC3339*"),
+        ('{"format":1,"date":"2026-01-01T00:00:00","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *timezone*"),
+    ],
+    ids=["empty", "another object", "a later format", "no date", "no time zone"],
+)
+def test_what_is_no_history_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(text)
+    assert main(["trend", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    pytest.LineMatcher([err.rstrip("\n")]).fnmatch_lines([f"gputrain: {sentence.replace('{path}', str(path))}"])
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "."])
+def test_a_file_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["trend", str(tmp_path / name)]) == 2
+    assert " is not a file; give what --gpu-history wrote" in capsys.readouterr().err
+
+
+def test_a_case_that_is_not_there_is_told(trend: Run) -> None:
+    code, _, err = trend(slower(20, 20), arguments=["--case=lamma"])
+    assert code == 2
+    assert err == "gputrain: none of the 20 lines is of a case or device with 'lamma'\n"
+
+
+def test_every_number_that_may_move_is_a_metric() -> None:
+    assert {"median_step_seconds", "peak_allocated_bytes", "flops_per_step", "model_flops_utilization"} < set(METRICS)
+    assert not {"baseline_step_seconds", "steps", "learning_rate", "device_memory_bytes"} & set(METRICS)
+
+
+def test_a_long_history_takes_little_memory_a_line(tmp_path: Path) -> None:
+    """A date, a place and two figures are 32 bytes; the lines themselves have over a thousand."""
+    path, count = tmp_path / "history.jsonl", 30_000
+    text = msgspec.json.encode(line(0)) + b"\n"
+    path.write_bytes(text * count)
+    code = (
+        "import sys, tracemalloc; from pathlib import Path\n"
+        "from pytest_gputrain.trend.reading import Filter, History\n"
+        "tracemalloc.start()\n"
+        f"history = History([Path({str(path)!r})], ('median_step_seconds', 'peak_allocated_bytes'), Filter(), print)\n"
+        "print(tracemalloc.get_traced_memory()[1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 40 * count + 300_000
+
+
+def test_a_line_is_found_again_in_its_file(tmp_path: Path) -> None:
+    for name, numbers in (("a", range(3)), ("b", range(3, 5))):
+        append(tmp_path / name, map(line, numbers))
+    history = History([tmp_path / "a", tmp_path / "b"], ("median_step_seconds",), Filter(), print)
+    (series,) = history.series.values()
+    assert [history.line(place)["session"] for place in series.places] == ["s0", "s1", "s2", "s3", "s4"]
