@@ -1,4 +1,4 @@
-"""The command ``gputrain``: reports printed, exported, compared and shown; histories read; baselines checked; another node."""
+"""The command ``gputrain``: reports printed, exported, compared, shown; histories read; baselines checked; another node."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pytest_gputrain.exchange import command as export
 from pytest_gputrain.published import PublishedStore, PublishedTable
 from pytest_gputrain.records import Report, Result
 from pytest_gputrain.report import layout, sheet, terminal
+from pytest_gputrain.report.html import command as html
 from pytest_gputrain.trend import command as trend
 
 _UNBOUNDED = 1000
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check-baselines": check_baselines.main,
         "compare": compare.main,
         "trend": trend.main,
+        "html": html.main,
     }
     return others[options.command](options)
 
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--report", type=Path, metavar="REPORT", help="report whose figures to put beside the published ones")
     table.add_argument("--format", choices=get_args(sheet.Format), default="terminal", help="default: terminal")
     table.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
-    for command in (export, check_baselines, ab, compare, trend):
+    for command in (export, html, check_baselines, ab, compare, trend):
         command.add_to(commands)
     node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
     node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")
