@@ -132,6 +132,8 @@ def _sheets(told: Sequence[Course]) -> list[sheet.Sheet]:
     ]
     found = sum(bool(course.changes) for course in told)
     summary = f"{count(len(changed), 'change')} in {found} of {len(told)} series"
+    if not changed:
+        summary = f"no change in {len(told)} series"
     return [
         sheet.Sheet(title="Now", headers=(*_NAMES, "Runs", "Level", "Noise", "Latest", "Since"), rows=tuple(now), keys=()),
         sheet.Sheet(
@@ -154,7 +156,9 @@ def _names(course: Course) -> tuple[str, str, str]:
 def _word(metric: str, change: Change) -> str:
     if metric.endswith("_seconds"):
         return "slower" if change.worse else "faster"
-    return "worse" if change.worse else "better" if metric in HIGHER_IS_BETTER else "less"
+    if metric in HIGHER_IS_BETTER:
+        return "worse" if change.worse else "better"
+    return "more" if change.worse else "less"
 
 
 def _commits(base: Moment, first: Moment) -> str:

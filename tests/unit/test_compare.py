@@ -106,14 +106,17 @@ def test_another_device_is_not_comparable(compare: Compare) -> None:
 
 
 def test_a_slower_machine_is_told_from_a_slower_case(compare: Compare) -> None:
-    """From ten cases on: all are 2 % slower, one is 8 %."""
+    """From ten cases on: all are 2.5 % slower, one is 8 %, and one 4 %, most of which is not its own."""
     cases = [CASE.replace(batch_size=size, named=("batch_size",)) for size in range(1, 13)]
     base = [measured(1.0, 1.001, 0.999, 1.0, 1.0, case=case) for case in cases]
-    head = [measured(*[1.08 if case.batch_size == 5 else 1.02] * 3, case=case) for case in cases]
+    head = [measured(*[{5: 1.08, 6: 1.04}.get(case.batch_size, 1.025)] * 3, case=case) for case in cases]
     code, out, _ = compare(base, head, "--fail-on=regressed")
     assert code == 1
-    assert out.count(" slower at ") == 1
-    assert "the median case is +2.0 % off its baseline: the machine rather than a case" in out
+    assert [row.split()[-1] for row in out.splitlines() if "batch_size=5" in row or "batch_size=6" in row][:2] == [
+        "regressed",
+        "inconclusive",
+    ]
+    assert "the median case is +2.5 % off its baseline: the machine rather than a case" in out
 
 
 def test_a_suite_that_is_slower_as_a_whole_regresses(compare: Compare) -> None:

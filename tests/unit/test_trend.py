@@ -96,6 +96,25 @@ def test_the_terminal_has_a_line_for_each_change_and_each_series(trend: Run) -> 
     assert out.index("Now") < out.index("Changes")
 
 
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("median_step_seconds", "+50.0 % slower 2.00 s -> 3.00 s"),
+        ("peak_allocated_bytes", "+50.0 % more 2 B -> 3 B"),
+        ("flops_per_step", "+50.0 % more 2 -> 3"),
+        ("tokens_per_second", "+50.0 % better 2 -> 3"),
+    ],
+)
+def test_a_change_is_told_in_the_unit_of_its_metric(trend: Run, metric: str, words: str) -> None:
+    lines = [line(number, **{metric: 2 if number < 20 else 3}) for number in range(40)]
+    _, out, _ = trend(lines, arguments=[f"--metric={metric}"])
+    assert f" {words} " in " ".join(out.split())
+
+
+def test_without_a_change_it_says_so(trend: Run) -> None:
+    assert "no change in 2 series" in trend(slower(60, 60))[1]
+
+
 def test_markdown_has_a_row_for_each_change(trend: Run) -> None:
     _, out, _ = trend(slower(60, 40), arguments=["--format=markdown"])
     (row,) = (text for text in out.splitlines() if "c0039..c0040" in text)
