@@ -167,10 +167,13 @@ def _measured(name: str, show: Callable[[float], str]) -> Callable[[Result], Cel
     return cell
 
 
-def _change(name: MetricName) -> Callable[[Result], Cell]:
+def _change(*names: MetricName) -> Callable[[Result], Cell]:
+    """Of the first of the metrics that was compared."""
+
     def cell(result: Result) -> Cell:
-        metric = result.verdict.metric(name) if result.verdict else None
-        if metric is None or metric.status == "not-comparable" or metric.value is None or not metric.baseline:
+        found = (result.verdict.metric(name) for name in names) if result.verdict else ()
+        metric = next((one for one in found if one is not None and one.status != "not-comparable"), None)
+        if metric is None or metric.value is None or not metric.baseline:
             return Cell()
         change = metric.value / metric.baseline - 1
         return Cell(
@@ -198,7 +201,7 @@ _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
     "Sec/step": _summary("median_step_seconds", format_seconds),
     "Δ time": _change("step_seconds"),
     "Peak memory": _peak,
-    "Δ memory": _change("peak_allocated_bytes"),
+    "Δ memory": _change("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
     "Fits": _fits,
     "Roofline": _predicted("roofline_seconds", format_seconds),
     "Samples": _summary("samples_per_second", format_rate),

@@ -7,6 +7,7 @@ its own sheet's, and each `Colour` becomes a variable of that sheet, which has a
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH: Final = 360
+WIDTH: Final = 330
 """Of every chart, in the units of its drawing: the pixels of a narrow phone, where text then has its full size."""
-_TEXT: Final = 10.5
+_TEXT: Final = 11
 """Height of the text in the same units."""
 
 
@@ -151,16 +152,9 @@ class Charts:
         middle = max(heights)
         with self._axes(150, left=46, bottom=24, top=20) as (figure, axes):
             days = time.date2num(list(dates))
-            axes.plot(
-                days,
-                heights,
-                linestyle="",
-                marker="o",
-                markersize=3.4,
-                markeredgewidth=0,
-                color=Colour.SERIES[0],
-                alpha=0.55,
-            )
+            # Lines of no length with round ends are dots, and a tenth of the text of as many markers.
+            dots = [[position for value in of for position in (value, value, math.nan)] for of in (days, heights)]
+            axes.plot(*dots, solid_capstyle="round", linewidth=3.6, color=Colour.SERIES[0], alpha=0.6)
             ends = [*(start for start, _ in levels[1:]), len(days)]
             for (start, height), end in zip(levels, ends, strict=True):
                 until = days[end] if end < len(days) else days[-1]

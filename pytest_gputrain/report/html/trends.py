@@ -119,12 +119,14 @@ def _trend(course: Course, history: History, charts: Charts) -> Trend:
     ]
     show = functools.partial(shown, course.metric)
     changes = tuple(_told(change, show) for change in reversed(course.changes))
+    # Figures that are the same in every run have none; that it is a little is an assumption.
+    noise = [format_percent(course.noise, signed=False)] if len(set(drawn)) > len(levels) else []
     title = f"{_TITLES.get(course.metric, course.metric)} of {course.key} on {course.device}"
     description = f"{course.runs} runs to {course.last.date[:10]}, now at {show(course.level)}"
     described = [f"{one.share} on {one.date}, {one.levels}" for one in changes]
     return Trend(
         title=_TITLES.get(course.metric, course.metric),
-        now=f"{show(course.level)} ± {format_percent(course.noise, signed=False)}",
+        now=" ± ".join([show(course.level), *noise]),
         chart=charts.trend(
             [datetime.fromisoformat(line["date"]) for line in lines],
             drawn,
