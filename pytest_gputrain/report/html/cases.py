@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ import msgspec
 
 from pytest_gputrain.exchange.points import latest, verdict_of
 from pytest_gputrain.outcome import detail_of, failure_of
-from pytest_gputrain.records import Environment, Measurement, MetricName, Report, Result, knob_text
+from pytest_gputrain.records import Case, Environment, Measurement, MetricName, Report, Result, knob_text
 from pytest_gputrain.studies import failed_curves
 from pytest_gputrain.units import (
     format_bytes,
@@ -85,7 +86,8 @@ class Cases:
 
     def values(self, name: str) -> list[str]:
         """What a knob or a field of results is in these cases."""
-        return sorted({str(getattr(row.result, name, None) or getattr(row.result.case, name)) for row in self.rows})
+        owner = "result.case" if name in Case.__struct_fields__ else "result"
+        return sorted(set(map(operator.attrgetter(f"{owner}.{name}"), self.rows)))
 
 
 def gathered(results: Sequence[Result]) -> Cases:

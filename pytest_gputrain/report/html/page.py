@@ -51,7 +51,8 @@ def missing() -> str:
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if not lacking:
         return ""
-    return f"the HTML report needs {' and '.join(lacking)}; install them with: pip install 'pytest-gputrain[report]'"
+    them = "it" if len(lacking) == 1 else "them"
+    return f"the HTML report needs {' and '.join(lacking)}; install {them} with: pip install 'pytest-gputrain[report]'"
 
 
 def write(path: Path, reports: Sequence[Report], past: Past | None = None, *, baseline_dir: Path) -> None:

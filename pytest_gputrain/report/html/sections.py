@@ -87,7 +87,10 @@ def published(results: Sequence[Result], store: PublishedStore | None, charts: C
 
 def _beside(metric: Metric, row: Published, result: Result) -> tuple[str, list[Bar]] | None:
     value = metric.measured(result)
-    figures = {name: figure for name, of in row.figures.items() if (figure := getattr(of, metric.field)) is not None}
+    printed_by = ((name, row.figures.get(name)) for name in FRAMEWORKS)
+    figures = {
+        name: figure for name, of in printed_by if of is not None and (figure := getattr(of, metric.field)) is not None
+    }
     if value is None or not figures:
         return None
     bars = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -106,10 +108,9 @@ def _trend(course: Course, history: History, charts: Charts) -> Trend:
     drawn = list(figures[hidden:])
     lines = [history.line(place) for place in places[hidden:]]
     starts = [course.runs - change.runs_since for change in course.changes]
-    heights = [course.changes[0].before if course.changes else course.level, *(change.after for change in course.changes)]
     levels = [
-        (max(0, start - hidden), height)
-        for start, height, end in zip([0, *starts], heights, [*starts, len(figures)], strict=True)
+        (max(0, start - hidden), statistics.median(figures[start:end]))
+        for start, end in itertools.pairwise([0, *starts, len(figures)])
         if end > hidden
     ]
     steps = [
