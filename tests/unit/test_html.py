@@ -280,7 +280,7 @@ def test_scaling_counts_samples_and_one_worker_alone() -> None:
     )
     found = read(report(result(case, replies=(run,), summary=summary)))
     assert "scaling" in found.sections
-    assert "4 x: 8.00/s, 80.0 % of 1 x" in squeezed(found.text)  # alone 2 samples in 0.8 s
+    assert "4 GPUs: 8.00/s, 80.0 % of linear" in squeezed(found.text)  # alone 2 samples in 0.8 s
 
 
 def test_one_count_of_gpus_is_no_scaling() -> None:

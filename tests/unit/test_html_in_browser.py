@@ -199,6 +199,13 @@ def test_no_width_scrolls_sideways(open_page: Any, width: int) -> None:
     assert all(width * 0.2 < box <= width for box in boxes)
 
 
+def test_paper_shows_the_whole_width(open_page: Any) -> None:
+    opened = open_page(viewport={"width": 720, "height": 1000})  # A4 between its margins
+    opened.page.emulate_media(media="print")
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 720
+    assert not opened.page.locator("#filters").is_visible()
+
+
 def test_a_wide_table_scrolls_in_its_own_frame_by_keys(open_page: Any) -> None:
     opened = open_page(viewport=PHONE)
     frame = opened.page.get_by_role("region", name="Table of cases")

@@ -200,7 +200,7 @@ class Charts:
         """Series over a common axis.
 
         Args:
-            ideal: a thin line beside them.
+            ideal: a thin line beside them, whose angle means something: from 0 on.
         """
         from matplotlib.ticker import MaxNLocator
 
@@ -215,6 +215,8 @@ class Charts:
                 if line.ends and line.x:
                     axes.plot(line.x[-1:], line.y[-1:], color=Colour.BAD, marker="x", markersize=8, markeredgewidth=2)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+            if ideal:
+                axes.set_ylim(bottom=0)
             axes.set_xlabel(x, color=Colour.MUTED, labelpad=2)
             self._measure(axes, y)
             told = [point for line in lines for point in zip(line.x, line.y, line.told, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_gputrain.exchange.points import latest
-from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import Measurement, Prediction, Published, Result, TrainingPhase
 from pytest_gputrain.report.comparison import FRAMEWORKS, METRICS, Metric, printed
@@ -133,19 +133,19 @@ def scaling(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
             continue
         workers = sorted(by_workers)
         speeds = [by_workers[number][0] for number in workers]
-        least = workers[0]
+        least, what = workers[0], "processes" if device == CPU else "GPUs"
         shares = [speed / (speeds[0] / least * number) for number, speed in zip(workers, speeds, strict=True)]
         told = [
-            f"{number} x: {format_rate(speed)}, {format_percent(share, signed=False)} of {least} x"
+            f"{number} {what}: {format_rate(speed)}, {format_percent(share, signed=False)} of linear"
             for number, speed, share in zip(workers, speeds, shares, strict=True)
         ]
         ideal = [(number, speeds[0] / least * number) for number in (least, workers[-1])]
         yield Figure(
             title=name,
-            about=f"{suite} on {device}, {scale} scale. Dotted: as fast for each as {least} alone.",
+            about=f"{suite} on {device}, {scale} scale. Dotted: linear, each as fast as {least} alone.",
             chart=charts.lines(
                 [Line(name=name, x=workers, y=speeds, told=told)],
-                x="GPUs" if device != "cpu" else "processes",
+                x=what,
                 y="samples/s",
                 title=f"Throughput of {name}",
                 description="; ".join(told),
