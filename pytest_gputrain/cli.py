@@ -1,4 +1,4 @@
-"""The command ``gputrain``: tables, comparisons, exports and histories; baselines checked; another node of a case."""
+"""The command ``gputrain``: reports printed, exported, compared, shown; histories read; baselines checked; another node."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pytest_gputrain.exchange import command as export
 from pytest_gputrain.published import PublishedStore, PublishedTable
 from pytest_gputrain.records import Report, Result
 from pytest_gputrain.report import layout, sheet, terminal
+from pytest_gputrain.report.html import command as html
 from pytest_gputrain.trend import command as trend
 
 _UNBOUNDED = 1000
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check-baselines": check_baselines.main,
         "compare": compare.main,
         "export": export.main,
+        "html": html.main,
         "node": _serve,
         "table": _print_table,
         "trend": trend.main,
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--report", type=Path, metavar="REPORT", help="report whose figures to put beside the published ones")
     table.add_argument("--format", choices=get_args(sheet.Format), default="terminal", help="default: terminal")
     table.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
-    for command in (ab, check_baselines, compare, export, trend):
+    for command in (ab, check_baselines, compare, export, html, trend):
         command.add_to(commands)
     node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
     node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")

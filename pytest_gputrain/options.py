@@ -266,6 +266,12 @@ OPTIONS: Final = (
         help="append a JSON line for every case to this file, which keeps those of all runs",
     ),
     Option(
+        name="html",
+        parse=Path,
+        metavar="FILE",
+        help="write verdicts, figures and charts to this HTML file, with the trends of --gpu-history",
+    ),
+    Option(
         name="set",
         parse=parse_axes,
         repeated=True,

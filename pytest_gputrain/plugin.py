@@ -58,12 +58,24 @@ def pytest_configure(config: pytest.Config) -> None:
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
+        if settings.html is not None and on_controller:
+            _check_installed()
         runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
     plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
+
+
+def _check_installed() -> None:
+    """Raises:
+    ValueError: what an HTML report needs is not there; told now rather than after hours.
+    """
+    from pytest_gputrain.report.html import page
+
+    if lacking := page.missing():
+        raise ValueError(f"--gpu-html: {lacking}")
 
 
 def _platforms(config: pytest.Config, settings: Settings) -> list[str]:

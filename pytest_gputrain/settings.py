@@ -52,6 +52,7 @@ class Settings:
     json: Path | None
     history: Path | None
     """File that this run's cases are appended to."""
+    html: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
     dry_run: bool
@@ -112,7 +113,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
     if isinstance(values["summary"], Path) and values["summary"].is_dir():
         raise ValueError(f"--gpu-summary: {values['summary']} is a folder; give a file")
     _refuse_contradictions(values)
-    for name in ("json", "history"):
+    for name in ("json", "history", "html"):
         if values[name] is not None and values[name].exists() and not values[name].is_file():
             raise ValueError(f"--gpu-{name}: {values[name]} is not a file")
     return Settings(
@@ -141,6 +142,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         summary=values["summary"].absolute() if isinstance(values["summary"], Path) else values["summary"],
         json=None if values["json"] is None else values["json"].absolute(),
         history=None if values["history"] is None else values["history"].absolute(),
+        html=None if values["html"] is None else values["html"].absolute(),
         sweep=values["set"] or (),
         dry_run=bool(values["dry-run"]),
         find_batch=bool(values["find-batch"]),

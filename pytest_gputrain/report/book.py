@@ -29,7 +29,7 @@ _SAVE_EVERY_SECONDS: Final = 30.0
 
 
 class Book:
-    """Collects results, stores baselines under the update options, writes the report and the history.
+    """Collects results, stores baselines under the update options, writes the reports and the history.
 
     Baselines are saved now and then and at the end, so that a run that is ended loses half a minute at most.
     """
@@ -111,13 +111,24 @@ class Book:
             self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
         if any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded):
             self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
-        if self.settings.json is None:
-            return
-        report = self._report(exit_status)
-        try:
-            document.write(report, self.settings.json)
-        except OSError as error:
-            self._keep_aside(f"the report {self.settings.json} cannot be written: {error.strerror}", report)
+        for file, write in ((self.settings.json, document.write), (self.settings.html, self._write_page)):
+            if file is not None:
+                report = self._report(exit_status)
+                try:
+                    write(report, file)
+                except OSError as error:
+                    self._keep_aside(f"the report {file} cannot be written: {error.strerror}", report)
+
+    def _write_page(self, report: Report, path: Path) -> None:
+        from pytest_gputrain.report.html import page
+
+        past = None
+        if self.settings.history is not None and self.settings.history.exists():
+            try:
+                past = page.look_back([self.settings.history], self.notes.append)
+            except history.HistoryError as error:
+                self.notes.append(f"{path} shows no trends: {error}")
+        page.write(path, [report], past, baseline_dir=self.settings.baseline_dir)
 
     def _append_history(self) -> None:
         lines = history.lines_of(self.results, self.session) if self.settings.history and self.results else []

@@ -14,10 +14,11 @@ import msgspec
 from pytest_gputrain.history import HistoryError
 from pytest_gputrain.records import Change, Course, Moment, Trends
 from pytest_gputrain.report import layout, sheet
+from pytest_gputrain.report.html import page
 from pytest_gputrain.sentences import count
-from pytest_gputrain.trend.courses import HIGHER_IS_BETTER, courses
+from pytest_gputrain.trend.courses import HIGHER_IS_BETTER, courses, shown
 from pytest_gputrain.trend.reading import METRICS, Filter, History
-from pytest_gputrain.units import format_bytes, format_percent, format_seconds, parse_ratio
+from pytest_gputrain.units import format_percent, parse_ratio
 
 DEFAULT_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
 _UNBOUNDED: Final = 1000
@@ -43,6 +44,7 @@ def add_to(commands: Any) -> None:
     trend.add_argument("--least", type=_ratio, default=0.0, metavar="RATIO", help="leave out smaller changes (default: 0)")
     trend.add_argument("--newest", type=_whole, metavar="N", help="only changes among the last N runs of their case")
     trend.add_argument("--format", choices=("terminal", "markdown", "json"), default="terminal", help="default: terminal")
+    trend.add_argument("--html", type=Path, metavar="FILE", help="draw the trends in an HTML file, too")
     trend.add_argument(
         "--fail-on", choices=("regressed", "changed"), help="exit with 1 where a change is told: one for the worse, or any"
     )
@@ -63,6 +65,9 @@ def _whole(text: str) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Print what the histories tell; 0, 1 where ``--fail-on`` says so, 2 for bad input."""
+    if options.html is not None and (lacking := page.missing()):
+        _say(f"--html: {lacking}")
+        return 2
     metrics = tuple(dict.fromkeys(options.metric or DEFAULT_METRICS))
     wanted = Filter(cases=options.case, devices=options.device, branch=options.branch)
     try:
@@ -77,6 +82,12 @@ def main(options: argparse.Namespace) -> int:
         on_terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if on_terminal else _UNBOUNDED
         layout.put(sheet.render(_sheets(told), options.format, width=width, colour=on_terminal))
+    if options.html is not None:
+        try:
+            page.write(options.html, [], page.Past(history, told), baseline_dir=Path("baselines"))
+        except (HistoryError, OSError) as error:
+            _say(f"{options.html} cannot be written: {error}")
+            return 2
     changes = [change for course in told for change in course.changes]
     return int(bool(options.fail_on) and any(change.worse or options.fail_on == "changed" for change in changes))
 
@@ -100,9 +111,9 @@ def _sheets(told: Sequence[Course]) -> list[sheet.Sheet]:
         (
             *_names(course),
             str(course.runs),
-            _shown(course.metric, course.level),
+            shown(course.metric, course.level),
             format_percent(course.noise, signed=False),
-            _shown(course.metric, course.latest),
+            shown(course.metric, course.latest),
             f"{course.since.date[:10]} {course.since.commit}".rstrip(),
         )
         for course in told
@@ -111,7 +122,7 @@ def _sheets(told: Sequence[Course]) -> list[sheet.Sheet]:
         (
             *_names(course),
             f"{format_percent(change.share)} {_word(course.metric, change)}",
-            f"{_shown(course.metric, change.before)} -> {_shown(course.metric, change.after)}",
+            f"{shown(course.metric, change.before)} -> {shown(course.metric, change.after)}",
             _commits(change.base, change.first),
             " .. ".join(dict.fromkeys((change.base.date[:10], change.first.date[:10]))),
             ", ".join(change.differences),
@@ -140,12 +151,6 @@ _NAMES: Final = ("Case", "Device", "Metric")
 
 def _names(course: Course) -> tuple[str, str, str]:
     return f"{course.suite} {course.key}", course.device, _TITLES.get(course.metric, course.metric)
-
-
-def _shown(metric: str, value: float) -> str:
-    if metric.endswith("_bytes"):
-        return format_bytes(value)
-    return format_seconds(value) if metric.endswith("_seconds") else f"{value:.4g}"
 
 
 def _word(metric: str, change: Change) -> str:

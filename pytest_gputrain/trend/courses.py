@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from pytest_gputrain.records import Case, Change, Course, HistoryLine, Moment
 from pytest_gputrain.trend.reading import History
+from pytest_gputrain.units import format_bytes, format_seconds
 
 HIGHER_IS_BETTER: Final = ("samples_per_second", "tokens_per_second", "scaling_efficiency", "model_flops_utilization")
 """Of all other metrics less is better."""
@@ -59,6 +60,13 @@ def courses(history: History, metrics: Iterable[str]) -> Iterator[Course]:
                 last=_moment(history.line(places[-1])),
                 changes=tuple(changes),
             )
+
+
+def shown(metric: str, value: float) -> str:
+    """A figure with its unit."""
+    if metric.endswith("_bytes"):
+        return format_bytes(value)
+    return format_seconds(value) if metric.endswith("_seconds") else f"{value:.4g}"
 
 
 def _moment(line: dict[str, Any]) -> Moment:

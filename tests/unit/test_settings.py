@@ -85,6 +85,7 @@ LAYERS = [
     Layers("summary", "summary", ("/typed.md", Path("/typed.md")), ("none", "none"), "auto"),
     Layers("json", "json", ("/typed.json", Path("/typed.json")), ("/ini.json", Path("/ini.json")), None),
     Layers("history", "history", ("/typed.jsonl", Path("/typed.jsonl")), ("/ini.jsonl", Path("/ini.jsonl")), None),
+    Layers("html", "html", ("/typed.html", Path("/typed.html")), ("/ini.html", Path("/ini.html")), None),
 ]
 
 
@@ -256,7 +257,11 @@ def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> No
 
 @given(
     st.sampled_from(
-        [name for name in BY_NAME if name not in ("baseline-dir", "history", "json", "summary", "platform", "shared")]
+        [
+            name
+            for name in BY_NAME
+            if name not in ("baseline-dir", "history", "html", "json", "summary", "platform", "shared")
+        ]
     ),
     st.text(min_size=1),
 )

@@ -1,0 +1,133 @@
+"""The whole page, from reports and histories: everything in one file, and nothing that it does not need."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pytest_gputrain.baselines import BaselineError
+from pytest_gputrain.files import write_atomically
+from pytest_gputrain.published import PublishedStore
+from pytest_gputrain.records import Course, Report
+from pytest_gputrain.report import studies, terminal
+from pytest_gputrain.sentences import count
+from pytest_gputrain.trend.courses import courses
+from pytest_gputrain.trend.reading import Filter, History, Subject
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_NEEDED: Final = ("jinja2", "matplotlib")
+_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
+
+
+class Past(NamedTuple):
+    """What histories tell."""
+
+    history: History
+    courses: tuple[Course, ...]
+
+
+def look_back(paths: Sequence[Path], warn: Callable[[str], None]) -> Past:
+    """Time and memory of every case in files of ``--gpu-history``.
+
+    Args:
+        warn: told in a sentence what is left out.
+
+    Raises:
+        HistoryError: they cannot be read, or hold nothing.
+    """
+    history = History(paths, _METRICS, Filter(), warn)
+    return Past(history, tuple(courses(history, _METRICS)))
+
+
+def missing() -> str:
+    """What has to be installed, in a sentence; empty where a page can be made."""
+    lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if not lacking:
+        return ""
+    them = "it" if len(lacking) == 1 else "them"
+    return f"the HTML report needs {' and '.join(lacking)}; install {them} with: pip install 'pytest-gputrain[report]'"
+
+
+def write(path: Path, reports: Sequence[Report], past: Past | None = None, *, baseline_dir: Path) -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        baseline_dir: where published tables are looked for.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_atomically(path, page(reports, past, baseline_dir=baseline_dir).encode())
+
+
+def page(reports: Sequence[Report], past: Past | None = None, *, baseline_dir: Path) -> str:
+    """The page as text; see `write`."""
+    from pytest_gputrain.report.html import cases, sections, trends
+    from pytest_gputrain.report.html.charts import Charts
+
+    reports = sorted(reports, key=lambda report: report.created)
+    results = [result for report in reports for result in report.results]
+    notes = [*terminal.explain(results), *studies.explain(results), *(note for report in reports for note in report.notes)]
+    charts = Charts()
+    figures = {
+        "published": tuple(sections.published(results, _tables(baseline_dir, notes.append), charts)),
+        "scaling": tuple(sections.scaling(results, charts)),
+        "losses": tuple(sections.losses(results, charts)),
+        "memory": tuple(sections.memory(results, charts)),
+    }
+    subjects = {Subject(result.suite, result.key, result.device) for result in results}
+    cards = trends.cards(past.history, past.courses, subjects, charts, notes.append) if past else []
+    templates = _templates()
+    css = f"{_source(templates, 'page.css')}\n{charts.css}\n"
+    script = _source(templates, "page.js")
+    return templates.get_template("page.html").render(
+        css=css,
+        script=script,
+        hash_of=_hash,
+        runs=cases.runs(reports),
+        cases=cases.gathered(results),
+        tones=cases.TONES,
+        places=cases.places(results),
+        cards=cards,
+        figures=figures,
+        notes=list(dict.fromkeys(notes)),
+        count=count,
+    )
+
+
+def _tables(baseline_dir: Path, warn: Callable[[str], None]) -> PublishedStore | None:
+    try:
+        return PublishedStore.beside(baseline_dir.absolute())
+    except BaselineError as error:
+        warn(str(error))
+        return None
+
+
+@functools.cache
+def _templates() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _source(templates: Environment, name: str) -> str:
+    assert templates.loader is not None
+    return templates.loader.get_source(templates, name)[0]
+
+
+def _hash(text: str) -> str:
+    """By which a Content-Security-Policy knows a part of the page that may run."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

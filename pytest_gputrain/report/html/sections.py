@@ -1,0 +1,256 @@
+"""What a page shows of reports in charts: published figures, scaling, loss curves, and the tensors at a memory peak."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pytest_gputrain.exchange.points import latest
+from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
+from pytest_gputrain.published import PublishedStore
+from pytest_gputrain.records import Measurement, Prediction, Published, Result, TrainingPhase
+from pytest_gputrain.report.comparison import FRAMEWORKS, METRICS, Metric, printed
+from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
+from pytest_gputrain.scaling import one_worker
+from pytest_gputrain.sentences import count
+from pytest_gputrain.units import format_bytes, format_percent, format_rate, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A line of a legend, by the number of its colour; or a fact below a chart, without one."""
+
+    text: str
+    colour: int | None = None
+    bad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A chart with what is written about it."""
+
+    title: str
+    about: str
+    chart: Chart
+    legend: tuple[Entry, ...] = ()
+    headers: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    """A table below the chart, folded away."""
+    table: str = ""
+    """What it is called."""
+
+
+_HERE: Final = "measured here"
+_COLOURS: Final = {"paddle": 2, "pytorch": 1}
+
+
+def published(results: Sequence[Result], store: PublishedStore | None, charts: Charts) -> Iterator[Figure]:
+    """For every published table and figure in it the bars of what was printed, and of what was measured.
+
+    Args:
+        store: rows for reports that were not compared with them; None for none.
+    """
+    found: defaultdict[tuple[str, str], list[tuple[Published, Result]]] = defaultdict(list)
+    for result in latest(results):
+        row = result.published
+        if row is None and store is not None and result.scale == "full" and result.prediction is None:
+            row = store.get(result.platform, result.suite, str(result.case))
+            row = row if row is not None and row.case.identity() == result.case.identity() else None
+        if row is not None and result.summary is not None:
+            found[row.table, row.platform].append((row, result))
+    for (table, platform), pairs in found.items():
+        for metric in METRICS:
+            groups = [group for row, result in pairs if (group := _beside(metric, row, result))]
+            if not groups:
+                continue
+            known = PLATFORMS.get(platform)
+            colours = {part[1] for _, bars in groups for bar in bars for part in bar.parts}
+            title = f"{table} on {known.title if known else platform}: {metric.title}"
+            about = "Longer is faster." if metric.field.startswith("samples") else "Shorter is better."
+            yield Figure(
+                title=title,
+                about=about,
+                chart=charts.bars(groups, title=title, description=_told(groups)),
+                legend=tuple(
+                    entry
+                    for entry in (
+                        Entry(text=_HERE, colour=0),
+                        *(Entry(text=f"{name}, published", colour=_COLOURS[key]) for key, name in FRAMEWORKS.items()),
+                    )
+                    if entry.colour in colours
+                ),
+            )
+
+
+def _beside(metric: Metric, row: Published, result: Result) -> tuple[str, list[Bar]] | None:
+    value = metric.measured(result)
+    printed_by = ((name, row.figures.get(name)) for name in FRAMEWORKS)
+    figures = {
+        name: figure for name, of in printed_by if of is not None and (figure := getattr(of, metric.field)) is not None
+    }
+    if value is None or not figures:
+        return None
+    bars = [
+        Bar(parts=((figure.middle, _COLOURS[name]),), text=f"{printed(metric, figure)} {FRAMEWORKS[name]}")
+        for name, figure in figures.items()
+    ]
+    ratios = ", ".join(
+        f"{value / figure.middle:.2f} x{f' {FRAMEWORKS[name]}' if len(figures) > 1 else ''}"
+        for name, figure in figures.items()
+        if figure.middle
+    )
+    shown = format_bytes(value) if metric.field.endswith("_bytes") else f"{value:,.3g}"
+    shown = format_seconds(value) if metric.field.endswith("_seconds") else shown
+    return str(result.case), [*bars, Bar(parts=((value, 0),), text=f"{shown} here ({ratios})")]
+
+
+def _told(groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
+    return "; ".join(f"{name}: {', '.join(bar.text for bar in bars)}" for name, bars in groups)
+
+
+def scaling(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+    """Throughput by the number of GPUs, for cases that differ in nothing else."""
+    found: defaultdict[tuple[str, str, str, str, str], dict[int, tuple[float, str]]] = defaultdict(dict)
+    for result in latest(results):
+        runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
+        if not runs or result.summary is None or result.search is not None:
+            continue
+        alone = one_worker(result.case)
+        plain = alone.replace(named=tuple(name for name in alone.named if name not in ("gpus", "servers")), servers=0)
+        place = (result.suite, result.device, str(plain), repr(plain.identity()), result.scale)
+        number = max(1, runs[0].environment.device_count - sum(rank.role == "server" for rank in runs[0].ranks))
+        speed = result.summary.samples_per_second
+        found[place][number] = (speed, str(result.case))
+        seconds = [run.one_worker_seconds for run in runs if run.one_worker_seconds]
+        if seconds and number > 1:
+            samples = runs[0].batch_size / number * result.case.gradient_accumulation
+            found[place].setdefault(1, (samples / statistics.median(seconds), f"{result.case}, one worker alone"))
+    for (suite, device, name, _, scale), by_workers in found.items():
+        if len(by_workers) < 2:
+            continue
+        workers = sorted(by_workers)
+        speeds = [by_workers[number][0] for number in workers]
+        least, what = workers[0], "processes" if device == CPU else "GPUs"
+        shares = [speed / (speeds[0] / least * number) for number, speed in zip(workers, speeds, strict=True)]
+        told = [
+            f"{number} {what}: {format_rate(speed)}, {format_percent(share, signed=False)} of linear"
+            for number, speed, share in zip(workers, speeds, shares, strict=True)
+        ]
+        ideal = [(number, speeds[0] / least * number) for number in (least, workers[-1])]
+        yield Figure(
+            title=name,
+            about=f"{suite} on {device}, {scale} scale. Dotted: linear, each as fast as {least} alone.",
+            chart=charts.lines(
+                [Line(name=name, x=workers, y=speeds, told=told)],
+                x=what,
+                y="samples/s",
+                title=f"Throughput of {name}",
+                description="; ".join(told),
+                ideal=ideal,
+            ),
+            legend=tuple(Entry(text=text) for text in told[1:]),
+        )
+
+
+def losses(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+    """The curves of ``--gpu-loss``, those of a case in one chart."""
+    for result in results:
+        curves = [curve for curve in result.loss_curves if curve.losses]
+        if not curves:
+            continue
+        lines, legend = [], []
+        for number, curve in enumerate(curves):
+            steps = range(1, len(curve.losses) + 1)
+            told = [f"{curve.precision}, step {step}: {loss:.4g}" for step, loss in zip(steps, curve.losses, strict=True)]
+            broken = curve.non_finite_step is not None
+            lines.append(Line(name=curve.precision, x=steps, y=curve.losses, told=told, ends=broken))
+            gap = "" if curve.gap is None else f", {format_percent(curve.gap)} from fp32"
+            text = f"{curve.precision}: {curve.losses[0]:.4g} to {curve.losses[-1]:.4g}, {curve.trend or 'no trend'}{gap}"
+            text += f", not finite in step {curve.non_finite_step}" if broken else ""
+            legend.append(Entry(text=text, colour=number % len(_SERIES), bad=broken or curve.trend == "diverging"))
+        legend += [
+            Entry(
+                text=f"{curve.precision}: {curve.outcome.replace('_', ' ')}: {curve.reason}", bad=curve.outcome != "left_out"
+            )
+            for curve in result.loss_curves
+            if not curve.losses
+        ]
+        yield Figure(
+            title=str(result.case),
+            about=f"{result.suite} on {result.device}, {result.scale} scale",
+            chart=charts.lines(
+                lines,
+                x="step",
+                y="loss",
+                title=f"Loss curves of {result.case}",
+                description="; ".join(entry.text for entry in legend),
+            ),
+            legend=tuple(legend),
+        )
+
+
+_SERIES: Final = range(5)
+
+_PHASES: Final[tuple[TrainingPhase, ...]] = ("build", "forward", "backward", "optimizer")
+_MADE: Final = {
+    "build": "made while building: weights",
+    "forward": "in forward: activations",
+    "backward": "in backward: gradients",
+    "optimizer": "by the optimizer: its state",
+}
+_REST: Final = 4
+
+
+def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+    """The tensors that a dry run finds alive at the peak of each phase, by the phase that made them."""
+    for result in latest(results):
+        prediction = result.prediction
+        if prediction is None or not any(prediction.largest.values()):
+            continue
+        phases = [phase for phase in _PHASES if phase in prediction.phase_peak_bytes]
+        bars = [(f"peak of {phase}", [_stack(prediction, phase)]) for phase in phases]
+        limit, card = prediction.target.memory_bytes, prediction.target.marker
+        colours = {colour for _, members in bars for bar in members for _, colour in bar.parts}
+        rows = [
+            (
+                phase,
+                format_bytes(one.bytes),
+                str(one.count),
+                one.operator,
+                one.phase,
+                " x ".join(map(str, one.shape)),
+                one.dtype,
+            )
+            for phase in phases
+            for one in prediction.largest.get(phase, ())
+        ]
+        yield Figure(
+            title=str(result.case),
+            about=f"{format_bytes(prediction.peak_allocated_bytes)} at the peak, in {prediction.peak_phase}, on {card}",
+            chart=charts.bars(
+                bars,
+                title=f"Live tensors of {result.case}",
+                description="; ".join(f"{name}: {bar.text}" for name, (bar,) in bars),
+                limit=(limit, f"{format_bytes(limit)} of {card}") if limit else None,
+            ),
+            legend=tuple(
+                Entry(text=text, colour=number)
+                for number, text in enumerate((*_MADE.values(), "tensors not among the largest"))
+                if number in colours
+            ),
+            headers=("Peak of", "Size", "Tensors", "Operator", "Made in", "Shape", "Type"),
+            rows=tuple(rows),
+            table=f"The largest tensors ({count(len(rows), 'row')})",
+        )
+
+
+def _stack(prediction: Prediction, phase: TrainingPhase) -> Bar:
+    sizes = [0.0] * (_REST + 1)
+    for one in prediction.largest.get(phase, ()):
+        sizes[_PHASES.index(one.phase)] += one.bytes
+    peak = prediction.phase_peak_bytes[phase]
+    sizes[_REST] = max(0.0, peak - sum(sizes))
+    return Bar(parts=tuple((size, number) for number, size in enumerate(sizes) if size), text=format_bytes(peak))

@@ -1,0 +1,83 @@
+"""``--gpu-html``: the page at the end of a run."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from plugin_project import GEMMA, LLAMA, LLAMA_2, Project, assert_refused, recorded
+
+pytest.importorskip("jinja2", reason="the extra `report` is not installed")
+pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+
+
+def text_of(path: Path) -> str:
+    """What the page shows, blanks squeezed."""
+    body = path.read_text().partition("<body>")[2].partition("<script>")[0]
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).split())
+
+
+def test_a_run_leaves_a_page_with_its_verdicts_and_its_history(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    for _ in range(2):
+        suite.run("--gpu-history=history.jsonl", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    suite.answer(recorded(slower=1.1), to=LLAMA)
+    suite.run("--gpu-html=page.html", "--gpu-history=history.jsonl").assert_outcomes(passed=2, failed=1)
+    text = text_of(suite.path / "page.html")
+    assert "1 regressed 2 pass" in text
+    assert f"regressed tuning {LLAMA} is 10.0 % slower" in text
+    assert f"Time of a step of {GEMMA} on nvidia-h100-80gb-hbm3 3 runs" in text  # this run among them
+    assert f"Time of a step of {LLAMA_2}" not in text  # one run
+    assert "3 lines appended to" in text
+
+
+def test_the_ini_twin_writes_it_and_a_run_without_cases_has_one_too(suite: Project) -> None:
+    suite.ini("gpu_html = deep/page.html")
+    suite.run("-k", "nothing")
+    assert "No case has run." in text_of(suite.path / "deep" / "page.html")
+    suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert "1 new" in text_of(suite.path / "deep" / "page.html")
+
+
+def test_two_workers_leave_the_page_of_one(suite: Project) -> None:
+    pytest.importorskip("xdist")
+    suite.spawn("-n2", "--gpu-html=page.html").assert_outcomes(passed=3)
+    text = text_of(suite.path / "page.html")
+    assert "3 new" in text
+    assert all(key in text for key in (LLAMA, GEMMA, LLAMA_2))
+
+
+def test_a_page_that_cannot_be_written_costs_no_figures(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = suite.path / "kept"
+    kept.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(kept))
+    (suite.path / "file").touch()
+    result = suite.run("--gpu-html=file/page.html")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["the report *file/page.html cannot be written: *; all figures are in */kept/gputrain-*.json"]
+    )
+    assert len(list(kept.glob("gputrain-*.json"))) == 1
+
+
+def test_a_damaged_history_costs_the_trends_alone(suite: Project) -> None:
+    (suite.path / "history.jsonl").write_text("damaged\n")
+    result = suite.run("--gpu-html=page.html", "--gpu-history=history.jsonl")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["*/page.html shows no trends: *history.jsonl:1 is no line of a history*"])
+    assert "3 new" in text_of(suite.path / "page.html")
+
+
+def test_without_the_libraries_it_is_refused_before_anything_runs(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "jinja2" else find(name, *rest))
+    sentence = "--gpu-html: the HTML report needs jinja2; install it with: pip install 'pytest-gputrain?report?'"
+    assert_refused(suite, sentence, "--gpu-html=page.html")
+
+
+def test_a_folder_is_refused(suite: Project) -> None:
+    assert_refused(suite, "--gpu-html: * is not a file", f"--gpu-html={suite.path}")

@@ -1,0 +1,470 @@
+"""The HTML report as a document: what it shows, that no data become markup, and that nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result
+
+from pytest_gputrain.cli import main
+from pytest_gputrain.findings import LossCurve
+from pytest_gputrain.history import append, lines_of
+from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Summary, Verdict
+from pytest_gputrain.session import Session
+from pytest_gputrain.units import GiB
+
+pytest.importorskip("jinja2", reason="the extra `report` is not installed")
+pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+
+from pytest_gputrain.report.html import page, trends
+from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line, Step, scale
+
+BASELINES = Path(__file__).parents[2] / "baselines"
+HOSTILE = """</script><script>alert(1)</script><img src=x onerror=alert(1)>"' {{ 7*7 }} &amp; $x_{1$ \x00\x1b 模型"""
+
+
+class Reader(HTMLParser):
+    """Elements, their text, and the text of every table, as a browser's parser would see them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.raw: dict[str, str] = {}
+        self._inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag
+        self.text += " "
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in ("style", "script"):
+            self.raw[self._inside] = self.raw.get(self._inside, "") + data
+            self._inside = ""
+        else:
+            self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def sections(self) -> list[str | None]:
+        return [attributes.get("id") for attributes in self.all("section")]
+
+    @property
+    def structure(self) -> Counter[tuple[str, tuple[str, ...]]]:
+        return Counter((tag, tuple(sorted(attributes))) for tag, attributes in self.elements)
+
+
+def read(*reports: Report, past: page.Past | None = None) -> Reader:
+    return Reader(page.page(reports, past, baseline_dir=BASELINES))
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def past_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.Past:
+    """A history of a run a day."""
+    path = tmp_path / "history.jsonl"
+    for day, results in enumerate(sessions):
+        created = f"2026-{1 + day // 28:02}-{1 + day % 28:02}T08:00:00Z"
+        append(path, lines_of(results, Session(id=f"s{day}", created=created, commit=f"c{day}", branch="main")))
+    return page.look_back([path], lambda _: None)
+
+
+def timed(seconds: float, peak: int = 40 * GiB, **fields: Any) -> Result:
+    summary = Summary(
+        median_step_seconds=seconds,
+        samples_per_second=2 / seconds,
+        tokens_per_second=None,
+        peak_allocated_bytes=peak,
+        model_flops_utilization=None,
+    )
+    run = measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=peak)
+    return result(**{"summary": summary, "replies": (run,), **fields})
+
+
+def everything(text: str) -> Report:
+    """A report with ``text`` wherever a page shows text, and something for each of its sections."""
+    case = CASE.replace(model=text)
+    environment = gpu_environment(device_name=text, host=text, packages={text: text}, topology=(("X", text), (text, "X")))
+    run = measurement(environment=environment)
+    two = msgspec.structs.replace(
+        run, environment=msgspec.structs.replace(environment, device_count=2), one_worker_seconds=0.9
+    )
+    curves = (
+        LossCurve(precision=text, outcome="recorded", losses=(3.0, 2.0), trend="converging"),
+        LossCurve(precision="fp16", outcome="recorded", losses=(3.0,), non_finite_step=2, trend="diverging"),
+        LossCurve(precision="bf16", outcome="out_of_memory", reason=text),
+    )
+    failed = Verdict(status="failed", sentence=text)
+    common: dict[str, Any] = {"suite": text, "key": text, "device": text}
+    results = (
+        result(case, **common, replies=(run,)),
+        result(case.replace(gpus=2, parallel="ddp", named=("gpus",)), **common | {"key": f"{text}2"}, replies=(two,)),
+        result(case, **common | {"key": f"{text}3"}, replies=(crashed(detail=text),), summary=None, verdict=failed),
+        result(case, **common, replies=(), summary=None, verdict=None, loss_curves=curves),
+        result(
+            case,
+            **common | {"device": f"dry-run/{text}"},
+            replies=(),
+            summary=None,
+            prediction=prediction(largest={"forward": (live_tensor(operator=text, dtype=text),)}, packages={text: text}),
+        ),
+    )
+    return report(*results, commit=text, branch=text, arguments=(text,), notes=(text,), generator=text)
+
+
+def published_result(**fields: Any) -> Result:
+    """A row of the paddlemix table, measured at 66 samples a second."""
+    case = Case(
+        model="llava-1.6-7b",
+        method="pretrain",
+        parallel="zero2",
+        gpus=8,
+        batch_size=16,
+        sequence_length=2048,
+        resolution="336x336",
+        activation_checkpointing=True,
+    )
+    run = measurement(step_seconds=(128 / 66,) * 3, batch_size=128, peak_allocated_bytes=19 * GiB)
+    summary = Summary(
+        median_step_seconds=128 / 66,
+        samples_per_second=66.0,
+        tokens_per_second=None,
+        peak_allocated_bytes=19 * GiB,
+        model_flops_utilization=None,
+    )
+    known = {"suite": "vision_language", "platform": "h800", "replies": (run,), "summary": summary, **fields}
+    return result(case, **known)
+
+
+def test_no_data_become_markup(tmp_path: Path) -> None:
+    """The same elements with the same attributes, whatever the text is; and all of the text is there to be read."""
+    pasts = {}
+    for number, text in enumerate((HOSTILE, "harmless")):
+        folder = tmp_path / str(number)
+        case = [timed(1.0 + 0.2 * (day > 9), suite=text, key=text, device=text) for day in range(20)]
+        pasts[text] = past_of(folder, *([one] for one in case))
+    hostile, harmless = (read(everything(text), past=pasts[text]) for text in (HOSTILE, "harmless"))
+    assert hostile.sections == harmless.sections
+    assert len(hostile.sections) == 8
+    assert hostile.structure == harmless.structure
+    assert hostile.text.count("<img src=x onerror=alert(1)>") > 20
+    assert "49" not in hostile.raw["script"]
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
+def test_any_text_gives_a_page(text: str) -> None:
+    assert set(read(everything(text)).sections) >= {"cases", "losses", "memory", "environment"}
+
+
+def test_nothing_is_loaded_and_only_its_own_script_and_style_may_run() -> None:
+    found = read(everything("x"), report(published_result()))
+    policies = [meta["content"] for meta in found.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in str(policies[0]).split(";"))
+    assert rules["default-src"] == "'none'"
+    for kind in ("style", "script"):
+        digest = base64.b64encode(hashlib.sha256(found.raw[kind].encode()).digest()).decode()
+        assert rules[f"{kind}-src"] == f"'sha256-{digest}'"
+    assert len(found.all("script")) == len(found.all("style")) == 1
+    for tag, attributes in found.elements:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), tag
+            assert name != "style", tag
+            if name in ("src", "href", "xlink:href", "data", "action"):
+                assert str(value).startswith(("#", "data:")), (tag, value)
+    assert "url(" not in found.raw["style"]
+
+
+def test_ids_are_unique_and_what_refers_to_one_finds_it() -> None:
+    found = read(everything("x"), report(published_result()))
+    ids = Counter(attributes["id"] for _, attributes in found.elements if "id" in attributes)
+    assert [name for name, times in ids.items() if times > 1] == []
+    references = {
+        reference
+        for _, attributes in found.elements
+        for name, value in attributes.items()
+        if name in ("href", "xlink:href", "clip-path", "aria-labelledby")
+        for reference in re.findall(r"#([\w-]+)", str(value)) + (str(value).split() if name == "aria-labelledby" else [])
+    }
+    assert len(references) > 10
+    assert references <= set(ids)
+
+
+def test_failures_come_first_and_every_case_has_a_row() -> None:
+    slow = Verdict(
+        status="regressed",
+        sentence="gemma is 7.2 % slower",
+        metrics=(MetricVerdict(metric="step_seconds", status="regressed", value=5.36, baseline=5.0, limit=5.15),),
+    )
+    found = Reader(
+        page.page(
+            [report(timed(1.0), timed(5.36, key="gemma", verdict=slow), timed(2.0, key="phi", verdict=None))],
+            baseline_dir=BASELINES,
+        )
+    )
+    text = squeezed(found.text)
+    assert "1 regressed 1 pass 1 measured" in text
+    assert text.index("gemma is 7.2 % slower") < text.index("A heading sorts by its column")
+    assert [row["data-verdict"] for row in found.all("tr") if "data-verdict" in row] == ["regressed", "pass", "measured"]
+    assert "5.36 s +7.2 % " in text
+    assert "Scaling" not in text  # no case has it, so there is no column
+
+
+def test_of_a_case_in_several_reports_the_latest_counts() -> None:
+    early = report(timed(1.0), created="2026-02-01T00:00:00Z")
+    late = report(timed(7.5), created="2026-02-02T00:00:00Z")
+    found = read(late, early)
+    assert len([row for row in found.all("tr") if "data-verdict" in row]) == 1
+    assert "7.50 s" in found.text
+    assert "1.00 s" not in found.text
+
+
+def test_a_report_without_cases_says_so() -> None:
+    found = read(report())
+    assert "No case has run." in found.text
+    assert found.sections == ["verdicts"]
+
+
+def test_published_figures_stand_beside_measured_ones_with_their_ratios() -> None:
+    text = squeezed(read(report(published_result())).text)
+    assert "paddlemix on H800: samples/s" in text
+    assert "65 PyTorch" in text
+    assert "82 Paddle" in text
+    assert "66 here (1.02 x PyTorch, 0.80 x Paddle)" in text
+    assert "paddlemix on H800: peak allocated" in text
+
+
+@pytest.mark.parametrize("fields", [{"scale": "tiny"}, {"platform": "h100"}, {"summary": None, "replies": (crashed(),)}])
+def test_what_is_no_published_row_has_no_bars(fields: dict[str, Any]) -> None:
+    assert "published" not in read(report(published_result(**fields))).sections
+
+
+def test_a_row_of_another_case_has_no_bars() -> None:
+    """The same id at another batch is not what was published."""
+    known = published_result()
+    other = msgspec.structs.replace(known, case=known.case.replace(batch_size=2))
+    assert "published" not in read(report(other)).sections
+
+
+def test_scaling_counts_samples_and_one_worker_alone() -> None:
+    case = CASE.replace(parallel="ddp", gpus=4, named=("gpus",), batch_size=2)
+    run = measurement(
+        step_seconds=(1.0,) * 3, batch_size=8, one_worker_seconds=0.8, environment=gpu_environment(device_count=4)
+    )
+    summary = Summary(
+        median_step_seconds=1.0,
+        samples_per_second=8.0,
+        tokens_per_second=None,
+        peak_allocated_bytes=1,
+        model_flops_utilization=None,
+    )
+    found = read(report(result(case, replies=(run,), summary=summary)))
+    assert "scaling" in found.sections
+    assert "4 GPUs: 8.00/s, 80.0 % of linear" in squeezed(found.text)  # alone 2 samples in 0.8 s
+
+
+def test_one_count_of_gpus_is_no_scaling() -> None:
+    assert "scaling" not in read(report(timed(1.0), timed(2.0, key="other"))).sections
+
+
+def test_live_tensors_are_told_by_the_phase_that_made_them_and_the_rest_is_shown() -> None:
+    largest = {
+        "backward": (live_tensor(bytes=20 * GiB, phase="build"), live_tensor(bytes=10 * GiB, phase="forward", shape=(3, 5)))
+    }
+    peaks = {"backward": 32 * GiB}
+    one = prediction(largest=largest, phase_peak_bytes=peaks)
+    found = read(report(result(prediction=one, replies=(), summary=None, device="dry-run/h100")))
+    text = squeezed(found.text)
+    assert "The largest tensors (2 rows)" in text
+    assert "backward 20.0 GiB 1 aten._log_softmax build" in text
+    assert "3 x 5" in text
+    assert "79.0 GiB of h100" in text
+    assert "tensors not among the largest" in text
+    complete = {"backward": (*largest["backward"], live_tensor(bytes=2 * GiB, phase="backward"))}
+    text = read(
+        report(result(prediction=prediction(largest=complete, phase_peak_bytes=peaks), replies=(), summary=None))
+    ).text
+    assert "tensors not among the largest" not in text
+
+
+def test_loss_curves_tell_their_ends_and_what_has_none() -> None:
+    text = squeezed(read(everything("x")).text)
+    assert "x: 3 to 2, converging" in text
+    assert "fp16: 3 to 3, diverging, not finite in step 2" in text
+    assert "bf16: out of memory: x" in text
+
+
+def test_environments_are_shown_once_with_all_counts() -> None:
+    runs = [
+        result(key=str(count), replies=(measurement(environment=gpu_environment(device_count=count)),)) for count in (1, 4)
+    ]
+    other = result(key="other", replies=(measurement(environment=gpu_environment(driver="590.1")),))
+    text = squeezed(read(report(*runs, other)).text)
+    assert "2 cases Device NVIDIA H100 80GB HBM3" in text
+    assert "Processes of a case 1, 4" in text
+    assert text.count("Driver 580.10") == text.count("Driver 590.1") == 1
+
+
+def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
+    past = past_of(tmp_path, *([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24)))
+    found = read(past=past)
+    text = squeezed(found.text)
+    assert found.sections == ["trends"]
+    assert "+10.0 % on 2026-01-13: 1.00 s to 1.10 s commits c11..c12" in text
+    assert text.index("+10.0 %") < text.index("1 case without a change") < text.index("steady")
+    charts = [json.loads(str(chart["data-points"])) for chart in found.all("div") if chart.get("data-points")]
+    assert len(charts) == 4
+    assert [point[2] for point in charts[0]][:2] == ["2026-01-01 c0 1.00 s", "2026-01-02 c1 1.00 s"]
+    rights, heights = zip(*((right, down) for right, down, _ in charts[0]), strict=True)
+    assert list(rights) == sorted(rights)
+    assert min(heights[:12]) > max(heights[12:])  # slower is higher up
+
+
+def test_too_many_trends_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trends, "MOST_CARDS", 2)
+    runs = ([timed(1.0 + 0.2 * (name == "c" and day > 9), key=name) for name in "abcd"] for day in range(20))
+    found = read(report(timed(1.0, key="d")), past=past_of(tmp_path, *runs))
+    titles = re.findall(r"Time of a step of (\w)", found.text)
+    assert titles == ["c", "d"]  # the one that changed, then the one that has just run
+    assert "trends are drawn of 2 of 4 cases, those with the largest changes first" in found.text
+
+
+def test_long_series_are_drawn_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trends, "MOST_RUNS", 10)
+    past = past_of(tmp_path, *([timed(1.0 if day < 12 else 1.2)] for day in range(30)))
+    (chart, *_) = (json.loads(str(chart["data-points"])) for chart in read(past=past).all("div") if chart.get("data-points"))
+    assert [point[2][:10] for point in chart] == [f"2026-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(20, 30)]
+
+
+def test_series_of_two_runs_have_no_chart(tmp_path: Path) -> None:
+    found = read(past=past_of(tmp_path, [timed(1.0)], [timed(1.0)]))
+    assert "trends" not in found.sections
+    assert "2 series of fewer than 3 runs left out of the trends" in found.text
+
+
+def drawn() -> Iterator[Chart]:
+    charts = Charts()
+    yield charts.bars([(HOSTILE, [Bar(parts=((0.0, 0), (1.0, 1)), text=HOSTILE)])], title=HOSTILE, description=HOSTILE)
+    yield charts.lines([Line(name="one", x=[1], y=[0.0], told=["x"])], x="x", y="y", title="t", description="d")
+    from datetime import UTC, datetime
+
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    step = Step(at=1, text="+1 %", worse=True)
+    yield charts.trend(
+        [day] * 3, [1.0] * 3, [(0, 1.0), (1, 1.0)], [step], ["x"] * 3, kind="seconds", title="t", description="d"
+    )
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_charts_are_sound_xml_in_colours_of_the_page(number: int) -> None:
+    chart = list(drawn())[number]
+    root = ElementTree.fromstring(chart.svg)
+    assert root.get("role") == "img"
+    assert "#0001" not in chart.svg
+    box = [float(side) for side in str(root.get("viewBox")).split()]
+    assert all(0 <= right <= box[2] and 0 <= down <= box[3] for right, down, _ in chart.points)
+
+
+def test_colours_become_variables_of_the_sheet() -> None:
+    charts = Charts()
+    charts.lines([Line(name="one", x=[1, 2], y=[1.0, 2.0], told=["x"] * 2)], x="x", y="y", title="t", description="d")
+    assert "stroke:var(--series-1)" in charts.css
+    assert "#0001" not in charts.css
+    sheet = (Path(page.__file__).parent / "page.css").read_text()
+    assert set(re.findall(r"var\((--[\w-]+)\)", charts.css)) <= set(re.findall(r"(--[\w-]+):", sheet))
+
+
+def test_charts_do_not_follow_the_settings_of_whoever_runs_them() -> None:
+    import matplotlib
+
+    plain = [chart.svg for chart in drawn()]
+    with matplotlib.rc_context({"text.usetex": True, "font.size": 40, "svg.fonttype": "path", "axes.facecolor": "red"}):
+        assert [chart.svg for chart in drawn()] == plain
+        assert matplotlib.rcParams["font.size"] == 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "most", "unit"),
+    [
+        ("seconds", 0.02, (1e-3, "ms")),
+        ("bytes", 3 * GiB, (GiB, "GiB")),
+        ("bytes", 12, (1, "B")),
+        ("per_second", 5, (1, "")),
+    ],
+)
+def test_axes_have_the_unit_of_their_largest_figure(kind: str, most: float, unit: tuple[float, str]) -> None:
+    assert scale(kind, most) == unit
+
+
+def write(path: Path, document: Report) -> str:
+    path.write_bytes(msgspec.json.encode(document))
+    return str(path)
+
+
+def test_the_command_writes_a_page(tmp_path: Path) -> None:
+    past_of(tmp_path, *([timed(1.0)] for _ in range(5)))
+    output = tmp_path / "deep" / "page.html"
+    arguments = [
+        write(tmp_path / "a.json", report(timed(1.0))),
+        "--history",
+        str(tmp_path / "history.jsonl"),
+        "-o",
+        str(output),
+    ]
+    assert main(["html", *arguments]) == 0
+    assert Reader(output.read_text()).sections == ["verdicts", "cases", "trends", "environment"]
+
+
+def test_gputrain_trend_draws_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    past_of(
+        tmp_path, *([timed(1.0 if day < 9 else 1.02 if day < 18 else 1.3, key=key) for key in "ab"] for day in range(27))
+    )
+    history, output = str(tmp_path / "history.jsonl"), tmp_path / "page.html"
+    assert main(["trend", history, "--html", str(output), "--case=a", "--least=10%", "--metric=samples_per_second"]) == 0
+    text = squeezed(Reader(output.read_text()).text)
+    assert "samples_per_second" in text
+    assert "-21.5 % on" in text
+    assert text.count("commits c") == 1
+    assert "Peak memory" not in text
+
+
+def test_bad_input_of_the_command_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = write(tmp_path / "a.json", report())
+    (tmp_path / "file").touch()
+
+    def refused(*arguments: str) -> str:
+        assert main(["html", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    assert "nothing to show; give a report of --gpu-json" in refused()
+    assert "missing.json" in refused(str(tmp_path / "missing.json"))
+    assert "is not a file; give what --gpu-history wrote" in refused(good, "--history", str(tmp_path / "none.jsonl"))
+    assert "cannot be written" in refused(good, "-o", str(tmp_path / "file" / "page.html"))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    assert "needs matplotlib; install it with: pip install 'pytest-gputrain[report]'" in refused(good)
+    assert main(["trend", good, "--html", "x.html"]) == 2
