@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result
 
-from pytest_gputrain.cli import main
+from pytest_gputrain.cli import _parser, main
 from pytest_gputrain.findings import LossCurve
 from pytest_gputrain.history import append, lines_of
 from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Summary, Verdict
@@ -468,3 +469,10 @@ def test_bad_input_of_the_command_is_one_sentence(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert "needs matplotlib; install it with: pip install 'pytest-gputrain[report]'" in refused(good)
     assert main(["trend", good, "--html", "x.html"]) == 2
+
+
+def test_the_commands_of_its_page_in_the_docs_parse() -> None:
+    text = (BASELINES.parent / "docs" / "html.md").read_text()
+    commands = [shlex.split(line, comments=True) for line in re.findall(r"^gputrain (.+)$", text, re.MULTILINE)]
+    parsed = [_parser().parse_args(words) for words in commands]
+    assert [options.command for options in parsed] == ["html", "html", "html", "trend"]
