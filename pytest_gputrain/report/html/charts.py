@@ -164,18 +164,19 @@ class Charts:
             room = max(high - low, 0.02 * middle) * 0.12
             spread = max(0.0, 0.02 * middle - (high - low)) / 2
             axes.set_ylim(low - room - spread, high + room + spread)
-            for step in steps:
+            at = [days[0], *(days[int(step.at)] for step in steps), days[-1]]
+            for step, before, day, after in zip(steps, at, at[1:], at[2:], strict=False):
                 colour = Colour.BAD if step.worse else Colour.GOOD
-                day = days[int(step.at)]
                 axes.axvline(day, color=colour, linewidth=1.2, linestyle=(0, (3, 2)))
-                right = day > (days[0] + days[-1]) / 2
+                # On the side with more room.
+                ends_here = day - before > after - day
                 axes.annotate(
                     step.text,
                     (day, 1.0),
                     xycoords=("data", "axes fraction"),
-                    xytext=(-3 if right else 3, 3),
+                    xytext=(-3 if ends_here else 3, 3),
                     textcoords="offset points",
-                    ha="right" if right else "left",
+                    ha="right" if ends_here else "left",
                     color=colour,
                     fontweight="bold",
                 )
