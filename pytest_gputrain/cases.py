@@ -49,7 +49,7 @@ def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable
     """The product of ``axes`` over ``base``, last axis fastest.
 
     Every axis is a field of `Case` with its values. Axes other than model, method, precision and parallel appear in the
-    ids (``...-batch_size=32``), because they tell the cases apart. ``platforms`` is no axis: all cases get all of them.
+    ids (``...-batch_size=32``), because they tell the cases apart. ``platforms`` is no axis: all cases get all of them::
 
         grid(Case(batch_size=2, sequence_length=8192), model=["llama-3.1-8b"], method=["full", "lora"], platforms=["h100"])
 
