@@ -1,4 +1,4 @@
-"""The pages: every link leads somewhere on GitHub (the build of the site checks its own), and the API page leaves nothing out."""
+"""The pages: links lead somewhere on GitHub (the build of the site checks its own), and the API page leaves nothing out."""
 
 from __future__ import annotations
 
