@@ -1,12 +1,9 @@
 """The README's code runs as it is printed."""
 
-import re
-from pathlib import Path
-
 import pytest
+from documents import PAGES, blocks
 
-README = Path(__file__).parents[2] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+BLOCKS = blocks("README.md", "python")
 
 
 @pytest.fixture(autouse=True)
@@ -31,5 +28,5 @@ def test_own_code_passes(pytester):
 def test_options_are_all_in_the_table():
     from pytest_gputrain.options import OPTIONS
 
-    missing = [option.flag for option in OPTIONS if f"`{option.flag}" not in README.read_text()]
+    missing = [option.flag for option in OPTIONS if f"`{option.flag}" not in PAGES["README.md"]]
     assert missing == []
