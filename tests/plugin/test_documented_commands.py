@@ -188,25 +188,17 @@ def test_command(place: Place, command: Command) -> None:
 
 def test_commands_were_found() -> None:
     assert len(COMMANDS) > 80
-    assert {command.program for command in COMMANDS} >= {
-        "gputrain",
-        "pip",
-        "pytest",
-        "tox",
-        "bencher",
-        "measure_gate_here.py",
-    }
+    assert {command.program for command in COMMANDS} >= {*RULES, *NOT_OURS} - {path.name for path in ROOT.glob("tools/*.py")}
 
 
-PROGRAMS: Final = [(page, number, text) for page in PAGES for number, text in enumerate(blocks(page, "python"))]
-ZOO: Final = [program for program in PROGRAMS if OWN_CODE not in program[2] and program[0] != "README.md"]
-OWN: Final = [program for program in PROGRAMS if OWN_CODE in program[2] and program[0] != "README.md"]
-"""Those of the README are run by test_readme.py."""
+PROGRAMS: Final = {f"{page}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
+ZOO: Final = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
+OWN: Final = [name for name in PROGRAMS if name not in ZOO]
 
 
-@pytest.mark.parametrize(("page", "number", "text"), ZOO)
-def test_programs_that_declare_cases_run(project: Project, page: str, number: int, text: str) -> None:
-    project.write(test_program=text)
+@pytest.mark.parametrize("name", ZOO)
+def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
+    project.write(test_program=PROGRAMS[name])
     project.machine(None)
     result = project.run()
     assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), result.stdout.str()
@@ -215,9 +207,10 @@ def test_programs_that_declare_cases_run(project: Project, page: str, number: in
 
 def test_programs_of_own_code_train(project: Project) -> None:
     """In one pytest, in processes as on any machine without a GPU."""
-    project.write(**{f"test_program_{number}": text for number, (_, _, text) in enumerate(OWN)})
-    assert len(OWN) >= 2
-    project.spawn("--gpu-platform=cpu").assert_outcomes(passed=len(OWN))
+    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(OWN)})
+    assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating"}
+    tests = sum(PROGRAMS[name].count("\ndef test_") for name in OWN)
+    project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
 
 
 @pytest.mark.parametrize("page", PAGES)
