@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import itertools
 import math
 import re
@@ -49,7 +50,7 @@ def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable
     """The product of ``axes`` over ``base``, last axis fastest.
 
     Every axis is a field of `Case` with its values. Axes other than model, method, precision and parallel appear in the
-    ids (``...-batch_size=32``), because they tell the cases apart. ``platforms`` is no axis: all cases get all of them.
+    ids (``...-batch_size=32``), because they tell the cases apart. ``platforms`` is no axis: all cases get all of them::
 
         grid(Case(batch_size=2, sequence_length=8192), model=["llama-3.1-8b"], method=["full", "lora"], platforms=["h100"])
 
@@ -196,13 +197,18 @@ def libraries(case: Case) -> tuple[str, ...]:
 def library_versions(case: Case) -> dict[str, str]:
     """Version of each of the case's libraries that is installed, without local label (``+cu130``), which tells the hardware
     they were built for."""
+    found = {name: _installed(name) for name in libraries(case)}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+@functools.cache
+def _installed(name: str) -> str | None:
+    """Its version. Reading one takes 7 ms, and a run asks several times for each case."""
     from importlib import metadata
 
-    found = {}
-    for name in libraries(case):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name).partition("+")[0]
-    return found
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name).partition("+")[0]
+    return None
 
 
 def differences(one: Case, other: Case) -> str:

@@ -1,51 +1,21 @@
-"""What docs/ci.md and docs/exchange.md print to be copied is what GitHub, pre-commit and the commands take."""
+"""What docs/ci.md prints to be copied is what GitHub and pre-commit take; test_documented_commands.py has its commands."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from documents import PAGES, ROOT, blocks, workflow_steps
 
-from pytest_gputrain import cli
 from pytest_gputrain.exchange.formats import FORMATS
-from pytest_gputrain.hardware.catalog import MARKERS
-from pytest_gputrain.options import OPTIONS
 
-ROOT = Path(__file__).parents[2]
-CI, EXCHANGE = ((ROOT / "docs" / name).read_text() for name in ("ci.md", "exchange.md"))
-FLAGS = {option.flag: option for option in OPTIONS}
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
-WORKFLOWS = [found for found in map(yaml.safe_load, blocks(CI, "yaml")) if "jobs" in found]
-
-
-def steps() -> Iterator[dict[str, Any]]:
-    for workflow in WORKFLOWS:
-        for job in workflow["jobs"].values():
-            yield from job["steps"]
-
-
-def commands() -> Iterator[list[str]]:
-    """Every command of the workflows and of the pages' consoles, in words."""
-    scripts = [step["run"] for step in steps() if "run" in step]
-    for script in [*scripts, *blocks(CI, "console"), *blocks(EXCHANGE, "console")]:
-        for line in script.splitlines():
-            yield shlex.split(line, comments=True)
-
-
-def commands_of(program: str) -> list[list[str]]:
-    return [words[1:] for words in commands() if words and Path(words[0]).name == program]
+WORKFLOWS = [found for found in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "jobs" in found]
+STEPS = list(workflow_steps("docs/ci.md"))
 
 
 def test_there_is_a_workflow_with_a_gpu_and_one_without() -> None:
@@ -57,8 +27,8 @@ def test_there_is_a_workflow_with_a_gpu_and_one_without() -> None:
 
 
 def test_every_step_runs_something_that_github_takes() -> None:
-    assert len(list(steps())) > 10
-    for step in steps():
+    assert len(STEPS) > 10
+    for step in STEPS:
         assert ("run" in step) != ("uses" in step)
         assert set(step) <= {"name", "run", "uses", "with", "if", "env"}
         assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
@@ -67,31 +37,14 @@ def test_every_step_runs_something_that_github_takes() -> None:
         assert set(workflow) == {"name", True, "permissions", "concurrency", "jobs"}
 
 
-def test_the_commands_of_pytest_have_options_that_exist() -> None:
-    assert len(commands_of("pytest")) >= 6
-    for words in commands_of("pytest"):
-        for word in words:
-            flag, _, value = word.partition("=")
-            if flag.startswith("--gpu"):
-                assert flag in FLAGS
-                assert value or FLAGS[flag].switch
-                FLAGS[flag].parse(value or "true")
-        assert all(words[at + 1] in MARKERS for at, word in enumerate(words) if word == "-m")
-
-
-def test_the_commands_of_gputrain_parse() -> None:
-    found = [cli._parser().parse_args(words) for words in commands_of("gputrain") if "--help" not in words]
-    assert {options.command for options in found} == {"export", "check-baselines"}
-
-
 def test_every_format_is_explained() -> None:
-    table = re.findall(r"^\| `([\w-]+)` \|", EXCHANGE, re.MULTILINE)
+    table = re.findall(r"^\| `([\w-]+)` \|", PAGES["docs/exchange.md"], re.MULTILINE)
     assert table == list(FORMATS)
 
 
 def hooks() -> list[dict[str, Any]]:
     shipped = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
-    shown = [found for found in map(yaml.safe_load, blocks(CI, "yaml")) if "repos" in found]
+    shown = [found for found in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "repos" in found]
     return [*shipped, *(hook for config in shown for repo in config["repos"] for hook in repo["hooks"])]
 
 

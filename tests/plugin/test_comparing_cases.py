@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
+from documents import blocks
 from plugin_project import Project, failures, recorded
 
-(PRINTED,) = re.findall(
-    r"^```python\n(.*?)^```", (Path(__file__).parents[2] / "docs/invariants.md").read_text(), re.DOTALL | re.MULTILINE
-)
+(PRINTED,) = blocks("docs/invariants.md", "python")
 TEST = "test_qlora_stores_less_than_lora[gemma-7b-qlora-bf16]"
 
 

@@ -1,0 +1,226 @@
+"""Every command of README.md and docs/*.md does what it can here. A new one falls under a rule, or the test asks for one.
+
+pytest really runs on a copy of benchmarks/, with recorded replies instead of processes that train; so do the commands of
+gputrain that read reports, histories and tables. What takes other machines, networks or hours is parsed by the parser that
+would read it: test_ab.py, tests/worker/test_several_nodes.py and test_benchmark_json.py run such commands.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final
+
+import msgspec
+import numpy  # noqa: F401  # a process can import it only once, and what tests import is taken out again
+import pytest
+from documents import PAGES, ROOT, Command, blocks, commands
+from packaging.requirements import Requirement
+from plugin_project import H100, RECORDED, Project
+
+from pytest_gputrain import cli, launch
+from pytest_gputrain.architectures import architectures
+from pytest_gputrain.options import OPTIONS
+from pytest_gputrain.records import Prediction
+
+COMMANDS: Final = list(commands())
+PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SUITES: Final = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
+NOT_OURS: Final = ("bencher", "cd", "echo", "git", "less", "otava", "source")
+OWN_CODE: Final = "import torch"
+"""What tells a program that trains its own code from one whose cases are the zoo's."""
+
+
+class Place:
+    """A project with the suites of this one, an H100 or none, and the reports that pages take for granted."""
+
+    written: ClassVar[dict[str, bytes]] = {}
+    """By suffix: made once."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self.path = project.path
+        (self.path / "benchmarks").mkdir()
+
+    def add_suites(self, words: Sequence[str]) -> None:
+        """All where some are chosen; of a whole folder a part is enough, and quicker."""
+        chosen = "-k" in words or any(word.endswith(".py") for word in words)
+        for path in ROOT.glob("benchmarks/*.py"):
+            if chosen or path.name in SUITES:
+                shutil.copy(path, self.path / "benchmarks")
+
+    def add_programs(self, page: str) -> None:
+        """Those that the page shows."""
+        for number, program in enumerate(blocks(page, "python")):
+            # Nothing is built here, and a process can import torch only once.
+            without_torch = re.sub(r"^(import|from) torch.*\n", "", program, flags=re.MULTILINE)
+            (self.path / "benchmarks" / f"test_of_page_{number}.py").write_text(without_torch)
+
+    def add_reports(self, *names: str) -> None:
+        """As if earlier commands had written them."""
+        if not self.written:
+            written = [
+                f"{flag}=wrote{suffix}" for suffix, flag in {".json": "--gpu-json", ".jsonl": "--gpu-history"}.items()
+            ]
+            self.run("benchmarks", "-m", "h100", "-k", "llama", *written)
+            self.written.update({suffix: (self.path / f"wrote{suffix}").read_bytes() for suffix in (".json", ".jsonl")})
+        for path in (self.path / name for name in names):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.written[path.suffix])
+
+    def run(self, *words: str) -> None:
+        """pytest accepts them, selects tests and runs them.
+
+        They may fail: all cases get the same figures, and none has a baseline.
+        """
+        self.add_suites(words)
+        self.project.machine(H100 if any("h100" in word for word in words) else None)
+        result = self.project.run(*words, "-n0")  # recorded replies are for this process
+        assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), result.stderr.str()
+        outcomes = result.parseoutcomes()
+        assert "errors" not in outcomes
+        elsewhere = any("mi300x" in word for word in words)
+        assert {"passed", "failed"} & set(outcomes) or (elsewhere and "skipped" in outcomes)
+
+
+@pytest.fixture
+def place(project: Project, monkeypatch: pytest.MonkeyPatch) -> Place:
+    prediction = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
+    monkeypatch.setattr(launch, "predict", lambda task, **others: prediction)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    return Place(project)
+
+
+def check_pytest(command: Command, place: Place) -> None:
+    words = command.arguments
+    tests_of_zoo = [word for word in words if word.startswith("tests/worker/")]
+    if tests_of_zoo:  # collecting them imports every library that trains
+        *paths, flag, model = words
+        assert (paths, flag) == (tests_of_zoo, "-k")
+        assert model in architectures()
+        assert all((ROOT / path).is_file() for path in paths)
+        return
+    place.add_programs(command.page)
+    place.add_reports(*re.findall(r"--gpu-baseline=(\S+\.json)", str(command)))
+    if "--benchmark-compare" in words:
+        place.run("benchmarks", "-k", "gemma", "--benchmark-autosave")
+    place.run(*words)
+
+
+def check_gputrain(command: Command, place: Place) -> None:
+    words = [word.replace("*", "one") for word in command.arguments]
+    if "--help" in words or (len(words) == 1 and words != ["check-baselines"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([words[0], "--help"])
+        assert ended.value.code == 0
+        return
+    options, rest = cli._parser().parse_known_args(words)
+    if options.command == "ab":
+        place.run(*rest)
+    elif options.command == "node":
+        assert rest == []
+    else:
+        outputs = [words[at + 1] for at, word in enumerate(words) if word == "-o"]
+        place.add_reports(*(word for word in words if word.endswith((".json", ".jsonl")) and word not in outputs))
+        if options.command == "check-baselines":
+            shutil.copytree(ROOT / "baselines", place.path / options.folder)
+        assert cli.main(words) == 0
+
+
+def check_pip(command: Command, place: Place) -> None:
+    subcommand, *words = command.arguments
+    assert subcommand == "install"
+    for flag, word in zip(["", *words], words, strict=False):
+        if flag == "-c":
+            assert (ROOT / word).is_file()
+        elif not word.startswith("-"):
+            requirement = Requirement(word.replace(".[", f"{PROJECT['project']['name']}["))
+            assert requirement.name != PROJECT["project"]["name"] or requirement.extras <= set(
+                PROJECT["project"]["optional-dependencies"]
+            )
+
+
+def check_python(command: Command, place: Place) -> None:
+    if command.arguments[0] == "-m":
+        assert command.arguments[1:-1] == ("venv",)
+    else:
+        check_tool(Command(command.page, command.arguments), place)
+
+
+def check_tool(command: Command, place: Place) -> None:
+    """A program of tools/, each of which takes minutes: its options are there."""
+    script = ast.parse((ROOT / command.words[0]).read_text())
+    known = {node.value for node in ast.walk(script) if isinstance(node, ast.Constant)}
+    assert {word for word in command.arguments if word.startswith("-")} <= known
+
+
+def check_tox(command: Command, place: Place) -> None:
+    text = (ROOT / "tox.ini").read_text()
+    assert all(f"[testenv:{words[1]}]" in text for words in [command.arguments] if words)
+
+
+def check_pytest_benchmark(command: Command, place: Place) -> None:
+    benchmark_cli: Any = pytest.importorskip("pytest_benchmark.cli")
+    benchmark_cli.make_parser().parse_args(command.arguments)
+
+
+RULES: Final[dict[str, Callable[[Command, Place], None]]] = {
+    "gputrain": check_gputrain,
+    "pip": check_pip,
+    "pytest": check_pytest,
+    "pytest-benchmark": check_pytest_benchmark,
+    "python": check_python,
+    "python3": check_python,
+    "tox": check_tox,
+    **{path.name: check_tool for path in ROOT.glob("tools/*.py")},
+}
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.program not in NOT_OURS], ids=str)
+def test_command(place: Place, command: Command) -> None:
+    assert command.program in RULES, "a program without a rule: say how to check it, or that it is not ours"
+    RULES[command.program](command, place)
+
+
+def test_commands_were_found() -> None:
+    assert len(COMMANDS) > 80
+    assert {command.program for command in COMMANDS} >= {*RULES, *NOT_OURS} - {path.name for path in ROOT.glob("tools/*.py")}
+
+
+PROGRAMS: Final = {f"{page}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
+ZOO: Final = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
+OWN: Final = [name for name in PROGRAMS if name not in ZOO]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
+    project.write(test_program=PROGRAMS[name])
+    project.machine(None)
+    result = project.run()
+    assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), result.stdout.str()
+    assert "passed" in result.parseoutcomes()
+
+
+def test_programs_of_own_code_train(project: Project) -> None:
+    """In one pytest, in processes as on any machine without a GPU."""
+    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(OWN)})
+    assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating"}
+    tests = sum(PROGRAMS[name].count("\ndef test_") for name in OWN)
+    project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_fragments_are_python_and_settings_exist(page: str) -> None:
+    for text in blocks(page, "py"):
+        # Decorators are complete with what they decorate, elements of a list within one.
+        ast.parse(f"{text}\ndef decorated(): ..." if text.startswith("@") else f"({text})" if text.startswith("*") else text)
+    for text in blocks(page, "toml"):
+        settings = tomllib.loads(text)["tool"]["pytest"]["ini_options"]
+        known = {option.ini: option for option in OPTIONS}
+        assert all(known[name].parse(value) is not None for name, value in settings.items())
+    for text in blocks(page, "json"):
+        json.loads(text)

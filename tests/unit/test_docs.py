@@ -1,0 +1,73 @@
+"""The pages: links lead somewhere on GitHub (the build of the site checks its own), and the API page leaves nothing out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import pytest_gputrain
+from pytest_gputrain.plugin import __all__ as FIXTURES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+
+
+def prose(page: Path) -> str:
+    """Without blocks of code and code in the text, which have no links."""
+    without_blocks = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", lambda code: "" if "](" in code[0] else code[0], without_blocks)
+
+
+def links(page: Path) -> Iterator[str]:
+    yield from (link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = unquote(link).partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), f"{link} leads nowhere; the site takes links to files only"
+        assert target.is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors(target), f"{link} is no heading of {target.name}"
+
+
+def test_links_were_found() -> None:
+    assert "gate.md#limits" in set(links(DOCS / "api.md"))
+    assert "ab-in-one-job" in anchors(DOCS / "gate.md")
+
+
+def test_the_index_has_every_page_once() -> None:
+    """The site takes its contents from it."""
+    listed = [link for link in links(DOCS / "README.md") if re.fullmatch(r"[\w-]+\.md", link)]
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name not in ("README.md", "index.md"))
+
+
+def described() -> list[str]:
+    return re.findall(r"^\.\. auto\w+:: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+
+
+def test_the_api_has_every_public_name() -> None:
+    assert {f"pytest_gputrain.{name}" for name in pytest_gputrain.__all__} <= set(described())
+
+
+def test_the_api_has_every_record_of_the_report() -> None:
+    schema = json.loads((DOCS / "report.schema.json").read_text())
+    assert set(schema["$defs"]) <= {name.rpartition(".")[2] for name in described()}
+
+
+@pytest.mark.parametrize("fixture", FIXTURES)
+def test_the_api_has_every_fixture(fixture: str) -> None:
+    assert f"**`{fixture}`**" in (DOCS / "api.md").read_text()
