@@ -1,7 +1,16 @@
 """For all tests."""
 
+import contextlib
 import signal
 
 # What a shell runs in the background ignores Ctrl-C, and so does all that it starts; tests send it to processes of theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# pytester forgets what was imported in its runs, and libraries of which it forgets only parts break.
+with contextlib.suppress(ImportError):
+    import jinja2  # noqa: F401
+    import matplotlib.backends.backend_svg
+    import matplotlib.dates
+    import matplotlib.figure
+    import matplotlib.ticker  # noqa: F401
