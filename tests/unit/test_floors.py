@@ -215,3 +215,11 @@ def test_public_names_resolve() -> None:
 def test_no_file_is_longer_than_400_lines() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES.values()}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    """pytest imports them by their bare names, and tests of the suites collect benchmarks/ in a process that ran others."""
+    repository = Path(__file__).parents[2]
+    names = [path.name for folder in ("tests", "benchmarks") for path in repository.glob(f"{folder}/**/test_*.py")]
+    assert len(names) > 50
+    assert sorted(names) == sorted(set(names))
