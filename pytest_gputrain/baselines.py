@@ -16,7 +16,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -39,6 +39,9 @@ from pytest_gputrain.records import (
 
 RESTORE: Final = "restore it from git, or delete it and record again"
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
+
+
+_Record = TypeVar("_Record")
 
 
 class BaselineError(Exception):
@@ -142,6 +145,15 @@ def rewritten(path: Path) -> bytes:
     return _encode(device, path.stem, _load(path, device))
 
 
+def read_report(path: Path) -> Report:
+    """The report in a file.
+
+    Raises:
+        BaselineError: it cannot be read, or is none of this package.
+    """
+    return decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote")
+
+
 class ReportStore:
     """The results of an earlier report, as baselines."""
 
@@ -149,7 +161,7 @@ class ReportStore:
         """Raises:
         BaselineError: the file is no report of this package.
         """
-        report = decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote")
+        report = read_report(path)
         self.path = path
         self._suites: dict[str, dict[str, Baseline]] = {}
         for result in report.results:
@@ -260,7 +272,7 @@ def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
         raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
 
 
-def decode(path: Path, type_: Any, what: str, remedy: str = RESTORE) -> Any:
+def decode(path: Path, type_: type[_Record], what: str, remedy: str = RESTORE) -> _Record:
     """The record of ``type_`` in a file.
 
     Raises:

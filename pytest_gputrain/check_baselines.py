@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain import baselines, published
+from pytest_gputrain import baselines, published, screen
 from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.dry_run import store as predictions
 from pytest_gputrain.dry_run.store import PredictionStore
@@ -46,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     """Print what is found; 0, 1 where something is wrong, 2 where there is no such folder."""
     folder: Path = options.folder
     if not folder.is_dir():
-        print(f"gputrain: {folder} is no folder; give the one that --gpu-baseline-dir names", file=sys.stderr)
+        screen.say(f"{folder} is no folder; give the one that --gpu-baseline-dir names")
         return 2
     found = list(check(folder))
     for finding in found:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 import socket
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from pytest_gputrain import check_baselines
+from pytest_gputrain import check_baselines, screen
 from pytest_gputrain.ab import command as ab
 from pytest_gputrain.ab import compare
-from pytest_gputrain.baselines import BaselineError, decode
+from pytest_gputrain.baselines import BaselineError, read_report
 from pytest_gputrain.exchange import command as export
 from pytest_gputrain.published import PublishedStore, PublishedTable
-from pytest_gputrain.records import Report, Result
-from pytest_gputrain.report import layout, sheet, terminal
+from pytest_gputrain.records import Result
+from pytest_gputrain.report import sheet, terminal
 from pytest_gputrain.report.html import command as html
 from pytest_gputrain.trend import command as trend
-
-_UNBOUNDED = 1000
-"""Columns where no terminal limits them: a file, or the next command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,11 +54,11 @@ def _print_table(options: argparse.Namespace) -> int:
     try:
         text, notes = _table(options)
     except (BaselineError, ValueError) as error:
-        print(f"gputrain: {error}", file=sys.stderr)
+        screen.say(error)
         return 2
-    layout.put(text)
+    screen.put(text)
     for note in notes:
-        print(f"gputrain: {note}", file=sys.stderr)
+        screen.say(note)
     return 0
 
 
@@ -101,15 +96,14 @@ def _table(options: argparse.Namespace) -> tuple[str, list[str]]:
     if options.measured and options.report:
         raise ValueError(f"two reports were given, {options.measured} and {options.report}; give one")
     path: Path | None = options.report or options.measured
-    report = decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote") if path else None
+    report = read_report(path) if path else None
     results: tuple[Result, ...] = report.results if report else ()
-    on_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if on_terminal else _UNBOUNDED
+    width, colour = screen.paper()
     if options.published is None:
         if report is None:
             raise ValueError("nothing to print; give a report, or --published")
         if options.format == "terminal":
-            return terminal.render(results, width=width, colour=on_terminal), []
+            return terminal.render(results, width=width, colour=colour), []
         return sheet.render([sheet.measured_sheet(results)], options.format, width=width, colour=False), []
     tables = _chosen(PublishedStore.beside(options.baseline_dir.absolute()), options.published)
     sheets = [
@@ -117,7 +111,7 @@ def _table(options: argparse.Namespace) -> tuple[str, list[str]]:
         for table in tables
         for platform in table.platforms
     ]
-    return sheet.render(sheets, options.format, width=width, colour=on_terminal), _left_out(results, tables, path)
+    return sheet.render(sheets, options.format, width=width, colour=colour), _left_out(results, tables, path)
 
 
 def _chosen(store: PublishedStore, names: Sequence[str]) -> tuple[PublishedTable, ...]:

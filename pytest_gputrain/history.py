@@ -14,6 +14,7 @@ import msgspec
 
 from pytest_gputrain.cases import LIBRARIES
 from pytest_gputrain.dry_run.store import FOLDER
+from pytest_gputrain.exchange.points import latest
 from pytest_gputrain.files import locked
 from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result
 from pytest_gputrain.sentences import describe_failure
@@ -35,13 +36,8 @@ def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    chosen: dict[tuple[str, str], Result] = {}
-    for result in results:
-        if result.search is None and not result.loss_curves:
-            known = chosen.get((result.suite, result.key))
-            if known is None or result.verdict is not None or known.verdict is None:
-                chosen[result.suite, result.key] = result
-    return [_line_of(result, session) for result in chosen.values()]
+    declared = [result for result in results if result.search is None and not result.loss_curves]
+    return [_line_of(result, session) for result in latest(declared)]
 
 
 def _line_of(result: Result, session: Session) -> HistoryLine:

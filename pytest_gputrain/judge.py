@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 from pytest_gputrain.cases import differences
 from pytest_gputrain.options import MemoryTolerance
@@ -338,14 +338,13 @@ def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tole
     value, known = measured.flops_per_step, fitted[-1].flops_per_step
     if value is None or not known or _other_count(measured.environment, fitted):
         return None
-    ratio, status = value / known - 1, "pass"
+    ratio = value / known - 1
+    status: Status = "pass"
     if abs(ratio) > tolerance.time:
         status = "regressed" if ratio > 0 else "improved"
     note = f"changed by {format_percent(ratio)}, within the limit" if ratio and status == "pass" else ""
     limit = known * (1 + tolerance.time)
-    metric = MetricVerdict(
-        metric="flops_per_step", status=cast("Status", status), value=value, baseline=known, limit=limit, note=note
-    )
+    metric = MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=known, limit=limit, note=note)
     return _Found(metric)
 
 

@@ -152,7 +152,7 @@ def load(path: Path) -> PublishedTable:
     Raises:
         BaselineError: it is no sound table.
     """
-    table: PublishedTable = decode(path, PublishedTable, "a published table", _REMEDY)
+    table = decode(path, PublishedTable, "a published table", _REMEDY)
     trouble = _trouble(table, path.stem)
     if trouble:
         raise BaselineError(f"the published table {path} {trouble}; {_REMEDY}")

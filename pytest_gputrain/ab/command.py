@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pytest_gputrain import screen
 from pytest_gputrain.ab.sides import Side, SideError, opened, run, uncommitted
 from pytest_gputrain.ab.telling import FAILING, tell
 from pytest_gputrain.ab.verdicts import compare, missing
@@ -59,10 +59,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             reports = _alternate(base, head, arguments, options.rounds, scratch)
         return _conclude(options, base, head, reports, arguments)
     except SideError as error:
-        print(f"gputrain: {error}", file=sys.stderr)
+        screen.say(error)
         return 2
     except KeyboardInterrupt:
-        print("gputrain: interrupted; nothing was judged", file=sys.stderr)
+        screen.say("interrupted; nothing was judged")
         return _INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -70,12 +70,12 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _alternate(base: Side, head: Side, arguments: Sequence[str], rounds: int, scratch: Path) -> dict[str, list[Report]]:
     if uncommitted(Path.cwd()) and base.folder != Path.cwd() != head.folder:
-        _say("files here differ from the last commit; neither side has these changes")
+        screen.say("files here differ from the last commit; neither side has these changes")
     reports: dict[str, list[Report]] = {"base": [], "head": []}
     for number in range(rounds):
         # Base first, then head first: a machine that gets slower all the time is so for both.
         for side in (base, head) if number % 2 == 0 else (head, base):
-            _say(f"round {number + 1} of {rounds}: {side.name}, {side.told}")
+            screen.say(f"round {number + 1} of {rounds}: {side.name}, {side.told}")
             reports[side.name].append(run(side, arguments, scratch))
     return reports
 
@@ -104,10 +104,6 @@ def _conclude(
         try:
             document.write(report, options.json)
         except OSError as error:
-            print(f"gputrain: the report {options.json} cannot be written: {error.strerror}", file=sys.stderr)
+            screen.say(f"the report {options.json} cannot be written: {error.strerror}")
             return 2
     return status
-
-
-def _say(line: str) -> None:
-    print(f"gputrain: {line}", file=sys.stderr, flush=True)

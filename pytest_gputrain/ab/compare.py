@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
+from pytest_gputrain import screen
 from pytest_gputrain.ab.telling import tell
-from pytest_gputrain.ab.verdicts import by_case, missing, verdict_of
-from pytest_gputrain.baselines import BaselineError, decode, to_baseline
+from pytest_gputrain.ab.verdicts import by_case, missing, tolerance_of, verdict_of
+from pytest_gputrain.baselines import BaselineError, read_report, to_baseline
 from pytest_gputrain.dry_run import judge as foretold
 from pytest_gputrain.dry_run.store import Recorded
 from pytest_gputrain.hardware.catalog import PLATFORMS
@@ -50,17 +50,14 @@ def _statuses(text: str) -> tuple[str, ...]:
 def main(options: argparse.Namespace) -> int:
     """Print the comparison; 0, 1 where ``--fail-on`` names a verdict that a case has, 2 for bad input."""
     try:
-        base, head = (
-            decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote")
-            for path in (options.base, options.head)
-        )
+        base, head = (read_report(path) for path in (options.base, options.head))
         tolerance = _tolerance(options.head, head)
     except BaselineError as error:
-        print(f"gputrain: {error}", file=sys.stderr)
+        screen.say(error)
         return 2
     results = compare(base, head, options.base.name, tolerance)
     if not results:
-        print(f"gputrain: {options.head} has no case to compare", file=sys.stderr)
+        screen.say(f"{options.head} has no case to compare")
         return 2
     all_slower, sentence = whole_suite(results, tolerance.time)
     only = [f"{key}: only {options.base.name} has it" for key, _ in missing([base], [head])]
@@ -74,11 +71,7 @@ def _tolerance(path: Path, report: Report) -> Tolerance:
     BaselineError: the report does not say what passes.
     """
     try:
-        return Tolerance(
-            time=float(report.settings["time_tolerance"]),
-            memory=msgspec.convert(report.settings["memory_tolerance"], MemoryTolerance),
-            cpu_time=bool(report.settings["judge_cpu_time"]),
-        )
+        return tolerance_of(report.settings)
     except (KeyError, TypeError, ValueError):
         raise BaselineError(f"{path} has no tolerances in its settings; give the file that --gpu-json wrote") from None
 

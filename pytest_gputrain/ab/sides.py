@@ -148,7 +148,7 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
     if status == _USAGE_ERROR or not report.exists():
         raise SideError(f"pytest of {side.told} ended with status {status} and without a report:\n{said}")
     try:
-        found: Report = decode(report, Report, "a report of --gpu-json", "both sides need versions that agree on its format")
+        found = decode(report, Report, "a report of --gpu-json", "both sides need versions that agree on its format")
     except BaselineError as error:
         raise SideError(str(error)) from None
     if any(result.prediction is not None for result in found.results):

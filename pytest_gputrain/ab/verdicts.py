@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,9 +36,16 @@ _Key = tuple[str, str]
 
 
 def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
-    """What passes, from a report's settings. Time on a CPU is judged: both sides are of one host and of the same minutes."""
-    memory = msgspec.convert(settings["memory_tolerance"], MemoryTolerance)
-    return Tolerance(time=settings["time_tolerance"], memory=memory, cpu_time=True)
+    """What passes, from a report's settings.
+
+    Raises:
+        KeyError, TypeError, ValueError: they do not say so.
+    """
+    return Tolerance(
+        time=float(settings["time_tolerance"]),
+        memory=msgspec.convert(settings["memory_tolerance"], MemoryTolerance),
+        cpu_time=bool(settings.get("judge_cpu_time")),
+    )
 
 
 def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[Result]:
@@ -52,7 +60,8 @@ def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[R
     baselines = {key: _baseline(key, base, before) for key in keys}
     sides = {key: _level(baselines[key], [round_[key] for round_ in after if key in round_]) for key in keys}
     prior = suite_prior([_medians(baseline) for baseline, _ in sides.values() if baseline and baseline.runs])
-    tolerance = tolerance_of(head[-1].settings)
+    # Time on a CPU is judged, too: both sides are of one host and of the same minutes.
+    tolerance = dataclasses.replace(tolerance_of(head[-1].settings), cpu_time=True)
     results = []
     for key, (baseline, results_of) in sides.items():
         replies = tuple(reply for result in results_of for reply in result.replies)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_gputrain.baselines import BaselineError, decode
+from pytest_gputrain import screen
+from pytest_gputrain.baselines import BaselineError, read_report
 from pytest_gputrain.exchange.formats import FORMATS
 from pytest_gputrain.exchange.points import left_out, points
 from pytest_gputrain.files import write_atomically
-from pytest_gputrain.records import Report
 from pytest_gputrain.sentences import count
 
 
@@ -38,13 +36,13 @@ def main(options: argparse.Namespace) -> int:
     try:
         notes = _export(options)
     except (BaselineError, ValueError) as error:
-        print(f"gputrain: {error}", file=sys.stderr)
+        screen.say(error)
         return 2
     except OSError as error:
-        print(f"gputrain: {options.output} cannot be written: {error.strerror}", file=sys.stderr)
+        screen.say(f"{options.output} cannot be written: {error.strerror}")
         return 2
     for note in notes:
-        print(f"gputrain: {note}", file=sys.stderr)
+        screen.say(note)
     return 0
 
 
@@ -59,9 +57,7 @@ def _export(options: argparse.Namespace) -> list[str]:
     format_ = FORMATS[options.format]
     if len(options.reports) > 1 and not format_.many:
         raise ValueError(f"{options.format} holds one run, and {count(len(options.reports), 'report')} were given; give one")
-    reports = [
-        decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote") for path in options.reports
-    ]
+    reports = [read_report(path) for path in options.reports]
     notes: list[str] = []
     if not format_.complete:
         if not any(points(report.results, timed=format_.timed) for report in reports):
@@ -71,7 +67,7 @@ def _export(options: argparse.Namespace) -> list[str]:
     if isinstance(written, Mapping):
         _write_folder(options, written)
     elif options.output is None:
-        _print(written)
+        screen.put(written, end="")
     else:
         write_atomically(options.output, written.encode())
     return notes
@@ -85,11 +81,3 @@ def _write_folder(options: argparse.Namespace, texts: Mapping[str, str]) -> None
         raise ValueError(f"{options.format} is several files, and {folder} is no folder; give one with -o")
     for name, text in texts.items():
         write_atomically(folder / name, text.encode())
-
-
-def _print(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -112,6 +112,13 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     votes: int | None = None
     """Of those, the ones beyond the limit, on the side that has more."""
 
+    @property
+    def change(self) -> float | None:
+        """From baseline to value, as a share; None where the two were not compared."""
+        if self.status == "not-comparable" or self.value is None or not self.baseline:
+            return None
+        return self.value / self.baseline - 1
+
 
 class LimitVerdict(Struct, frozen=True, kw_only=True):
     """One figure of a case against what its test allows at most."""

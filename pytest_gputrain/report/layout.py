@@ -1,10 +1,8 @@
-"""How every table looks, and how it is printed: rich's console and table with the package's own settings."""
+"""How every table looks: rich's console and table with the package's own settings."""
 
 from __future__ import annotations
 
 import io
-import os
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,12 +25,3 @@ def table(*, gap: int = 1) -> Table:
     from rich.table import Table
 
     return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
-
-
-def put(text: str) -> None:
-    """Print, to a reader that may stop early."""
-    try:
-        print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # it has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,10 +14,10 @@ from typing import Final, Literal
 from pytest_gputrain import markdown
 from pytest_gputrain.exchange.points import latest, verdict_of
 from pytest_gputrain.files import write_atomically
-from pytest_gputrain.records import MetricName, Result
-from pytest_gputrain.report import comparison
+from pytest_gputrain.records import Result
+from pytest_gputrain.report import comparison, terminal
 from pytest_gputrain.report.github import Failure
-from pytest_gputrain.units import format_bytes, format_percent, format_seconds
+from pytest_gputrain.units import format_bytes, format_seconds
 
 MOST_BYTES: Final = 1024 * 1024
 """Of all that the commands of a step write."""
@@ -83,15 +83,8 @@ def _row(result: Result) -> tuple[str, ...]:
         peak = format_bytes(result.summary.peak_allocated_bytes)
     else:
         seconds = peak = comparison.outcome(result)
-    changes = (_change("step_seconds", result), _change("peak_allocated_bytes", result))
+    changes = (terminal.change("step_seconds", result), terminal.change("peak_allocated_bytes", result))
     return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1])
-
-
-def _change(name: MetricName, result: Result) -> str:
-    metric = result.verdict.metric(name) if result.verdict else None
-    if metric is None or metric.status == "not-comparable" or metric.value is None or not metric.baseline:
-        return ""
-    return format_percent(metric.value / metric.baseline - 1)
 
 
 def fitted(found: Sequence[str], most_bytes: int) -> str:

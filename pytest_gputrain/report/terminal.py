@@ -141,7 +141,7 @@ def _table(results: Sequence[Result], width: int) -> Table:
     from rich.text import Text
 
     figures: dict[str, Callable[[Result], str]] = {"Peak mem.": _peak, "(Model)": _model, "Sec/step": _seconds}
-    changes = {header: functools.partial(_change, name) for name, header in _CHANGES.items()}
+    changes = {header: functools.partial(change, name) for name, header in _CHANGES.items()}
     compared = {header: change for header, change in changes.items() if any(map(change, results))}
     scaling = any(_scaling(result) for result in results)
     narrow = bool(compared) and width < _WIDTH_OF_ALL_COLUMNS + (_WIDTH_OF_SCALING if scaling else 0)
@@ -204,12 +204,10 @@ def _scaling(result: Result) -> str:
     return "" if known is None else format_percent(known, signed=False)
 
 
-def _change(name: MetricName, result: Result) -> str:
+def change(name: MetricName, result: Result) -> str:
     """``+0.4 %`` where the metric was compared."""
     metric = result.verdict.metric(name) if result.verdict else None
-    if metric is None or metric.status == "not-comparable" or metric.value is None or not metric.baseline:
-        return ""
-    return format_percent(metric.value / metric.baseline - 1)
+    return "" if metric is None or metric.change is None else format_percent(metric.change)
 
 
 def _apart(result: Result) -> Iterator[str]:

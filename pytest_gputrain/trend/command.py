@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain import screen
 from pytest_gputrain.history import HistoryError
 from pytest_gputrain.records import Change, Course, Moment, Trends
-from pytest_gputrain.report import layout, sheet
+from pytest_gputrain.report import sheet
 from pytest_gputrain.report.html import page
 from pytest_gputrain.sentences import count
 from pytest_gputrain.trend.courses import HIGHER_IS_BETTER, courses, shown
@@ -21,7 +20,6 @@ from pytest_gputrain.trend.reading import METRICS, Filter, History
 from pytest_gputrain.units import format_percent, parse_ratio
 
 DEFAULT_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
-_UNBOUNDED: Final = 1000
 
 
 def add_to(commands: Any) -> None:
@@ -66,27 +64,26 @@ def _whole(text: str) -> int:
 def main(options: argparse.Namespace) -> int:
     """Print what the histories tell; 0, 1 where ``--fail-on`` says so, 2 for bad input."""
     if options.html is not None and (lacking := page.missing()):
-        _say(f"--html: {lacking}")
+        screen.say(f"--html: {lacking}")
         return 2
     metrics = tuple(dict.fromkeys(options.metric or DEFAULT_METRICS))
     wanted = Filter(cases=options.case, devices=options.device, branch=options.branch)
     try:
-        history = History(options.history, metrics, wanted, _say)
+        history = History(options.history, metrics, wanted, screen.say)
         told = tuple(_told(course, options) for course in courses(history, metrics))
     except HistoryError as error:
-        _say(str(error))
+        screen.say(error)
         return 2
     if options.format == "json":
-        layout.put(msgspec.json.format(msgspec.json.encode(Trends(courses=told)), indent=1).decode())
+        screen.put(msgspec.json.format(msgspec.json.encode(Trends(courses=told)), indent=1).decode())
     else:
-        on_terminal = sys.stdout.isatty()
-        width = shutil.get_terminal_size().columns if on_terminal else _UNBOUNDED
-        layout.put(sheet.render(_sheets(told), options.format, width=width, colour=on_terminal))
+        width, colour = screen.paper()
+        screen.put(sheet.render(_sheets(told), options.format, width=width, colour=colour))
     if options.html is not None:
         try:
             page.write(options.html, [], page.Past(history, told), baseline_dir=Path("baselines"))
         except (HistoryError, OSError) as error:
-            _say(f"{options.html} cannot be written: {error}")
+            screen.say(f"{options.html} cannot be written: {error}")
             return 2
     changes = [change for course in told for change in course.changes]
     return int(bool(options.fail_on) and any(change.worse or options.fail_on == "changed" for change in changes))
@@ -166,7 +163,3 @@ def _commits(base: Moment, first: Moment) -> str:
     if base.commit == first.commit:
         return f"{first.commit} (the same)" if first.commit else ""
     return f"{base.commit or '?'}..{first.commit or '?'}"
-
-
-def _say(line: str) -> None:
-    print(f"gputrain: {line}", file=sys.stderr, flush=True)

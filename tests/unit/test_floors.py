@@ -27,6 +27,7 @@ FLOORS = {
     "kernel": 0,
     "markdown": 0,
     "nodes": 0,
+    "screen": 0,
     "cases": 0,
     "sweep": 0,
     "search": 0,

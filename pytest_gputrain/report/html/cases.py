@@ -146,8 +146,8 @@ def _knobs(result: Result) -> Iterator[str]:
         yield f"{count} process{'es' if count > 1 else ''} of {case.steps} steps"
 
 
-def _cell(value: float | None, show: Callable[[float], str]) -> Cell:
-    return Cell() if value is None else Cell(text=show(value), value=value)
+def _cell(value: float | None, show: Callable[[float], str], tone: str = "") -> Cell:
+    return Cell() if value is None else Cell(text=show(value), value=value, tone=tone)
 
 
 def _summary(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell]:
@@ -174,13 +174,11 @@ def _change(*names: MetricName) -> Callable[[Result], Cell]:
 
     def cell(result: Result) -> Cell:
         found = (result.verdict.metric(name) for name in names) if result.verdict else ()
-        metric = next((one for one in found if one is not None and one.status != "not-comparable"), None)
-        if metric is None or metric.value is None or not metric.baseline:
+        metric = next((one for one in found if one is not None and one.change is not None), None)
+        if metric is None:
             return Cell()
-        change = metric.value / metric.baseline - 1
-        return Cell(
-            text=format_percent(change), value=change, tone={"regressed": "bad", "improved": "good"}.get(metric.status, "")
-        )
+        tone = {"regressed": "bad", "improved": "good"}.get(metric.status, "")
+        return _cell(metric.change, format_percent, tone)
 
     return cell
 

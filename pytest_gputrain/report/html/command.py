@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from pytest_gputrain.baselines import BaselineError, decode
+from pytest_gputrain import screen
+from pytest_gputrain.baselines import BaselineError, read_report
 from pytest_gputrain.history import HistoryError
-from pytest_gputrain.records import Report
 from pytest_gputrain.report.html import page
 
 
@@ -42,10 +41,8 @@ def main(options: argparse.Namespace) -> int:
     if sentence := page.missing():
         return _refused(sentence)
     try:
-        reports = [
-            decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote") for path in options.reports
-        ]
-        past = page.look_back(options.history, _say) if options.history else None
+        reports = [read_report(path) for path in options.reports]
+        past = page.look_back(options.history, screen.say) if options.history else None
         page.write(options.output, reports, past, baseline_dir=options.baseline_dir)
     except (BaselineError, HistoryError) as error:
         return _refused(str(error))
@@ -55,9 +52,5 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _refused(sentence: str) -> int:
-    _say(sentence)
+    screen.say(sentence)
     return 2
-
-
-def _say(sentence: str) -> None:
-    print(f"gputrain: {sentence}", file=sys.stderr)
