@@ -15,17 +15,16 @@ the limit that is meant for several.
 
 from __future__ import annotations
 
-import argparse
 import math
-import secrets
 import statistics
 import sys
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
+from claims import ONE_SIDED, Row, parser, report, wilson
 from numpy.typing import NDArray
 
 from pytest_gputrain import stats
@@ -44,8 +43,6 @@ BAD: Final = (0.03, 0.15)
 """How much slower a bad process is."""
 CASES: Final = 300
 """Of the suite."""
-ONE_SIDED: Final = 2.326
-"""Standard deviations of a normal distribution below which 99 % lie."""
 
 Rule = Callable[..., Flags]
 """``(base, new, tolerance=, prior=, shift=)`` to which cases, a row of both each, are called regressed."""
@@ -59,29 +56,6 @@ class Noise:
     day: float = 0.0
     bad: float = 0.0
     """Share of processes that are bad."""
-
-
-class Row(NamedTuple):
-    setting: str
-    claim: str
-    measured: float
-    bound: float
-    limit: float | None
-    """What the bound must keep to; None where nothing is claimed."""
-    at_least: bool
-    unit: str = " %"
-
-    @property
-    def holds(self) -> bool:
-        if self.limit is None:
-            return True
-        return self.bound >= self.limit if self.at_least else self.bound <= self.limit
-
-    def __str__(self) -> str:
-        digits = 2 if self.at_least else 3
-        measured, bound = (f"{value:.{digits}f}{self.unit}" for value in (self.measured, self.bound))
-        word = "    " if self.limit is None else "ok  " if self.holds else "FAIL"
-        return f"{word} {self.setting:<48} {self.claim:<30} {measured:>9} {bound:>10}"
 
 
 class Bench:
@@ -204,13 +178,6 @@ def _decided(base: Array, new: Array, shift: float) -> bool:
     raise AssertionError("the rule does not end")
 
 
-def wilson(share: float, count: int, *, upper: bool) -> float:
-    """One-sided 99 % bound of a share (Wilson 1927)."""
-    z = ONE_SIDED
-    middle, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return (middle + (half if upper else -half)) / (1 + z**2 / count)
-
-
 def rows(bench: Bench, rule: Rule, replicates: int) -> Iterator[Row]:
     """The claims one by one, then what is not claimed."""
     quiet, mixed = Noise(), Noise(process=0.01 / math.sqrt(2), day=0.01 / math.sqrt(2))
@@ -225,7 +192,7 @@ def rows(bench: Bench, rule: Rule, replicates: int) -> Iterator[Row]:
             bound = wilson(share, replicates, upper=not slowdown)
             what = f"power at +{slowdown:.0%}" if slowdown else "false alarms"
             claim = "" if limit is None else f" {'>=' if slowdown else '<='} {limit:g} %"
-            yield Row(setting, what + claim, 100 * share, 100 * bound, limit, slowdown > 0)
+            yield Row(setting, what + claim, 100 * share, 100 * bound, limit, slowdown > 0, " %", 2 if slowdown else 3)
 
     yield from told("5 runs, sd 1 %", 5, quiet, {0.0: 0.05, 0.05: 98.0, 0.06: 99.8})
     yield from told("5 runs, sd 1 %, tolerance 2.5 %", 5, quiet, {0.0: 0.1, 0.05: 99.0}, tolerance=0.025)
@@ -260,28 +227,18 @@ def _suite(bench: Bench, rule: Rule, suites: int, *, days: bool, limit: float | 
     bound = mean + ONE_SIDED * float(alarms.std()) / math.sqrt(suites)
     claim = f"false alarms per suite{'' if limit is None else f' <= {limit:g}'}"
     setting = f"a suite of {CASES}, 5 runs of {5 if days else 1} day{'s' if days else ''} of sd 1.5 %"
-    return Row(setting, claim, mean, bound, limit, False, "")
+    return Row(setting, claim, mean, bound, limit, digits=3)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicates", type=int, default=400_000, help="simulated cases of a setting (default: 400000)")
-    parser.add_argument("--seed", type=int, default=None, help="of the simulation (default: a fresh one)")
-    parser.add_argument("--rule", choices=sorted(RULES), default="vote", help="vote is the gate's; the others are broken")
-    given = parser.parse_args(arguments)
-    seed = secrets.randbits(32) if given.seed is None else given.seed
-    bench = Bench(seed)
-    print(f"seed {seed}, {given.replicates:,} replicates, rule {given.rule}")
+    given = parser(__doc__, replicates=400_000, rules=RULES, default="vote").parse_args(arguments)
+    bench = Bench(given.seed)
+    print(f"seed {given.seed}, {given.replicates:,} replicates, rule {given.rule}")
     different = differs_from_the_rule(bench)
     if different:
         print(f"FAIL this simulation's rule is not that of pytest_gputrain.stats: {different}")
         return 1
-    print(f"     {'setting':<48} {'claim':<30} {'measured':>9} {'99 % bound':>10}")
-    failed = 0
-    for row in rows(bench, RULES[given.rule], given.replicates):
-        failed += not row.holds
-        print(row, flush=True)
-    return 1 if failed else 0
+    return report(rows(bench, RULES[given.rule], given.replicates), 48, 30)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,16 @@ instead, to see that claims can fail: residuals that are not cut off, or a tenth
 
 from __future__ import annotations
 
-import argparse
 import math
-import secrets
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from unittest import mock
 
 import numpy as np
+from claims import ONE_SIDED, Row, parser, report, wilson
 from numpy.typing import NDArray
 
 from pytest_gputrain import change_points
@@ -44,7 +43,6 @@ NEAR: Final = 5
 BAD: Final = (0.03, 0.15)
 SHORT: Final = 20
 """Runs of a slowdown that is mended."""
-ONE_SIDED: Final = 2.326
 
 RULES: Final[dict[str, dict[str, Any]]] = {
     "winsorised": {"WINSOR": change_points.WINSOR},
@@ -52,28 +50,6 @@ RULES: Final[dict[str, dict[str, Any]]] = {
     "greedy": {"PENALTY": change_points.PENALTY / 10},
 }
 """Constants of the product that a rule changes."""
-
-
-class Row(NamedTuple):
-    setting: str
-    claim: str
-    measured: float
-    bound: float
-    limit: float | None
-    """None where nothing is claimed."""
-    at_least: bool = False
-    unit: str = ""
-
-    @property
-    def holds(self) -> bool:
-        if self.limit is None:
-            return True
-        return self.bound >= self.limit if self.at_least else self.bound <= self.limit
-
-    def __str__(self) -> str:
-        word = "    " if self.limit is None else "ok  " if self.holds else "FAIL"
-        measured, bound = (f"{value:.2f}{self.unit}" for value in (self.measured, self.bound))
-        return f"{word} {self.setting:<34} {self.claim:<44} {measured:>9} {bound:>10}"
 
 
 class Bench:
@@ -121,13 +97,6 @@ def rate_bound(events: int, points: int) -> float:
     return 1000 * more * (1 - 1 / (9 * more) + ONE_SIDED / (3 * math.sqrt(more))) ** 3 / points
 
 
-def share_bound(share: float, count: int) -> float:
-    """One-sided lower 99 % bound of a share (Wilson 1927)."""
-    z = ONE_SIDED
-    middle, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return (middle - half) / (1 + z**2 / count)
-
-
 def rows(bench: Bench, replicates: int) -> Iterator[Row]:
     """The claims one by one, then what is not claimed."""
     for setting, bad in (("sd 1 %", 0.0), ("sd 1 %, 2 % of runs bad", 0.02)):
@@ -151,7 +120,7 @@ def rows(bench: Bench, replicates: int) -> Iterator[Row]:
         both = [near(changes, LENGTH // 2) and near(changes, LENGTH // 2 + SHORT) for changes in map(found, mended)]
         share = sum(both) / few
         claim = f"+3% for {SHORT} runs: both ends found >= 90 %"
-        yield Row(setting, claim, 100 * share, 100 * share_bound(share, few), 90.0, True, " %")
+        yield Row(setting, claim, 100 * share, 100 * wilson(share, few, upper=False), 90.0, True, " %")
     yield _speed(bench, min(1000, replicates))
     yield _caught(bench, "sd 1 %", replicates, 0.0, math.log(1.02), None)
     yield _caught(bench, "sd 3 %", replicates, 0.0, math.log(1.05), None, sd=0.03)
@@ -177,7 +146,7 @@ def _caught(
     share = sum(near(found(logs), int(where), within) for logs, where in zip(series, at, strict=True)) / count
     what = "found" if within else "the very run found"
     claim = f"+{math.expm1(step):.0%}: {what}{'' if limit is None else f' >= {limit:g} %'}"
-    return Row(setting, claim, 100 * share, 100 * share_bound(share, count), limit, True, " %")
+    return Row(setting, claim, 100 * share, 100 * wilson(share, count, upper=False), limit, True, " %")
 
 
 def _speed(bench: Bench, count: int) -> Row:
@@ -191,20 +160,10 @@ def _speed(bench: Bench, count: int) -> Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicates", type=int, default=4000, help="simulated series of a setting (default: 4000)")
-    parser.add_argument("--seed", type=int, default=None, help="of the simulation (default: a fresh one)")
-    parser.add_argument("--rule", choices=sorted(RULES), default="winsorised", help="the others are broken")
-    given = parser.parse_args(arguments)
-    seed = secrets.randbits(32) if given.seed is None else given.seed
-    print(f"seed {seed}, {given.replicates:,} replicates, rule {given.rule}")
-    print(f"     {'setting':<34} {'claim':<44} {'measured':>9} {'99 % bound':>10}")
-    failed = 0
+    given = parser(__doc__, replicates=4000, rules=RULES, default="winsorised").parse_args(arguments)
+    print(f"seed {given.seed}, {given.replicates:,} replicates, rule {given.rule}")
     with mock.patch.multiple(change_points, **RULES[given.rule]):
-        for row in rows(Bench(seed), given.replicates):
-            failed += not row.holds
-            print(row, flush=True)
-    return 1 if failed else 0
+        return report(rows(Bench(given.seed), given.replicates), 34, 44)
 
 
 if __name__ == "__main__":
