@@ -59,7 +59,7 @@ def _holds(expression: str, names: Collection[str]) -> bool:
     Python identifiers, or with arguments, count as satisfied: they are about something else than platforms."""
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError):  # the latter for a null character, before Python 3.12
         return True
     return _value(tree, names) is not False
 

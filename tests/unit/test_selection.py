@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pytest_gputrain.hardware.catalog import MARKERS
@@ -116,6 +116,7 @@ def test_expressions_hold_as_pytest_evaluates_them(expression: str, platform: st
 
 
 @given(st.text(), st.sampled_from(["h100", "cpu", "unknown"]))
+@example("\0", "h100")
 def test_any_expression_gets_an_answer_of_one_line(expression: str, platform: str) -> None:
     reason = why_skipped(H100, expression, platform, 1)
     assert reason is None or reason.splitlines() == [reason]
