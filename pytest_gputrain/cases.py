@@ -20,7 +20,14 @@ METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
 PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
 OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
-VOCABULARY: Final = {"method": METHODS, "precision": PRECISIONS, "parallel": PARALLELS, "optimizer": OPTIMIZERS}
+COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+VOCABULARY: Final = {
+    "method": METHODS,
+    "precision": PRECISIONS,
+    "parallel": PARALLELS,
+    "optimizer": OPTIMIZERS,
+    "compile": COMPILE_MODES,
+}
 """The words of a field that takes words."""
 
 ADAPTING: Final = ("lora", "qlora")
@@ -38,6 +45,9 @@ _ENGINES_OF_KNOBS: Final = {
     "asynchronous": ("ps",),
 }
 """Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
+
+COMPILED: Final = ("single", "ddp", "fsdp")
+"""Parallelisms under which a model is compiled: what DeepSpeed and the parameter server do in backward, no graph holds."""
 
 LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", "bitsandbytes", "deepspeed", "triton")
 """Those that train."""
@@ -88,7 +98,7 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         return f"has a field of the wrong type: {error}"
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
-        *((field, getattr(case, field), VOCABULARY[field]) for field in ("precision", "parallel", "optimizer")),
+        *((field, getattr(case, field), VOCABULARY[field]) for field in ("precision", "parallel", "optimizer", "compile")),
         *(("platform", platform, markers) for platform in case.platforms),
     ]
     if case.code:
@@ -118,6 +128,7 @@ def bad_number(case: Case) -> str | None:
         "sequence_length": 0,
         "frames": 0,
         "lora_rank": 0,
+        "loss_chunks": 1,
         "allgather_bucket_size": 0,
         "stage3_max_live_parameters": 0,
     }
@@ -149,6 +160,10 @@ def _bad_model(case: Case) -> str | None:
             return f"sets no {field}, which {case.model} needs, as {examples[field]}"
         if field not in architecture.needs and getattr(case, field):
             return f"sets {field}, which {case.model} does not have; leave it out"
+    if case.loss_chunks > 1:
+        facts = architecture.trained_part
+        if architecture.family != "language" or facts.library == "own" or facts.config.get("final_logit_softcapping"):
+            return f"asks for loss_chunks, which {case.model} does not have; leave it out"
     if case.activation_checkpointing and not architecture.blocks:
         return f"asks for activation_checkpointing, which {case.model} does not have; leave it out"
     return None
@@ -159,6 +174,8 @@ def _bad_parallelism(case: Case) -> str | None:
         if getattr(case, knob) not in (None, False, 0) and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
+    if found := _bad_compilation(case) or _bad_chunks(case):
+        return found
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):
         return "asks for pin_memory, but offloads nothing; set offload_optimizer, or leave it out"
     if case.parallel == "ps":
@@ -170,6 +187,31 @@ def _bad_parallelism(case: Case) -> str | None:
                 "torch.distributed is ready for what your code exchanges"
             )
         return f"asks for {case.gpus} GPUs, but parallel='single' uses one; choose a parallelism"
+    return None
+
+
+def _bad_compilation(case: Case) -> str | None:
+    if case.compile == "off":
+        return None
+    if case.code:
+        return "asks for compile, which own code does by itself; call torch.compile in it, and leave the knob out"
+    if case.parallel not in COMPILED:
+        return f"asks for compile, which parallel={case.parallel!r} does not do; choose {' or '.join(COMPILED)}"
+    if case.compile in ("reduce-overhead", "max-autotune") and case.gradient_accumulation > 1:
+        return (
+            f"asks for compile={case.compile!r}, whose CUDA graphs overwrite gradients that are accumulated; choose "
+            "default or max-autotune-no-cudagraphs"
+        )
+    if not case.warmup:
+        return "asks for compile without a step of warm-up, in which it happens; set warmup=1 or more"
+    return None
+
+
+def _bad_chunks(case: Case) -> str | None:
+    if case.loss_chunks > 1 and case.code:
+        return "asks for loss_chunks, which own code does not have; leave it out"
+    if case.loss_chunks > 1 and case.parallel == "zero3":
+        return "asks for loss_chunks, whose head parallel='zero3' has taken away again in backward; choose parallel='fsdp'"
     return None
 
 

@@ -1,16 +1,17 @@
-"""The command ``gputrain``: reports printed, exported, compared, shown; histories read; baselines checked; another node."""
+"""The command ``gputrain`` and its subcommands, most of which have a room of their own."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import socket
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from pytest_gputrain import check_baselines, screen
+from pytest_gputrain import check_baselines, inventory, screen
 from pytest_gputrain.ab import command as ab
 from pytest_gputrain.ab import compare
 from pytest_gputrain.baselines import BaselineError, read_report
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     others = {
         "check-baselines": check_baselines.main,
         "compare": compare.main,
+        "devices": inventory.main,
         "export": export.main,
         "html": html.main,
         "node": _serve,
@@ -73,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--report", type=Path, metavar="REPORT", help="report whose figures to put beside the published ones")
     table.add_argument("--format", choices=get_args(sheet.Format), default="terminal", help="default: terminal")
     table.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
-    for command in (ab, check_baselines, compare, export, html, trend):
+    for command in (ab, check_baselines, compare, inventory, export, html, trend):
         command.add_to(commands)
     node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
     node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")
@@ -146,3 +148,7 @@ def _left_out(results: Sequence[Result], tables: Sequence[PublishedTable], path:
         elif row is None:
             why[f"of {result.platform} without a row in the tables"] += 1
     return [f"{count} result{'s' if count > 1 else ''} of {path} {reason}" for reason, count in why.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -86,10 +86,7 @@ def _line_of(result: Result, session: Session) -> HistoryLine:
         least_step_seconds=min(steps, default=None),
         most_step_seconds=max(steps, default=None),
         step_mad_seconds=statistics.median(scatter) if scatter else None,
-        samples_per_second=summary.samples_per_second if summary else None,
-        tokens_per_second=summary.tokens_per_second if summary else None,
-        scaling_efficiency=summary.scaling_efficiency if summary else None,
-        model_flops_utilization=summary.model_flops_utilization if summary else None,
+        **{name: getattr(summary, name, None) for name in _OF_SUMMARY},  # type: ignore[arg-type]
         **{name: _count(result, measured, name) for name in _COUNTS},  # type: ignore[arg-type]
         final_loss=losses[-1] if losses else None,
         bytes_per_step=prediction.bytes_per_step if prediction else None,
@@ -99,6 +96,17 @@ def _line_of(result: Result, session: Session) -> HistoryLine:
         **compared,  # type: ignore[arg-type]
     )
 
+
+_OF_SUMMARY: Final = (
+    "samples_per_second",
+    "tokens_per_second",
+    "scaling_efficiency",
+    "model_flops_utilization",
+    "joules_per_sample",
+    "power_watts",
+    "clock_mhz",
+    "gpu_utilization",
+)
 
 _COUNTS: Final = (
     "peak_allocated_bytes",

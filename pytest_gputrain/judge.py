@@ -7,6 +7,7 @@ so a better rule can replace it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pytest_gputrain.cases import differences
+from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES, crowded, doubted, slowed_down
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Baseline,
@@ -31,12 +33,9 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.scaling import efficiencies
-from pytest_gputrain.sentences import changes, count, counters, dates, describe_failure, finding
+from pytest_gputrain.sentences import changes, counters, dates, describe_failure, finding
 from pytest_gputrain.stats import MOST_RUNS, PRIOR_SD, decide, exceeds, runs_out
-from pytest_gputrain.units import MiB, format_bytes, format_percent
-
-GPU_MEMORY_FLOOR_BYTES: Final = 64 * MiB
-"""Added to the memory limit on a GPU, whose allocator differs by a few segments from run to run. A CPU's count is exact."""
+from pytest_gputrain.units import format_bytes, format_percent
 
 SHARED_CPU_RATIO: Final = 0.1
 """Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
@@ -183,28 +182,6 @@ def _out_of_memory(
     return Judgement(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
 
 
-def crowded(reply: OutOfMemory, runs: Sequence[BaselineRun]) -> str:
-    """What took the memory of a case that ran out of it, by itself or beside a baseline; empty where nothing else did."""
-    if reply.other_processes:
-        number = reply.other_processes
-        return f"{number} other {'process' if number == 1 else 'processes'} computed on the GPU when it started"
-    known = [run.free_bytes for run in runs if run.free_bytes is not None]
-    if known and reply.free_bytes is not None and reply.free_bytes < min(known) - GPU_MEMORY_FLOOR_BYTES:
-        return f"{format_bytes(reply.free_bytes)} were free when it started, {format_bytes(min(known))} for its baseline"
-    return ""
-
-
-def no_baseline_of(out: Sequence[OutOfMemory], runs: int, baseline: Baseline | None) -> str:
-    """Why a case that ran out of memory becomes no baseline; empty where it does, because it never fits by itself."""
-    if not out:
-        return ""
-    what = describe_failure(out[0])
-    if len(out) < runs:
-        return f"{what} in {len(out)} of {count(runs, 'run')}, so it is not recorded: a baseline fits always or never"
-    others = next(filter(None, (crowded(reply, baseline.runs if baseline else ()) for reply in out)), "")
-    return f"{what}; {others}, so it is not recorded" if others else ""
-
-
 def _time(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
 ) -> _Found:
@@ -216,7 +193,7 @@ def _time(
         return _Found(
             MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=known, note=reason)
         )
-    return _decided("step_seconds", base, new, tolerance, circumstances)
+    return _decided("step_seconds", base, new, tolerance, circumstances, measured)
 
 
 def _scaling(
@@ -238,10 +215,29 @@ def _scaling(
         )
         return _Found(metric)
     # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
-    return _decided("scaling_efficiency", [1 / one for one in base], [1 / one for one in value], tolerance, circumstances)
+    lost, before = [1 / one for one in value], [1 / one for one in base]
+    return _decided("scaling_efficiency", before, lost, tolerance, circumstances, measured)
 
 
 def _decided(
+    name: MetricName,
+    base: Sequence[float],
+    new: Sequence[float],
+    tolerance: Tolerance,
+    circumstances: Circumstances,
+    measured: Sequence[Measurement],
+) -> _Found:
+    """The rule's word on times, one of each run, where that is not others' doing."""
+
+    def by(some: Sequence[int]) -> _Found:
+        most = max(1, circumstances.most - (len(new) - len(some)))
+        return _ruled(name, base, [new[at] for at in some], tolerance, dataclasses.replace(circumstances, most=most))
+
+    found = by(range(len(new)))
+    return found._replace(metric=doubted(found.metric, lambda some: by(some).metric, measured))
+
+
+def _ruled(
     name: MetricName, base: Sequence[float], new: Sequence[float], tolerance: Tolerance, circumstances: Circumstances
 ) -> _Found:
     """The rule's word on times; an efficiency, whose reciprocals they are then, is shown as such."""
@@ -371,6 +367,7 @@ def _conclude(
     if worse := told("regressed"):
         told_flops = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
         since = [changes(measured[0].environment, fitted), *counters(measured[0], fitted, flops=not told_flops)]
+        since += filter(None, [slowed_down(measured)])
         sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear := told("inconclusive"):

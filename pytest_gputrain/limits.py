@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from pytest_gputrain.company import beside
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Case,
@@ -79,6 +80,8 @@ def against(
         if not reason:
             exact = cap.metric == "peak_allocated_bytes" and measured[0].environment.device_type == "cpu"
             over = exceeds(values, cap.most, 1 if exact else most - lost)
+            if over and cap.metric == "step_seconds" and (others := beside(measured)):
+                reason = f"it is over, but was measured {others}"
         limits.append(
             LimitVerdict(
                 metric=cap.metric,

@@ -96,6 +96,8 @@ def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
             values[keyword] = keywords[keyword](text)
         except ValueError as error:
             raise BadCase(f"{stated}: {keyword}: {error}") from None
+        if mark.name == LIMIT and not values[keyword]:
+            raise BadCase(f"{stated}: {keyword}={text!r} lets nothing pass; state more than zero, as {example}")
     return values
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain import launch
-from pytest_gputrain.hardware import nvidia, topology
-from pytest_gputrain.hardware.devices import Gpu, HardwareError
+from pytest_gputrain import company, launch
+from pytest_gputrain.hardware import drivers
+from pytest_gputrain.hardware.devices import Gpu, HardwareError, Occupancy
 from pytest_gputrain.hardware.lease import lease, lease_cores
 from pytest_gputrain.hardware.machine import Machine, detect
+from pytest_gputrain.hardware.watch import Watch as GpuWatch
+from pytest_gputrain.hardware.watch import watching
 from pytest_gputrain.records import Case, Event, Measurement, OutOfMemory, Reply, Scale, Task
 from pytest_gputrain.scaling import one_worker
 from pytest_gputrain.sentences import describe_failure
@@ -22,6 +26,10 @@ from pytest_gputrain.settings import Settings
 
 Watch = Callable[[Case, Event, int], None]
 """Called with what a case does, and in which of its fresh processes, from 1."""
+
+_SETTLING_SECONDS: Final = 0.5
+_SETTLING_LOOKS: Final = 4
+"""At who is on the GPUs, before whoever is there counts."""
 
 
 class BadCase(Exception):
@@ -106,34 +114,89 @@ class Bench:
             seconds = one.update_seconds(case.gradient_accumulation)
             if seconds is None:
                 return replies, f"{len(one.step_seconds)} steps hold no whole update of {case.gradient_accumulation}"
-            beside.append(msgspec.structs.replace(reply, one_worker_seconds=seconds))
+            holders = tuple(dict.fromkeys((*reply.holders, *company.of(one))))  # type: ignore[union-attr]
+            beside.append(msgspec.structs.replace(reply, one_worker_seconds=seconds, holders=holders))
         return tuple(beside), ""
 
     def _launch(self, task: Task, inline: bool, builder: Any, run: int) -> Reply:
         def watch(event: Event) -> None:
+            watched.note(event)
             self.watch(task.case, event, run)
 
         visible = self.machine.gpus
         nodes = self.nodes(task.case)
         count = min(task.case.gpus, len(visible)) if visible else task.processes + task.servers
         with _lent(visible[:1] if inline else visible, count) as gpus:
-            between, before = topology.paths(gpus), nvidia.occupancy(gpus)
-            if inline:
-                reply = launch.inline(task, builder)
-            elif nodes > 1:
-                cluster = launch.Cluster(nodes=nodes, shared=self.settings.shared, rendezvous=self.settings.rendezvous)
-                reply = launch.on_nodes(
-                    task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, cluster=cluster, watch=watch
-                )
-            else:
-                reply = launch.in_process(
-                    task,
-                    gpus=gpus,
-                    timeout_seconds=self.settings.timeout_seconds,
-                    watch=watch,
-                    preloaded=self.preloaded,
-                )
-            return _with_hardware(reply, gpus[0].driver, between, before) if gpus else reply
+            if len(gpus) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
+                raise BadCase(f"{task.case} takes several GPUs, and the parts of a partitioned one do not reach each other")
+            between, before = drivers.paths(gpus), self._before(task.case, gpus, inline)
+            # An inline case has no events, and trains in this process, where the thread that watches would take its time; of
+            # several nodes the others cannot be seen from here.
+            with watching(() if inline or nodes > 1 else gpus, _family) as watched:
+                if inline:
+                    reply = launch.inline(task, builder)
+                elif nodes > 1:
+                    cluster = launch.Cluster(nodes=nodes, shared=self.settings.shared, rendezvous=self.settings.rendezvous)
+                    reply = launch.on_nodes(
+                        task, gpus=gpus, timeout_seconds=self.settings.timeout_seconds, cluster=cluster, watch=watch
+                    )
+                else:
+                    reply = launch.in_process(
+                        task,
+                        gpus=gpus,
+                        timeout_seconds=self.settings.timeout_seconds,
+                        watch=watch,
+                        preloaded=self.preloaded,
+                    )
+            return self._with_hardware(reply, gpus[0], between, before, watched) if gpus else reply
+
+    def _before(self, case: Case, gpus: tuple[Gpu, ...], inline: bool) -> Occupancy:
+        """What is on the GPUs before a case starts.
+
+        Raises:
+            BadCase: somebody, and that is not allowed.
+        """
+        if not gpus:
+            return Occupancy(None, None)
+        before = drivers.occupancy(gpus, _family())
+        if inline:  # on a GPU that this process may have used before, under a number that it does not know
+            return Occupancy(before.free_bytes, None)
+        for _ in range(_SETTLING_LOOKS):
+            if not before.holders or self.settings.foreign == "ignore":
+                break
+            time.sleep(_SETTLING_SECONDS)  # a process that has just ended is listed for a moment
+            before = drivers.occupancy(gpus, _family())
+        if before.holders is None and self.settings.foreign == "error":
+            raise BadCase(
+                f"{case} was not measured: the driver does not tell who is on its GPUs; leave --gpu-foreign=error out"
+            )
+        if before.holders and self.settings.foreign == "error":
+            raise BadCase(
+                f"{case} was not measured: {company.named(before.holders)} is there already; end that, choose other GPUs "
+                "with --gpu-ids, or measure beside it with --gpu-foreign=warn"
+            )
+        return before
+
+    def _with_hardware(
+        self, reply: Reply, gpu: Gpu, between: tuple[tuple[str, ...], ...], before: Occupancy, watched: GpuWatch
+    ) -> Reply:
+        """The reply with what only the parent knows of the machine."""
+        if not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None:
+            return reply
+        environment = msgspec.structs.replace(
+            reply.environment, driver=gpu.driver, power_limit_watts=gpu.power_limit_watts, topology=between
+        )
+        reply = msgspec.structs.replace(reply, environment=environment, free_bytes=before.free_bytes)
+        counts = self.settings.foreign != "ignore"
+        if counts and before.holders is not None:
+            # Who came later may have taken the memory that ran out.
+            there = before.holders if isinstance(reply, Measurement) else (*before.holders, *watched.others)
+            seen = {holder.pid for holder in there} - {None}
+            reply = msgspec.structs.replace(reply, other_processes=len(seen), holders=there)
+        if not isinstance(reply, Measurement) or (telemetry := watched.telemetry()) is None:
+            return reply
+        others = watched.others if counts else ()
+        return msgspec.structs.replace(reply, telemetry=msgspec.structs.replace(telemetry, others=others))
 
     def processes(self, declared: int) -> int:
         """On a CPU a parallelism is exercised rather than measured: fewer processes show as much."""
@@ -165,11 +228,10 @@ def _lent(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
         raise BadCase(str(error)) from None
 
 
-def _with_hardware(reply: Reply, driver: str, between: tuple[tuple[str, ...], ...], before: nvidia.Occupancy) -> Reply:
-    """The reply with what only the parent knows of the machine."""
-    if isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None:
-        environment = msgspec.structs.replace(reply.environment, driver=driver, topology=between)
-        return msgspec.structs.replace(
-            reply, environment=environment, free_bytes=before.free_bytes, other_processes=before.processes
-        )
-    return reply
+def _family() -> set[int]:
+    """This process and those below it; under xdist those of all its workers, which measure inline cases at times."""
+    import psutil
+
+    me = psutil.Process()
+    root = (me.parent() or me) if "PYTEST_XDIST_WORKER" in os.environ else me
+    return {me.pid, root.pid, *(child.pid for child in root.children(recursive=True))}

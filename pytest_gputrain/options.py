@@ -225,6 +225,16 @@ OPTIONS: Final = (
     ),
     Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
     Option(
+        name="foreign",
+        parse=_one_of("error", "warn", "ignore"),
+        default="warn",
+        metavar="error|warn|ignore",
+        help=(
+            "processes of others on the GPUs of a case: fail it unmeasured (error), measure it but blame no slowdown on it "
+            "and record nothing (warn), or take no notice (ignore) (default: warn)"
+        ),
+    ),
+    Option(
         name="isolation",
         parse=_one_of("auto", "process", "inline"),
         default="auto",

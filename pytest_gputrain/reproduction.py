@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from pytest_gputrain.cases import differences
+from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES, beside
 from pytest_gputrain.figures import Figure, Figures
-from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance
+from pytest_gputrain.judge import Tolerance
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.published import GATED
 from pytest_gputrain.records import (
@@ -130,8 +131,15 @@ def _time(
     value = statistics.median(known)
     limit = printed.most * (1 + tolerance)
     status: Status = "regressed" if value > limit else "improved" if value < printed.least / (1 + tolerance) else "pass"
+    others = beside(measured) if status == "regressed" else ""
     return MetricVerdict(
-        metric="step_seconds", status=status, value=value, baseline=printed.middle, limit=limit, runs=len(measured)
+        metric="step_seconds",
+        status="inconclusive" if others else status,
+        value=value,
+        baseline=printed.middle,
+        limit=limit,
+        note=f"measured {others}" if others else "",
+        runs=len(measured),
     )
 
 

@@ -13,8 +13,9 @@ import msgspec
 
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import problem, same_id
+from pytest_gputrain.company import no_baseline_of
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge, no_baseline_of
+from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
 from pytest_gputrain.limits import NO_TERMS, Limited, Terms, against, with_limits
 from pytest_gputrain.measuring import BadCase, Bench
 from pytest_gputrain.outcome import summarise
@@ -377,12 +378,12 @@ class Runner:
         self, verdict: Verdict, case: Case, replies: tuple[Reply, ...], baseline: Baseline | None, no_scaling: str
     ) -> Verdict:
         """The verdict, turned into ``recorded`` where these figures can be stored."""
-        if any(not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None for reply in replies):
+        known = [one for one in replies if isinstance(one, Measurement | OutOfMemory) and one.environment is not None]
+        if len(known) < len(replies):
             return verdict
-        out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
-        if why_not := no_baseline_of(out, len(replies), baseline):
+        if why_not := no_baseline_of(known, baseline):
             return msgspec.structs.replace(verdict, status="failed", sentence=f"{case} {why_not}")
-        what = "running out of memory" if out else "today's figures"
+        what = "running out of memory" if isinstance(known[0], OutOfMemory) else "today's figures"
         what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")

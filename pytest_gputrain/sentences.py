@@ -120,6 +120,9 @@ def changes(here: Environment | None, runs: Sequence[BaselineRun]) -> str:
             ]
         elif name == "topology" and before != after:
             changes.append(f"topology {format_topology(before)} -> {format_topology(after)}")
+        elif name == "power_limit_watts":
+            if before != after and before is not None and after is not None:
+                changes.append(f"power limit {before:.0f} W -> {after:.0f} W")
         elif before != after:
             changes.append(f"{name.replace('_', ' ')} {before} -> {after}")
     return f"since then: {', '.join(changes)}" if changes else "same environment"

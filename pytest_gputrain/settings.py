@@ -42,6 +42,7 @@ class Settings:
     gpu_ids: tuple[str, ...] | None
     """Indices or UUIDs of the GPUs to use, None for all visible ones."""
     isolation: Literal["auto", "process", "inline"]
+    foreign: Literal["error", "warn", "ignore"]
     nodes: int
     """Most nodes of a case."""
     shared: Path
@@ -136,6 +137,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         processes=values["processes"],
         gpu_ids=values["ids"],
         isolation=values["isolation"],
+        foreign=values["foreign"],
         nodes=values["nodes"],
         shared=values["shared"].absolute(),
         rendezvous=values["rendezvous"] or "",

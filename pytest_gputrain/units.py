@@ -46,6 +46,11 @@ def format_flops(count: float) -> str:
     return f"{count:.0f} FLOP"
 
 
+def format_joules(joules: float) -> str:
+    """``1.25 kJ``."""
+    return f"{_digits(joules / 1000)} kJ" if abs(joules) >= 1000 else f"{_digits(joules)} J"
+
+
 def format_rate(per_second: float) -> str:
     """``4.34/s`` with three significant digits."""
     return f"{_digits(per_second)}/s"

@@ -60,6 +60,8 @@ class DryRunner(Runner):
             raise CannotRun(f"not declared for {self._platform}, which this dry run predicts for")
         if self._platform == catalog.CPU and case.parallel.startswith("zero") and case.precision == "fp16":
             raise CannotRun("needs a GPU: DeepSpeed's fp16 refuses a CPU")
+        if case.compile != "off":
+            raise CannotRun("is compiled, and a dry run does not know what a compiler makes of it")
 
     def run(
         self,

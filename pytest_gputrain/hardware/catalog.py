@@ -103,7 +103,7 @@ PLATFORMS: Final = {
 }  # fmt: skip
 """By marker. The order decides which pattern is tried first."""
 
-_OTHER_CHIPS: Final = r"\bLaptop\b|\bMax-Q\b|\bMIG\b|\bGRID\b|\bvGPU\b|\b[45]090 D\b|\b3090 Ti\b"
+_OTHER_CHIPS: Final = r"\bLaptop\b|\bMax-Q\b|\bMIG\b|\bGRID\b|\bvGPU\b|\b[45]090 D\b|\b3090 Ti\b|\b[CDTQ]PX\b"
 """Devices that bear the name of a faster one."""
 
 CPU: Final = "cpu"

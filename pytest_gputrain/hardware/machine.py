@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_gputrain.hardware import catalog, nvidia
+from pytest_gputrain.hardware import amd, catalog, drivers
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 
 
@@ -36,7 +36,8 @@ class Machine:
 def detect(
     *, platform: str | None = None, gpu_ids: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Machine:
-    """What is here, within ``CUDA_VISIBLE_DEVICES`` and ``gpu_ids``.
+    """What is here, within ``gpu_ids`` and what the vendor's runtime shows: ``CUDA_VISIBLE_DEVICES``, for AMD
+    ``ROCR_VISIBLE_DEVICES`` and, of what that leaves, ``HIP_VISIBLE_DEVICES``.
 
     Args:
         platform: the marker that this machine must have; a GPU that the catalog lacks passes for it. ``cpu`` leaves GPUs
@@ -49,12 +50,12 @@ def detect(
         if gpu_ids:
             raise HardwareError("--gpu-ids names GPUs, but --gpu-platform=cpu leaves them alone")
         return Machine(gpus=(), platform=catalog.CPU)
-    gpus = _visible(nvidia.gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = _visible(drivers.gpus(), environ)
     if gpu_ids:
         gpus = tuple(dict.fromkeys(_find(gpus, wanted) for wanted in gpu_ids))
     if not gpus:
         if platform is not None:
-            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here")
+            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here{_unseen(platform)}")
         return Machine(gpus=(), platform=catalog.CPU)
     names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
@@ -66,36 +67,65 @@ def detect(
 
 
 def _find(gpus: Sequence[Gpu], wanted: str) -> Gpu:
-    found = _match(gpus, wanted)
+    found = _match(gpus, wanted, {gpu.uuid: gpu.index for gpu in gpus})
     if found is not None:
         return found
     visible = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
     raise HardwareError(f"--gpu-ids: no visible GPU {wanted!r}; visible: {visible}")
 
 
-def _visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA would show: by index or UUID, up to the first entry that names none (CUDA stops there too).
+def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The GPUs that the runtimes of their vendors would show.
 
     Raises:
-        HardwareError: the variable shows none of them, and does not say so by being empty or -1.
+        HardwareError: a variable shows none of them, and does not say so by being empty or -1.
     """
+    known = {vendor: [gpu for gpu in gpus if gpu.vendor == vendor] for vendor in ("nvidia", "amd")}
+    by_index = {gpu.uuid: gpu.index for gpu in gpus}
+    nvidias = _shown(known["nvidia"], "CUDA_VISIBLE_DEVICES", environ, by_index)
+    left = _shown(known["amd"], "ROCR_VISIBLE_DEVICES", environ, by_index)
+    # HIP counts what ROCm left to it. It heeds CUDA's name for its own variable, which is another vendor's beside NVIDIA's
+    # GPUs, and takes an empty one for unset.
+    name = "HIP_VISIBLE_DEVICES" if environ.get("HIP_VISIBLE_DEVICES") or nvidias else "CUDA_VISIBLE_DEVICES"
+    said = {key: value for key, value in environ.items() if value}
+    return (*nvidias, *_shown(left, name, said, {gpu.uuid: at for at, gpu in enumerate(left)}))
+
+
+def _shown(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers: Mapping[str, int]) -> list[Gpu]:
+    """Those of a variable, up to its first entry that names none (the runtimes stop there too).
+
+    Args:
+        numbers: by UUID, what the variable calls them.
+    """
+    variable = environ.get(name)
     if variable is None or not gpus:
-        return tuple(gpus)
+        return gpus
     chosen: list[Gpu] = []
     for entry in map(str.strip, variable.split(",")):
-        match = _match(gpus, entry)
+        match = _match(gpus, entry, numbers)
         if match is None:
             break
         chosen.append(match)
     said_none = variable.split(",")[0].strip() in ("", "-1", "NoDevFiles")
     if not chosen and not said_none:
-        mig = "; MIG slices are not supported" if "MIG-" in variable else ""
-        raise HardwareError(f"CUDA_VISIBLE_DEVICES={variable} shows none of the {len(gpus)} GPUs here{mig}")
-    return tuple(dict.fromkeys(chosen))
+        raise HardwareError(f"{name}={variable} shows none of the {len(gpus)} GPUs here")
+    return list(dict.fromkeys(chosen))
 
 
-def _match(gpus: Sequence[Gpu], name: str) -> Gpu | None:
-    """The GPU of that index, or whose UUID begins so."""
+def _match(gpus: Sequence[Gpu], name: str, numbers: Mapping[str, int]) -> Gpu | None:
+    """The GPU of that number, the first of its parts, or the one whose UUID begins so."""
     return next(
-        (gpu for gpu in gpus if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))), None
+        (
+            gpu
+            for gpu in gpus
+            if name == str(numbers[gpu.uuid]) or (name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name))
+        ),
+        None,
     )
+
+
+def _unseen(platform: str) -> str:
+    """Why an AMD GPU that the kernel has may not be seen."""
+    if platform.startswith("mi") and amd.DEVICE_FILE.exists() and amd.load() is None:
+        return f" ({amd.DEVICE_FILE} is, but amdsmi is missing or finds no ROCm: install pytest-gputrain[amd])"
+    return ""

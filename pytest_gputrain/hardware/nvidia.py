@@ -3,73 +3,166 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from pytest_gputrain.hardware.devices import Gpu, HardwareError
+from pytest_gputrain.hardware.devices import SELF, UNKNOWN, Gpu, HardwareError, Occupancy, Reading
+from pytest_gputrain.records import Holder
 
 DEVICE_FILES: Final = Path("/dev")
 """Where the kernel shows its GPUs, whatever the library says of them."""
 
+_ANCESTORS: Final = {
+    "NVML_TOPOLOGY_SINGLE": "PIX",
+    "NVML_TOPOLOGY_MULTIPLE": "PXB",
+    "NVML_TOPOLOGY_HOSTBRIDGE": "PHB",
+    "NVML_TOPOLOGY_NODE": "NODE",
+    "NVML_TOPOLOGY_SYSTEM": "SYS",
+}
+"""Names of nvidia-smi: one PCIe switch, several, a host bridge, several of one NUMA node, several nodes."""
 
-def gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the driver, in its order; none where there is no driver.
+_REASONS: Final = {
+    0x04: "SW Power Cap",
+    0x08: "HW Slowdown",
+    0x10: "Sync Boost",
+    0x20: "SW Thermal Slowdown",
+    0x40: "HW Thermal Slowdown",
+    0x80: "HW Power Brake Slowdown",
+}
+"""``nvmlClocksEventReason...`` under nvidia-smi's names; bindings before 12.535 have other constants for them."""
 
-    Raises:
-        HardwareError: the driver is there but does not answer.
-    """
-    with library() as nvml:
-        if nvml is None:
-            return ()
-        driver = _text(nvml.nvmlSystemGetDriverVersion())
+_LOST: Final = (15, 16)
+"""NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED: no answer is None for these, but a fault."""
+
+
+class Nvidia:
+    """NVML, initialised."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        driver = _text(self._nvml.nvmlSystemGetDriverVersion())
         found = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            found.append(
-                Gpu(
-                    index=index,
-                    uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-                    name=_text(nvml.nvmlDeviceGetName(handle)),
-                    memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-                    driver=driver,
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            mode = self._ask("nvmlDeviceGetMigMode", handle)
+            partitioned = bool(mode and mode[0])  # it may have no part yet, and is no device then
+            limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
+            for part in self._parts(handle) if partitioned else [handle]:
+                memory = self._ask("nvmlDeviceGetMemoryInfo", part)
+                found.append(
+                    Gpu(
+                        index=index,
+                        uuid=_text(self._nvml.nvmlDeviceGetUUID(part)),
+                        name=_text(self._nvml.nvmlDeviceGetName(part)),
+                        memory_bytes=0 if memory is None else int(memory.total),
+                        driver=driver,
+                        power_limit_watts=None if limit is None else limit / 1000,
+                    )
                 )
-            )
         return tuple(found)
 
+    def _parts(self, handle: Any) -> list[Any]:
+        """The MIG devices of a GPU that is partitioned."""
+        most = self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+        parts = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, at) for at in range(most))
+        return [part for part in parts if part is not None]
 
-class Occupancy(NamedTuple):
-    """What else is on GPUs."""
+    def occupancy(self, gpu: Gpu) -> Occupancy:
+        handle = self._handle(gpu)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        running = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
+        holders = None
+        if running is not None:
+            holders = tuple(
+                Holder(pid=process.pid, gpu=gpu.index, bytes=getattr(process, "usedGpuMemory", None)) for process in running
+            )
+        return Occupancy(None if memory is None else int(memory.free), holders)
 
-    free_bytes: int | None
-    """Of the one that has least; None where nobody tells."""
-    processes: int | None
-    """Other processes that compute on any of them; None likewise."""
+    def read(self, gpu: Gpu) -> Reading:
+        if gpu.uuid.startswith("MIG-"):  # the counters are the whole GPU's
+            return Reading()
+        handle = self._handle(gpu)
+        energy = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
+        power = self._ask("nvmlDeviceGetPowerUsage", handle)
+        used = self._ask("nvmlDeviceGetUtilizationRates", handle)
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # its name before driver 535
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return Reading(
+            energy_joules=None if energy is None else energy / 1000,
+            power_watts=None if power is None else power / 1000,
+            clock_mhz=self._ask("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM),
+            utilization=None if used is None else used.gpu / 100,
+            throttling=None if reasons is None else frozenset(name for bit, name in _REASONS.items() if reasons & bit),
+        )
 
+    def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
+        """As ``nvidia-smi topo -m``: ``NV4`` for four NVLinks, direct or through NVSwitches, else where on PCIe two meet."""
+        ends = [_End(self._nvml, self._ask, self._handle(gpu)) for gpu in gpus]
+        return tuple(tuple(SELF if one is other else one.path(other) for other in ends) for one in ends)
 
-def occupancy(gpus: Sequence[Gpu]) -> Occupancy:
-    """What is on ``gpus`` beside this process now.
+    def _handle(self, gpu: Gpu) -> Any:
+        if gpu.uuid.startswith("MIG-"):
+            return self._nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+        return self._nvml.nvmlDeviceGetHandleByIndex(gpu.index)
 
-    Raises:
-        HardwareError: the driver does not answer.
-    """
-    with library() as nvml:
-        if nvml is None or not gpus:
-            return Occupancy(None, None)
-        handles = [nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus]
-        free = min(int(nvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles)
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """What a function says; None where the binding, the driver or the hardware has no such thing."""
+        function: Callable[..., Any] | None = getattr(self._nvml, name, None)
+        if function is None:
+            return None
         try:
-            found = {process.pid for handle in handles for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-        except nvml.NVMLError:  # not supported, or not permitted
-            return Occupancy(free, None)
-        return Occupancy(free, len(found - {os.getpid()}))
+            return function(*arguments)
+        except self._nvml.NVMLError as error:
+            if error.value in _LOST:
+                raise
+            return None
+
+
+class _End:
+    """A GPU with its NVLinks."""
+
+    def __init__(self, nvml: Any, ask: Callable[..., Any], handle: Any) -> None:
+        self._nvml, self._ask, self._handle = nvml, ask, handle
+        self._address = ask("nvmlDeviceGetPciInfo", handle)
+        self._direct: list[Any] = []
+        self._into_switches = 0
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            if not ask("nvmlDeviceGetNvLinkState", handle, link):
+                continue
+            if ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+                self._into_switches += 1
+            else:
+                self._direct.append(ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link))
+
+    def path(self, other: _End) -> str:
+        links = sum(_same_place(address, other._address) for address in self._direct)
+        # Switches join all GPUs that have links into them.
+        links += min(self._into_switches, other._into_switches)
+        if links:
+            return f"NV{links}"
+        level = self._ask("nvmlDeviceGetTopologyCommonAncestor", self._handle, other._handle)
+        known = {getattr(self._nvml, constant): name for constant, name in _ANCESTORS.items()}
+        return known.get(level, UNKNOWN)
+
+
+def _same_place(one: Any, other: Any) -> bool:
+    known = one is not None and other is not None
+    return known and (one.domain, one.bus, one.device) == (other.domain, other.bus, other.device)
 
 
 @contextlib.contextmanager
-def library() -> Iterator[Any]:
-    """The initialised library, None on a machine without it. Imported here: most runs of pytest never ask."""
+def opened() -> Iterator[Nvidia | None]:
+    """The driver; None on a machine without one.
+
+    Raises:
+        HardwareError: the driver is there but does not answer, now or while it is open.
+    """
     try:
+        # Imported here: most runs of pytest never ask.
         import pynvml
     except ImportError:
         yield None
@@ -84,11 +177,12 @@ def library() -> Iterator[Any]:
         yield None
         return
     try:
-        yield pynvml
+        yield Nvidia(pynvml)
     except pynvml.NVMLError as error:
         raise _fault(error) from error
     finally:
-        pynvml.nvmlShutdown()
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def _fault(error: Exception) -> HardwareError:

@@ -101,3 +101,8 @@ def inline(task: Task, builder: Any = None) -> Reply:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
         gc.unfreeze()
+        # What a failed case left in cycles with its traceback, and what the allocator keeps, is the next one's.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()

@@ -24,6 +24,7 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
         environment=msgspec.structs.replace(first.environment, hosts=hosts if len(hosts) > 1 else ()),
         step_seconds=tuple(map(max, slowest)),
         warmup_seconds=tuple(map(max, slowest_warmup)),
+        device_step_seconds=tuple(map(max, zip(*(reply.device_step_seconds for reply in measured), strict=True))),
         losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
         batch_size=sum(reply.batch_size for reply in measured),
         model_bytes=_largest(reply.model_bytes for reply in figures),

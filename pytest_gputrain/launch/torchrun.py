@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.kernel import PARENT
-from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
+from pytest_gputrain.launch.environment import CHOOSING, refuse_recursion, worker_environment
 from pytest_gputrain.launch.processes import Fresh, Process, run_module
 from pytest_gputrain.launch.ranks import Rank, exit_text, folder_of, follow, tail
 from pytest_gputrain.nodes import (
@@ -231,10 +231,10 @@ def start_agent(folder: Path, seat: int, host: str, environment: Mapping[str, st
 def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) -> Fresh:
     """One agent on each of ``count`` nodes of the allocation."""
     environment = {name: value for name, value in environment.items() if name != PARENT}
-    if environment["CUDA_VISIBLE_DEVICES"]:
+    if any(environment.get(name) for name in CHOOSING):
         # GPUs go by other names on other nodes: there Slurm shows them, or what the shell said before pytest started.
-        del environment["CUDA_VISIBLE_DEVICES"]
-        environment |= {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
+        environment = {name: value for name, value in environment.items() if name not in CHOOSING}
+        environment |= {name: value for name, value in os.environ.items() if name in CHOOSING}
     srun = [
         "srun",
         f"--nodes={count}",

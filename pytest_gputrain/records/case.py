@@ -54,6 +54,11 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
     optimizer: str = "adamw"
     """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd``."""
+    compile: str = "off"
+    """``torch.compile`` of the model that trains: ``off``, or its mode ``default``, ``reduce-overhead``, ``max-autotune`` or
+    ``max-autotune-no-cudagraphs``. On a CPU the graphs are traced, but no code is made of them."""
+    loss_chunks: int = 1
+    """Chunks of a batch's tokens whose logits exist one after the other (language models); backward makes them anew."""
     learning_rate: float = 1e-4
     """Constant. The default moves weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
     cpu_offload: bool = False

@@ -92,6 +92,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Share of the blocks that are recomputed: 1.0 for all."""
     lora_rank: int
     optimizer: str
+    compile: str
+    loss_chunks: int
     learning_rate: float
     cpu_offload: bool
     offload_optimizer: bool
@@ -127,6 +129,14 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Share, where the test asks for it."""
     model_flops_utilization: float | None
     """Share of the platform's peak."""
+    joules_per_sample: float | None
+    """Energy of the case's GPUs; this and the next three null where no driver tells."""
+    power_watts: float | None
+    """Of the case's GPUs together."""
+    clock_mhz: int | None
+    """Of the GPU that has the lowest."""
+    gpu_utilization: float | None
+    """Share of the time in which a kernel ran."""
     peak_allocated_bytes: int | None
     """Of one process; this and the next four the median over the processes, the higher of the middle two."""
     peak_reserved_bytes: int | None

@@ -20,6 +20,39 @@ class Event(Struct, frozen=True, kw_only=True):
     """Timed steps finished."""
     step_seconds: float | None = None
     allocated_bytes: int | None = None
+    at: float | None = None
+    """Of the host's monotonic clock, where a phase begins."""
+
+
+class Holder(Struct, frozen=True, kw_only=True):
+    """Somebody else on a GPU of a case."""
+
+    pid: int | None
+    """As the driver numbers processes; None for memory in use where no process is seen."""
+    gpu: int
+    """Index of the GPU."""
+    name: str = ""
+    """Of the program; empty where this user may not know it."""
+    bytes: int | None = None
+    """Device memory in use; None where the driver does not tell."""
+
+
+class Telemetry(Struct, frozen=True, kw_only=True):
+    """The GPUs of a case during its timed steps, read several times a second; None for what a driver does not tell."""
+
+    readings: int
+    energy_joules: float | None
+    """Of all GPUs together, from the first timed step's begin to the last one's end."""
+    power_watts: float | None
+    """Mean, of all GPUs together."""
+    clock_mhz: int | None
+    """Median of the GPU that has the lowest."""
+    utilization: float | None
+    """Mean share of the time in which a kernel ran."""
+    throttled: dict[str, float] | None
+    """Share of the readings with a lowered clock, by the vendor's reason, of the GPU that has most of it."""
+    others: tuple[Holder, ...] = ()
+    """Processes of others that computed on these GPUs meanwhile."""
 
 
 class Environment(Struct, frozen=True, kw_only=True):
@@ -42,6 +75,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     runtime: str | None = None
     """CUDA or ROCm version that torch was built for."""
     driver: str | None = None
+    power_limit_watts: float | None = None
+    """Of each GPU; a lower one makes steps slower."""
     topology: tuple[tuple[str, ...], ...] = ()
     """Paths between the case's GPUs, a row for each as in ``nvidia-smi topo -m``; none for one GPU."""
     threads: int = 1
@@ -84,7 +119,11 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
     step_seconds: tuple[float, ...]
     """Wall seconds of every timed step, synchronised with the device, in order."""
+    device_step_seconds: tuple[float, ...] = ()
+    """The same steps by the GPU's clock, from the begin to the end of its main stream's work; the wall's has besides what
+    other streams and the host did after that."""
     warmup_seconds: tuple[float, ...]
+    """Of the steps before; the first has what is compiled and tuned once."""
     losses: tuple[float, ...]
     """Loss of every timed step."""
     batch_size: int
@@ -121,7 +160,19 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Free on the fullest of the case's GPUs before it started; this and the next from the parent."""
     other_processes: int | None = None
     """That computed on its GPUs then."""
+    holders: tuple[Holder, ...] = ()
+    """Who they were; likewise memory in use by nobody seen."""
+    telemetry: Telemetry | None = None
+    """Of its GPUs, from the parent."""
     environment: Environment
+
+    @property
+    def joules_per_step(self) -> float | None:
+        return (
+            self.telemetry.energy_joules / len(self.step_seconds)
+            if self.telemetry and self.telemetry.energy_joules
+            else None
+        )
 
     @property
     def median_step_seconds(self) -> float:
@@ -160,6 +211,7 @@ class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_fi
     free_bytes: int | None = None
     """As in `Measurement`, and the next."""
     other_processes: int | None = None
+    holders: tuple[Holder, ...] = ()
     environment: Environment | None = None
 
 

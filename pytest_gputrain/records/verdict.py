@@ -176,6 +176,18 @@ class Summary(Struct, frozen=True, kw_only=True):
     scaling_efficiency: float | None = None
     """See `pytest_gputrain.scaling.efficiency`; the median over the runs."""
     ranks: RankSpread | None = None
+    first_step_seconds: float | None = None
+    """Of the first step of the warm-up, in which kernels are loaded, tuned and, with ``compile``, made; median over the
+    runs, None without warm-up."""
+    joules_per_step: float | None = None
+    """Energy of all GPUs of the case; this and what follows the median over the runs, None where no driver tells."""
+    joules_per_sample: float | None = None
+    power_watts: float | None = None
+    """Of all GPUs of the case together."""
+    clock_mhz: int | None = None
+    """Of the GPU that has the lowest."""
+    gpu_utilization: float | None = None
+    """Share of the time in which a kernel ran."""
 
 
 class Result(Struct, frozen=True, kw_only=True):

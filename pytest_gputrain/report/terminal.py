@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
+from pytest_gputrain.company import slowed_down
 from pytest_gputrain.dry_run.store import FOLDER
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
@@ -92,6 +93,7 @@ def explain(results: Sequence[Result]) -> list[str]:
         if metric.status == "pass" and metric.note
     ]
     noted += [f"{result.case}: {apart}" for result in results for apart in _apart(result)]
+    noted += [f"{result.case}: {why}" for result in results if (why := _slowed_down(result))]
     lines += noted[:_SHOWN_NOTES]
     if len(noted) > _SHOWN_NOTES:
         lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
@@ -208,6 +210,10 @@ def change(name: MetricName, result: Result) -> str:
     """``+0.4 %`` where the metric was compared."""
     metric = result.verdict.metric(name) if result.verdict else None
     return "" if metric is None or metric.change is None else format_percent(metric.change)
+
+
+def _slowed_down(result: Result) -> str:
+    return slowed_down([reply for reply in result.replies if isinstance(reply, Measurement)])
 
 
 def _apart(result: Result) -> Iterator[str]:

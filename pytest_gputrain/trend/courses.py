@@ -9,10 +9,17 @@ from pytest_gputrain.records import Case, Change, Course, HistoryLine, Moment
 from pytest_gputrain.trend.reading import History
 from pytest_gputrain.units import format_bytes, format_seconds
 
-HIGHER_IS_BETTER: Final = ("samples_per_second", "tokens_per_second", "scaling_efficiency", "model_flops_utilization")
+HIGHER_IS_BETTER: Final = (
+    "samples_per_second",
+    "tokens_per_second",
+    "scaling_efficiency",
+    "model_flops_utilization",
+    "clock_mhz",
+    "gpu_utilization",
+)
 """Of all other metrics less is better."""
 
-_NOISY: Final = (*HIGHER_IS_BETTER, "_seconds")
+_NOISY: Final = (*HIGHER_IS_BETTER, "_seconds", "joules_per_sample", "power_watts")
 
 
 def courses(history: History, metrics: Iterable[str]) -> Iterator[Course]:

@@ -180,10 +180,22 @@ def _of_branch(
     return {subject: merged[subject].sorted() for subject in sorted(merged)}
 
 
+_ENDINGS: Final = (
+    "_seconds",
+    "_bytes",
+    "_per_second",
+    "_per_step",
+    "_per_sample",
+    "parameters",
+    "_efficiency",
+    "_utilization",
+    "_watts",
+    "_mhz",
+)
+
 METRICS: Final = tuple(
     name
     for name in HistoryLine.__struct_fields__
-    if name.endswith(("_seconds", "_bytes", "_per_second", "_per_step", "parameters", "_efficiency", "_utilization"))
-    and not name.startswith(("baseline_", "limit_", "device_memory_"))
+    if name.endswith(_ENDINGS) and not name.startswith(("baseline_", "limit_", "device_memory_"))
 )
 """Keys of figures that may have a trend."""

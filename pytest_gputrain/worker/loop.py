@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from pytest_gputrain.worker.device import Device
 
 
 def timed(
@@ -45,3 +48,23 @@ def schedule(count: int, accumulation: int) -> list[bool]:
     memory. The median step is a plain micro-batch then, as in the published tables.
     """
     return [index % accumulation == 0 or index == count for index in range(1, count + 1)]
+
+
+class Stamped:
+    """A step that notes when the device's own clock says that it began and ended."""
+
+    def __init__(self, step: Callable[[bool], object], device: Device) -> None:
+        self._step, self._device = step, device
+        self._stamps: list[tuple[Any, Any]] = []
+
+    def __call__(self, update: bool) -> None:
+        begin = self._device.stamp()
+        self._step(update)
+        self._stamps.append((begin, self._device.stamp()))
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of each step, on an idle device; none where that has no clock of its own."""
+        if self._device.type == "cpu":
+            return ()
+        return tuple(self._device.seconds_between(begin, end) for begin, end in self._stamps)

@@ -26,7 +26,7 @@ class Progress:
     def enter(self, phase: Phase) -> None:
         """The worker begins ``phase``."""
         self.phase, self.step = phase, None
-        self._write(Event(phase=phase))
+        self._write(Event(phase=phase, at=time.monotonic()))
 
     def stepped(self, step: int, seconds: float, allocated_bytes: int | None) -> None:
         """``step`` steps of the phase are done, the last in ``seconds``."""

@@ -18,6 +18,7 @@ from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
+from pytest_gputrain.worker.compiling import compile_in_place
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
 from pytest_gputrain.worker.parallel import ENGINES, Setting
@@ -84,6 +85,8 @@ class Training:
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
         blocks = [block for path in architecture.blocks for block in self._workload.model.get_submodule(path).children()]
         self._workload.model = adapted
+        if case.compile != "off":
+            compile_in_place(blocks or [adapted], case.compile, device)
         optimizer = OPTIMIZERS[case.optimizer]
         setting = Setting(
             case=case,

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from pytest_gputrain.cases import LIBRARIES
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, finite_losses, local
+from pytest_gputrain.worker.compiling import uncompiled
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.group import ALONE, Group
-from pytest_gputrain.worker.loop import schedule, timed
+from pytest_gputrain.worker.loop import Stamped, schedule, timed
 from pytest_gputrain.worker.own_work import OwnWork
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
@@ -113,9 +115,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         device.reset_peaks()
         if counter is not None:
             progress.enter("count")
-            counter.reset_peak()
-            for update in counted_steps(case):
-                training.step(update)
+            _count(training, case, counter)
 
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
     gc.collect()
@@ -131,7 +131,8 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         steps = max(1, steps - len(training.losses)) if finite or group.size > 1 else 1
     else:
         training.losses.clear()
-    seconds = timed(training.step, schedule(steps, case.gradient_accumulation), device.synchronize, done, met)
+    stamped = Stamped(training.step, device)
+    seconds = timed(stamped, schedule(steps, case.gradient_accumulation), device.synchronize, done, met)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -142,7 +143,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         losses = finite_losses(losses, case.model, steps=made)[: case.steps]
     else:
         check_losses(losses)
-    with count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
+    with uncompiled(case), count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
         training.step(True)
     moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
     if movement is not None:
@@ -150,6 +151,7 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
     training.leave()
     return Measurement(
         step_seconds=tuple(seconds),
+        device_step_seconds=stamped.seconds,
         warmup_seconds=tuple(warmup),
         losses=losses,
         batch_size=training.samples,
@@ -167,6 +169,14 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
         environment=_environment(device, group),
     )
+
+
+def _count(training: Trainable, case: Case, counter: AllocationCounter) -> None:
+    """Steps for the tensors that live in them."""
+    counter.reset_peak()
+    with uncompiled(case):  # what has run while tensors are counted is never compiled afterwards
+        for update in counted_steps(case):
+            training.step(update)
 
 
 def _nobody() -> None:

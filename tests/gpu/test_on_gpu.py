@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pytest_gputrain import Case, MiB
+from pytest_gputrain.hardware import watch
 
 LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=3, warmup=1)
 
@@ -31,6 +32,26 @@ def sleep_on_the_device(setup):
     return step
 
 
+def multiply(setup):
+    matrix = torch.randn(4096, 4096, device=setup.device, dtype=torch.bfloat16)
+
+    def step():
+        for _ in range(200):
+            torch.mm(matrix, matrix)
+
+    return step
+
+
+def run_out_and_keep_the_traceback(setup):
+    blocks = []
+
+    def step():
+        while True:
+            blocks.append(torch.empty(1 << 32, dtype=torch.uint8, device=setup.device))
+
+    return step
+
+
 def do_nothing(setup):
     return lambda: None
 
@@ -51,6 +72,50 @@ def test_asynchronous_work_is_inside_the_step(gputrain):
     idle = gputrain.measure(do_nothing, steps=3)
     assert slept.median_step_seconds > 0.02
     assert slept.median_step_seconds > 100 * idle.median_step_seconds
+
+
+def test_the_gpus_own_clock_agrees_with_the_walls(gputrain):
+    slept = gputrain.measure(sleep_on_the_device, steps=3)
+    for wall, device in zip(slept.step_seconds, slept.device_step_seconds, strict=True):
+        assert 0.9 * wall < device <= wall
+
+
+def test_the_driver_is_read_while_the_steps_are_timed(gputrain):
+    seen = gputrain.measure(multiply, steps=100).telemetry
+    assert seen.readings >= 3
+    assert seen.clock_mhz > 300
+    assert seen.utilization > 0.5
+    assert seen.energy_joules is None or seen.energy_joules > 10
+
+
+def test_reading_the_driver_costs_the_step_nothing(gputrain, monkeypatch):
+    read = gputrain.measure(multiply, steps=100)
+    monkeypatch.setattr(watch, "INTERVAL_SECONDS", 1e6)
+    alone = gputrain.measure(multiply, steps=101)  # other steps: a case is measured once a session
+    assert alone.telemetry is None
+    assert read.median_step_seconds < 1.03 * alone.median_step_seconds
+
+
+def test_an_inline_case_that_failed_leaves_the_memory_to_the_next(gputrain):
+    free = torch.cuda.mem_get_info()[0]
+    with pytest.raises(pytest.fail.Exception, match="ran out of device memory"):
+        gputrain.measure(run_out_and_keep_the_traceback, steps=1, inline=True)
+    assert torch.cuda.mem_get_info()[0] > free - 256 * MiB
+
+
+def test_compiled_blocks_are_recomputed_as_others_are(gputrain):
+    kept, recomputed = (
+        gputrain.measure(LLAMA, method="lora", compile="default", activation_checkpointing=share) for share in (False, True)
+    )
+    assert recomputed.peak_allocated_bytes < 0.8 * kept.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+def test_a_compiled_model_trains_as_it_does_otherwise(gputrain, mode):
+    plain = gputrain.measure(LLAMA, method="lora", precision="bf16")
+    compiled = gputrain.measure(LLAMA, method="lora", precision="bf16", compile=mode)
+    assert compiled.losses == pytest.approx(plain.losses, rel=0.02)
+    assert compiled.warmup_seconds[0] > compiled.median_step_seconds
 
 
 def test_running_out_of_memory_is_told(gputrain):

@@ -46,15 +46,16 @@ def build(setup):
 
 # Undone with the run: the next one in the same process must find the real functions.
 _STAND_IN = """
+import contextlib
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
-from pytest_gputrain import launch
-from pytest_gputrain.hardware import nvidia, topology
-from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.records import Reply
+from pytest_gputrain import launch, measuring
+from pytest_gputrain.hardware import drivers
+from pytest_gputrain.hardware.devices import Gpu, Occupancy
+from pytest_gputrain.records import Holder, Reply
 
 HERE = Path(__file__).parent
 
@@ -65,9 +66,12 @@ def paths(gpus):
     return tuple(tuple("X" if one is other else "NV18" for other in gpus) for one in gpus)
 
 
-def occupancy(gpus):
+def occupancy(gpus, own):
     state = HERE / "occupancy.json"
-    return nvidia.Occupancy(*json.loads(state.read_text())) if state.exists() else nvidia.Occupancy(None, None)
+    if not state.exists():
+        return Occupancy(None, None)
+    free_bytes, processes = json.loads(state.read_text())
+    return Occupancy(free_bytes, tuple(Holder(pid=4711 + at, gpu=0, name="python", bytes=2**30) for at in range(processes)))
 
 
 def pytest_configure(config):
@@ -95,9 +99,11 @@ def pytest_configure(config):
         return msgspec.convert(mine[min(asked[name], len(mine)) - 1], Reply)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(nvidia, "gpus", lambda: gpus)
-    patch.setattr(nvidia, "occupancy", occupancy)
-    patch.setattr(topology, "paths", paths)
+    patch.setattr(drivers, "gpus", lambda: gpus)
+    patch.setattr(drivers, "occupancy", occupancy)
+    patch.setattr(drivers, "paths", paths)
+    patch.setattr(drivers, "driver", lambda vendor: contextlib.nullcontext())
+    patch.setattr(measuring, "_SETTLING_SECONDS", 0)
     patch.setattr(launch, "in_process", in_process)
     patch.setattr(launch, "on_nodes", in_process)
     config.add_cleanup(patch.undo)
@@ -132,7 +138,7 @@ class Project:
     def ini(self, *lines: str) -> None:
         (self.path / "tox.ini").write_text("\n".join(["[pytest]", *lines, ""]))
 
-    def machine(self, device_name: str | None, *, gpus: int = 1) -> None:
+    def machine(self, device_name: str | None, *, gpus: int = 1, power_limit_watts: float | None = None) -> None:
         """Find ``gpus`` devices of this name, or none, and answer every case with the figures recorded for one."""
         (self.path / "conftest.py").write_text(_STAND_IN)
         found = [
@@ -142,6 +148,7 @@ class Project:
                 "name": device_name,
                 "memory_bytes": 85_029_158_912,
                 "driver": "570.86.10",
+                "power_limit_watts": power_limit_watts,
             }
             for index in range(gpus if device_name else 0)
         ]

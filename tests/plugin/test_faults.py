@@ -46,55 +46,76 @@ FROZEN = "setup.watch(torch.nn.Linear(4, 4).requires_grad_(False))"
 STILL = "model = torch.nn.Linear(4, 4); optimizer = torch.optim.SGD(model.parameters(), lr=0.0); setup.watch(model)"
 
 
-@pytest.mark.parametrize(
-    ("build", "step", "sentence"),
-    [
-        ("raise ValueError('no such data')", "pass", r"gave no measurement \(build\): ValueError: no such data"),
-        ("pass", "raise ValueError('bad batch')", r"gave no measurement \(count\): ValueError: bad batch"),
-        (
-            "pass",
-            "assert len(calls) < 6, 'sixth call'",
-            r"gave no measurement \(measure in step 3\): AssertionError: sixth call",
-        ),
-        ("pass", "os._exit(3)", r"gave no measurement \(count\): the worker ended with exit code 3 without a reply"),
-        ("sys.exit(0)", "pass", r"gave no measurement \(build\): .+"),
-        (
-            "pass",
-            "os.kill(os.getpid(), signal.SIGSEGV)",
-            r"gave no measurement \(count\): the worker ended by SIGSEGV without a reply",
-        ),
-        (
-            "pass",
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            r"gave no measurement \(count\): the worker ended by SIGKILL without a reply",
-        ),
-        (GARBAGE, "pass", r"gave no measurement \(reply\): the worker's reply cannot be read: .+"),
-        ("atexit.register(os._exit, 5)", "pass", r"gave no measurement \(reply\): the worker replied, then ended .+ code 5"),
-        ("pass", "return float('nan')", r"gave no measurement \(check\): the loss of timed step 1 is nan"),
-        (
-            STILL,
-            "model(torch.ones(1, 4)).sum().backward(); optimizer.step()",
-            r"gave no measurement \(check\): 1 of 2 trained tensors did not change in \d+ .+ \(first: weight\)",
-        ),
-        (FROZEN, "pass", r".*no parameter requires a gradient: nothing trains"),
-        (f"{STILL}; setup.watch(model)", "pass", r".*faulty called setup.watch\(\) 2 times; wrap the models in one"),
-        ("return 5", "pass", r".*faulty returned int; it must build everything and return a function that runs one step"),
-        ("pass", "raise MemoryError", r"ran out of host memory \(count\): no message; if that is expected, record it .+"),
-        ("pass", "torch.empty(2**50)", r"ran out of host memory \(count\): .*DefaultCPUAllocator.+; if that is .+"),
-        ("import not_there", "pass", r"gave no measurement \(build\): ModuleNotFoundError: No module named 'not_there'"),
-    ],
-    ids=[
-        *("raises-at-build", "raises-in-step", "raises-in-timed-step", "exits", "sys-exit", "segfault", "killed"),
-        *("garbage-reply", "fails-after-reply", "nan", "still", "frozen", "watches-twice", "no-function"),
-        *("memory-error", "allocator", "import"),
-    ],
-)
-def test_a_fault_is_told_and_the_next_test_passes(project: Project, build: str, step: str, sentence: str) -> None:
-    project.write(test_broken_code=FAULTY.format(build=build, step=step))
+NO = "gave no measurement"
+FAULTS = {
+    "raises_at_build": ("raise ValueError('no such data')", "pass", rf"{NO} \(build\): ValueError: no such data"),
+    "raises_in_step": ("pass", "raise ValueError('bad batch')", rf"{NO} \(count\): ValueError: bad batch"),
+    "raises_in_timed_step": (
+        "pass",
+        "assert len(calls) < 6, 'sixth call'",
+        rf"{NO} \(measure in step 3\): AssertionError: sixth call",
+    ),
+    "exits": ("pass", "os._exit(3)", rf"{NO} \(count\): the worker ended with exit code 3 without a reply"),
+    "sys_exit": ("sys.exit(0)", "pass", rf"{NO} \(build\): .+"),
+    "segfault": (
+        "pass",
+        "os.kill(os.getpid(), signal.SIGSEGV)",
+        rf"{NO} \(count\): the worker ended by SIGSEGV without a reply",
+    ),
+    "killed": (
+        "pass",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        rf"{NO} \(count\): the worker ended by SIGKILL without a reply",
+    ),
+    "garbage_reply": (GARBAGE, "pass", rf"{NO} \(reply\): the worker's reply cannot be read: .+"),
+    "fails_after_reply": (
+        "atexit.register(os._exit, 5)",
+        "pass",
+        rf"{NO} \(reply\): the worker replied, then ended .+ code 5",
+    ),
+    "nan": ("pass", "return float('nan')", rf"{NO} \(check\): the loss of timed step 1 is nan"),
+    "still": (
+        STILL,
+        "model(torch.ones(1, 4)).sum().backward(); optimizer.step()",
+        rf"{NO} \(check\): 1 of 2 trained tensors did not change in \d+ .+ \(first: weight\)",
+    ),
+    "frozen": (FROZEN, "pass", r".*no parameter requires a gradient: nothing trains"),
+    "watches_twice": (
+        f"{STILL}; setup.watch(model)",
+        "pass",
+        r".*watches_twice called setup.watch\(\) 2 times; .+",
+    ),
+    "no_function": (
+        "return 5",
+        "pass",
+        r".*no_function returned int; it must build everything .+",
+    ),
+    "memory_error": ("pass", "raise MemoryError", r"ran out of host memory \(count\): no message; if that is expected, .+"),
+    "allocator": ("pass", "torch.empty(2**50)", r"ran out of host memory \(count\): .*DefaultCPUAllocator.+; if that is .+"),
+    "import_": ("import not_there", "pass", rf"{NO} \(build\): ModuleNotFoundError: No module named 'not_there'"),
+}
+"""Build, step, sentence."""
+
+
+def test_every_fault_is_told_and_none_touches_the_next(project: Project) -> None:
+    """One after the other in one pytest, where each is the next of another; in the end a sound one."""
+    head, _, rest = FAULTY.partition("def faulty(setup):")
+    body, _, _ = rest.partition("def healthy")
+    tests = [
+        f"def {name}(setup):{body.format(build=build, step=step)}\n"
+        f"def test_{name}(gputrain):\n    gputrain.check({name}, precision='fp32', steps=4, warmup=1)\n"
+        for name, (build, step, _) in FAULTS.items()
+    ]
+    sound = (
+        "def healthy(setup):\n    return lambda: 1.0\n\n\ndef test_next(gputrain):\n    gputrain.check(healthy, steps=2)\n"
+    )
+    project.write(test_broken_code="\n\n".join([head, *tests, sound]))
     result = project.run()
-    result.assert_outcomes(passed=1, failed=1)
-    found = only_sentence(result, "test_faulty")
-    assert re.fullmatch(f"faulty-fp32 {sentence}", found), found
+    result.assert_outcomes(passed=1, failed=len(FAULTS))
+    told = {name: text.strip() for name, text in failures(result).items()}
+    assert told.keys() == {f"test_{name}" for name in FAULTS}
+    for name, (_, _, sentence) in FAULTS.items():
+        assert re.fullmatch(f"{name}-fp32 {sentence}", told[f"test_{name}"]), told[f"test_{name}"]
 
 
 def test_a_traceback_is_shown_below_the_sentence(project: Project) -> None:

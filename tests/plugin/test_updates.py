@@ -235,7 +235,9 @@ def test_running_out_of_what_others_took_is_not_recorded(suite: Project) -> None
     suite.occupied(free_bytes=78 * GiB, processes=2)
     result = suite.run("--gpu-baseline-update", "-k", "gemma")
     result.assert_outcomes(failed=1, deselected=2)
-    result.stdout.fnmatch_lines(["*2 other processes computed on the GPU when it started, so it is not recorded*"])
+    result.stdout.fnmatch_lines(
+        ["*; it ran beside python (pid 4711, 1.00 GiB) on GPU 0 and python (pid 4712, *, so it is not recorded*"]
+    )
     assert suite.baseline_file("tuning", H100_FOLDER).read_text() == before
 
 

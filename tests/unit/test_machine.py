@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.hardware import catalog, nvidia
+from pytest_gputrain.hardware import catalog, drivers, nvidia
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS, marker_of, peak_flops, slug
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine, detect
@@ -385,10 +385,12 @@ def test_occupancy_is_the_least_free_memory_and_the_other_processes(driver: Driv
     driver(H200, T4)
     found = {H200[0]: [_process(7), _process(os.getpid())], T4[0]: [_process(7), _process(8)]}
     sys.modules["pynvml"].nvmlDeviceGetComputeRunningProcesses = lambda gpu: found[gpu[0]]
-    both = nvidia.gpus()
-    assert nvidia.occupancy(both) == (15 * GiB, 2)
-    assert nvidia.occupancy(both[:1]) == (140 * GiB, 1)
-    assert nvidia.occupancy(()) == (None, None)
+    both = drivers.gpus()
+    free, holders = drivers.occupancy(both)
+    assert free == 15 * GiB
+    assert [(holder.pid, holder.gpu) for holder in holders or ()] == [(7, 0), (7, 1), (8, 1)]
+    assert drivers.occupancy(both[:1], own={7}) == (140 * GiB, ())
+    assert drivers.occupancy(()) == (None, None)
 
 
 def test_processes_that_the_driver_does_not_list_are_unknown(driver: Driver) -> None:
@@ -399,4 +401,4 @@ def test_processes_that_the_driver_does_not_list_are_unknown(driver: Driver) -> 
         raise nvml.NVMLError("Not Supported")
 
     nvml.nvmlDeviceGetComputeRunningProcesses = refused
-    assert nvidia.occupancy(nvidia.gpus()) == (140 * GiB, None)
+    assert drivers.occupancy(drivers.gpus()) == (140 * GiB, None)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from unit_examples import CASE
 
-from pytest_gputrain.hardware import nvidia
+from pytest_gputrain.hardware import drivers
 from pytest_gputrain.launch.node import serve
 from pytest_gputrain.nodes import LEFT, NODES, Left, Nodes, seat_folder, tell, told
 from pytest_gputrain.records import Task
@@ -37,7 +37,7 @@ def _serve_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_node_of_other_gpus_tells_why_it_cannot_take_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia, "gpus", lambda: ())
+    monkeypatch.setattr(drivers, "gpus", lambda: ())
     folder = _case(tmp_path, nodes=2)
     assert _serve_once(tmp_path, monkeypatch)[1:] == [str(CASE)]
     left = told(seat_folder(folder, 1) / LEFT, Left)
@@ -46,7 +46,7 @@ def test_a_node_of_other_gpus_tells_why_it_cannot_take_part(tmp_path: Path, monk
 
 
 def test_every_seat_is_taken_once_and_the_first_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia, "gpus", lambda: ())
+    monkeypatch.setattr(drivers, "gpus", lambda: ())
     folder = _case(tmp_path, nodes=3)
     for taken in (["node1"], ["node1", "node2"], ["node1", "node2"]):
         _serve_once(tmp_path, monkeypatch)

@@ -70,6 +70,7 @@ LAYERS = [
     Layers("nodes", "nodes", ("2", 2), ("4", 4), 1),
     Layers("shared", "shared", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / ".gputrain"),
     Layers("rendezvous", "rendezvous", ("node1", "node1"), ("10.0.0.1:29400", "10.0.0.1:29400"), ""),
+    Layers("foreign", "foreign", ("error", "error"), ("ignore", "ignore"), "warn"),
     Layers("isolation", "isolation", ("inline", "inline"), ("process", "process"), "auto"),
     Layers(
         "set",
@@ -219,6 +220,7 @@ BAD = [
     ("scale", "huge"),
     ("ids", ","),
     ("ids", "0,0"),
+    ("foreign", "none"),
     ("isolation", "none"),
     ("nodes", "0"),
     ("rendezvous", "node1:"),

@@ -18,6 +18,7 @@ from pytest_gputrain.studies import failed_curves
 from pytest_gputrain.units import (
     format_bytes,
     format_flops,
+    format_joules,
     format_percent,
     format_rate,
     format_seconds,
@@ -208,6 +209,7 @@ _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
     "Tokens": _summary("tokens_per_second", format_rate),
     "Scaling": _summary("scaling_efficiency", _share),
     "MFU": _summary("model_flops_utilization", _share),
+    "Energy": _summary("joules_per_sample", format_joules),
     "Reserved": _measured("peak_reserved_bytes", format_bytes),
     "Model": _measured("model_bytes", format_bytes),
     "Compute": _measured("flops_per_step", format_flops),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pytest_gputrain.architectures import Architecture
+from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.flops import checkpoint_contexts
 from pytest_gputrain.worker.zoo.pangu import PanGu
-from pytest_gputrain.worker.zoo.workload import Batch, Workload
+from pytest_gputrain.worker.zoo.workload import Batch, Workload, checkpointed
 
 TINY_SEQUENCE_LENGTH: Final = 128
 """Long enough to leave the tiny sliding window (Gemma 2) and the tiny short-rope range (Phi-3), both 32."""
@@ -23,8 +26,15 @@ class LanguageModel(Workload):
 
     own = (PanGu,)
 
+    def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
+        super().__init__(architecture, case, scale)
+        self._labels: Tensor | None = None
+        if case.loss_chunks > 1:
+            head: Any = self.model.get_submodule("lm_head")
+            head.forward = self._loss_in_place_of_logits(head.forward)
+
     def checkpoint_activations(self, share: float) -> None:
-        if share < 1 or self._is_own:
+        if share < 1 or self._is_own or self.case.compile != "off":  # see `checkpointed`
             super().checkpoint_activations(share)
             return
         model: Any = self.model
@@ -48,8 +58,33 @@ class LanguageModel(Workload):
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Cross entropy of the next tokens."""
         ids = inputs["input_ids"]
+        self._labels = inputs["labels"]
+        if self.case.loss_chunks > 1:
+            value: Tensor = self.model(input_ids=ids, use_cache=False).logits
+            return value
         logits = self.model(ids) if self._is_own else self.model(input_ids=ids, use_cache=False).logits
         return next_token_loss(logits, inputs["labels"])
+
+    def _loss_in_place_of_logits(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The model's head and the loss, over one chunk of the tokens after the other; backward makes the logits anew.
+
+        In the head's own place, because parallelisms hook the model's forward pass: a loss beside it would miss them.
+        """
+
+        def run(hidden: Tensor) -> Tensor:
+            assert self._labels is not None, "a loss is of labels"
+            tokens, labels = hidden.flatten(0, 1), self._labels.flatten()
+            # Of two tokens one at least has a label: it is a sequence's last that has none.
+            chunks = min(self.case.loss_chunks, len(labels) // 2)
+            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            for part, known in zip(tokens.tensor_split(chunks), labels.tensor_split(chunks), strict=True):
+                total = total + checkpointed(of, part, known).float() * (known != IGNORED_LABEL).sum()
+            return total / (labels != IGNORED_LABEL).sum()
+
+        def of(part: Tensor, labels: Tensor) -> Tensor:
+            return functional.cross_entropy(head(part), labels, ignore_index=IGNORED_LABEL)
+
+        return run
 
     @property
     def _is_own(self) -> bool:

@@ -125,4 +125,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``forward(*args, **kwargs)``, recomputed in backward."""
+    if torch.compiler.is_compiling():
+        # With a context of its own torch.compile takes the recomputation for any other work, and keeps the activations.
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs)

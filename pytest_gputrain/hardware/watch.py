@@ -1,0 +1,179 @@
+"""The GPUs of a case while it is timed: energy, power, clocks, what lowers them, and who else comes.
+
+Read from this process by a thread of its own, so that the one that trains does nothing for it. The worker tells when its
+timed steps begin and end, by the clock that all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from pytest_gputrain.hardware import drivers
+from pytest_gputrain.hardware.devices import Driver, Gpu, HardwareError, Reading
+from pytest_gputrain.records import Event, Holder, Telemetry
+
+INTERVAL_SECONDS: Final = 0.2
+"""Between readings; NVML renews its energy counter and its utilisation five to fifty times a second."""
+_LOOK_AROUND_SECONDS: Final = 2.0
+"""Between looks for other processes."""
+_PATIENCE_SECONDS: Final = 5.0
+"""With a driver that hangs, as it does where a GPU does."""
+LEAST_READINGS: Final = 3
+"""Within the timed steps; fewer tell nothing of them."""
+
+
+class Sample(NamedTuple):
+    """All GPUs of a case at one moment."""
+
+    at: float
+    """Of the monotonic clock."""
+    readings: tuple[Reading, ...]
+
+
+class Watch:
+    """Samples from `watching`, and the timed window from the worker's events."""
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self._gpus = gpus
+        self._samples: list[Sample] = []
+        self._others: dict[tuple[int | None, int], Holder] = {}
+        self._begin: float | None = None
+        self._end: float | None = None
+        self._enough = threading.Event()
+
+    def note(self, event: Event) -> None:
+        """What the worker does now."""
+        if event.phase == "measure" and self._begin is None:
+            self._begin = event.at
+        elif event.phase == "check" and self._end is None:
+            self._end = event.at
+            self._enough.set()
+
+    def sample(self, driver: Driver, own: Callable[[], set[int]]) -> None:
+        """Read until the timed steps are over."""
+        look = 0.0
+        while not self._enough.wait(INTERVAL_SECONDS):
+            now = time.monotonic()
+            self._samples.append(Sample(now, tuple(driver.read(gpu) for gpu in self._gpus)))
+            if now >= look:
+                look = now + _LOOK_AROUND_SECONDS
+                self._look_around(driver, own())
+        # One more, after the end, for what the counters counted up to there.
+        self._samples.append(Sample(time.monotonic(), tuple(driver.read(gpu) for gpu in self._gpus)))
+
+    def _look_around(self, driver: Driver, own: set[int]) -> None:
+        for gpu in self._gpus:
+            holders = driver.occupancy(gpu).holders or ()
+            # In a container the driver may tell the host's numbers of processes, by which nobody here knows his own.
+            if any(holder.pid in own for holder in holders):
+                self._others |= {(holder.pid, gpu.index): holder for holder in holders if holder.pid not in own}
+
+    def stop(self) -> None:
+        self._enough.set()
+
+    def telemetry(self) -> Telemetry | None:
+        """Of the timed steps; None where they were not seen, or were over too soon."""
+        if self._begin is None or self._end is None:
+            return None
+        return between(self._samples, self._begin, self._end)
+
+    @property
+    def others(self) -> tuple[Holder, ...]:
+        """Who was there beside the processes of the case, once these were there."""
+        return tuple(drivers.named(holder) for holder in self._others.values() if not drivers.is_idle(holder))
+
+
+def between(samples: Sequence[Sample], begin: float, end: float) -> Telemetry | None:
+    """What the samples tell of the time between two moments; None where fewer than `LEAST_READINGS` are of it.
+
+    Args:
+        samples: in the order of their times. Counters are taken on a line between those around a moment.
+    """
+    inside = [sample for sample in samples if begin <= sample.at <= end]
+    if len(inside) < LEAST_READINGS:
+        return None
+    gpus = range(len(inside[0].readings))
+    clocks = [known for gpu in gpus if (known := _known(inside, gpu, "clock_mhz"))]
+    return Telemetry(
+        readings=len(inside),
+        energy_joules=_total(_energy(samples, gpu, begin, end) for gpu in gpus),
+        power_watts=_total(_mean(_known(inside, gpu, "power_watts")) for gpu in gpus),
+        clock_mhz=min((int(statistics.median(known)) for known in clocks), default=None),
+        utilization=_mean([value for gpu in gpus for value in _known(inside, gpu, "utilization")]),
+        throttled=_throttled(inside, gpus),
+    )
+
+
+@contextlib.contextmanager
+def watching(gpus: Sequence[Gpu], own: Callable[[], set[int]]) -> Iterator[Watch]:
+    """A watch of ``gpus``, from now to the end of the block; of none, or without a driver, one that sees nothing.
+
+    Args:
+        own: processes that are none of a stranger, asked now and then.
+    """
+    watch = Watch(gpus)
+    thread = threading.Thread(target=_watch, args=(watch, gpus, own), name="gputrain-watch", daemon=True)
+    if gpus:
+        thread.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+        if gpus:
+            thread.join(_PATIENCE_SECONDS)
+
+
+def _watch(watch: Watch, gpus: Sequence[Gpu], own: Callable[[], set[int]]) -> None:
+    # A driver that fails here is no reason to lose what the case measures: what was not read is not told.
+    with contextlib.suppress(HardwareError), drivers.driver(gpus[0].vendor) as driver:
+        if driver is not None:
+            watch.sample(driver, own)
+
+
+def _known(samples: Sequence[Sample], gpu: int, name: str) -> list[float]:
+    values = (getattr(sample.readings[gpu], name) for sample in samples)
+    return [value for value in values if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _total(values: Iterator[float | None]) -> float | None:
+    """Over all GPUs; None where one of them is not known."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
+
+
+def _energy(samples: Sequence[Sample], gpu: int, begin: float, end: float) -> float | None:
+    """Joules between two moments, from a counter that was read around them."""
+    read = [(sample.at, joules) for sample in samples if (joules := sample.readings[gpu].energy_joules) is not None]
+    at_begin, at_end = _at(read, begin), _at(read, end)
+    return None if at_begin is None or at_end is None or at_end < at_begin else at_end - at_begin
+
+
+def _at(read: Sequence[tuple[float, float]], moment: float) -> float | None:
+    """The counter at a moment, on a line between the readings before and after it."""
+    for (before, low), (after, high) in itertools.pairwise(read):
+        if before <= moment <= after:
+            return low + (high - low) * (moment - before) / (after - before) if after > before else low
+    return None
+
+
+def _throttled(samples: Sequence[Sample], gpus: range) -> dict[str, float] | None:
+    """Share of the readings by reason, of the GPU that has most; None where no driver tells."""
+    shares: dict[str, float] = {}
+    told = False
+    for gpu in gpus:
+        known = [why for sample in samples if (why := sample.readings[gpu].throttling) is not None]
+        told = told or bool(known)
+        for reason in sorted(frozenset().union(*known)):
+            share = sum(reason in why for why in known) / len(known)
+            shares[reason] = max(share, shares.get(reason, 0.0))
+    return shares if told else None

@@ -1,0 +1,140 @@
+"""Others on the GPUs of a case."""
+
+from __future__ import annotations
+
+import pytest
+from plugin_project import GEMMA, H100, H100_FOLDER, SUITE, Project, failures, only_sentence, recorded
+
+from pytest_gputrain import GiB
+
+WHO = "python (pid 4711, 1.00 GiB) on GPU 0"
+
+
+@pytest.fixture
+def recorded_suite(suite: Project) -> Project:
+    """Three cases with baselines of an H100 that they had for themselves."""
+    suite.occupied(free_bytes=78 * GiB)
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    return suite
+
+
+def _slower(suite: Project, **answer: float) -> None:
+    suite.answer(recorded(slower=1.2, **answer), to=GEMMA)  # type: ignore[arg-type]
+
+
+def test_a_slower_case_beside_others_is_in_doubt_and_names_them(recorded_suite: Project) -> None:
+    _slower(recorded_suite)
+    recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
+    result = recorded_suite.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert recorded_suite.verdicts()[GEMMA] == "inconclusive"
+    result.stdout.fnmatch_lines([f"1 case in doubt: {GEMMA} is 20.0 % slower *; measured beside {WHO}; *"])
+    reply = next(one for one in recorded_suite.report()["results"] if one["key"] == GEMMA)["replies"][0]
+    assert (reply["other_processes"], reply["holders"][0]["pid"]) == (1, 4711)
+
+
+def test_the_same_case_alone_regresses(recorded_suite: Project) -> None:
+    _slower(recorded_suite)
+    sentence = only_sentence(recorded_suite.run(), f"test_tuning[{GEMMA}]")
+    assert "20.0 % slower" in sentence
+    assert "beside" not in sentence
+
+
+def test_what_is_slower_without_them_too_regresses(recorded_suite: Project) -> None:
+    """Three processes alone are enough, whoever was there in others."""
+    held = [{"pid": 4711, "gpu": 0, "name": "python", "bytes": 2**30}]
+    beside = {**recorded(slower=1.2), "telemetry": _told(others=held)}
+    recorded_suite.answer(beside, recorded(slower=1.2), recorded(slower=1.2), recorded(slower=1.2), to=GEMMA)
+    recorded_suite.run("--gpu-runs=4", "-k", "gemma").assert_outcomes(failed=1, deselected=2)
+    recorded_suite.answer(beside, beside, recorded(slower=1.2), to=GEMMA)
+    recorded_suite.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+
+
+def test_what_passes_beside_others_passes(recorded_suite: Project) -> None:
+    recorded_suite.occupied(free_bytes=77 * GiB, processes=2)
+    recorded_suite.run("--gpu-strict").assert_outcomes(passed=3)
+
+
+def test_more_memory_is_the_cases_own_whoever_is_there(recorded_suite: Project) -> None:
+    recorded_suite.answer(recorded(bigger=4 * GiB), to=GEMMA)
+    recorded_suite.occupied(free_bytes=70 * GiB, processes=1)
+    assert "4.00 GiB" in only_sentence(recorded_suite.run(), f"test_tuning[{GEMMA}]")
+
+
+def test_figures_beside_others_are_no_baseline(recorded_suite: Project) -> None:
+    before = recorded_suite.baseline_file("tuning", H100_FOLDER).read_text()
+    recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
+    result = recorded_suite.run("--gpu-baseline-update", "-k", "gemma")
+    result.assert_outcomes(failed=1, deselected=2)
+    result.stdout.fnmatch_lines([f"*{GEMMA} was measured beside {WHO}, so it is not recorded*"])
+    assert recorded_suite.baseline_file("tuning", H100_FOLDER).read_text() == before
+
+
+def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
+    launched = len(recorded_suite.launches)
+    recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
+    result = recorded_suite.run("--gpu-foreign=error", "-k", "gemma")
+    result.assert_outcomes(failed=1, deselected=2)
+    (sentence,) = failures(result).values()
+    assert f"{GEMMA} was not measured: {WHO} is there already" in sentence
+    assert len(recorded_suite.launches) == launched
+    recorded_suite.occupied(free_bytes=78 * GiB)
+    recorded_suite.run("--gpu-foreign=error", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+
+
+def test_ignore_takes_no_notice(recorded_suite: Project) -> None:
+    _slower(recorded_suite)
+    recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
+    sentence = only_sentence(recorded_suite.run("--gpu-foreign=ignore", "--gpu-json=report.json"), f"test_tuning[{GEMMA}]")
+    assert "20.0 % slower" in sentence
+    assert all(
+        "holders" not in reply or not reply["holders"]
+        for one in recorded_suite.report()["results"]
+        for reply in one["replies"]
+    )
+    recorded_suite.answer(recorded())
+    recorded_suite.run("--gpu-foreign=ignore", "--gpu-baseline-update").assert_outcomes(passed=3)
+
+
+def test_a_limit_of_time_is_not_judged_beside_others(h100: Project) -> None:
+    limited = "@pytest.mark.gpu_limit(step='1 s')\n@pytest.mark.parametrize"
+    h100.write(test_tuning=SUITE.replace("@pytest.mark.parametrize", limited))
+    h100.occupied(free_bytes=77 * GiB, processes=1)
+    result = h100.run("-k", "gemma")
+    result.assert_outcomes(passed=1, deselected=2)
+    result.stdout.fnmatch_lines([f"*the limit of *time not judged: it is over, but was measured beside {WHO}"])
+    h100.occupied(free_bytes=78 * GiB)
+    h100.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
+
+
+def _told(**telemetry: object) -> dict[str, object]:
+    known = {"readings": 9, "energy_joules": None, "power_watts": None, "clock_mhz": None, "utilization": None}
+    return {**known, "throttled": None, **telemetry}
+
+
+def test_lowered_clocks_are_told_of_a_case_that_passes_and_of_one_that_does_not(recorded_suite: Project) -> None:
+    hot = _told(throttled={"HW Thermal Slowdown": 0.4, "SW Power Cap": 1.0})
+    recorded_suite.answer({**recorded(), "telemetry": hot}, to=GEMMA)
+    result = recorded_suite.run()
+    result.stdout.fnmatch_lines([f"{GEMMA}: its GPUs lowered their clocks (HW Thermal Slowdown for 40.0 % of the time)"])
+    recorded_suite.answer({**recorded(slower=1.2), "telemetry": hot}, to=GEMMA)
+    assert "HW Thermal Slowdown for 40.0 % of the time" in only_sentence(recorded_suite.run(), f"test_tuning[{GEMMA}]")
+
+
+def test_energy_is_in_the_summary(recorded_suite: Project) -> None:
+    recorded_suite.answer(
+        {**recorded(), "telemetry": _told(energy_joules=7000.0, power_watts=650.0, clock_mhz=1500)}, to=GEMMA
+    )
+    recorded_suite.run("--gpu-json=report.json", "-k", "gemma")
+    (result,) = recorded_suite.report()["results"]
+    summary = result["summary"]
+    assert (summary["joules_per_step"], summary["joules_per_sample"]) == (1400.0, 700.0)
+    assert (summary["power_watts"], summary["clock_mhz"], summary["first_step_seconds"]) == (650.0, 1500, 6.3)
+
+
+def test_a_lower_power_limit_is_named_with_a_slower_step(recorded_suite: Project) -> None:
+    recorded_suite.machine(H100, power_limit_watts=700.0)
+    recorded_suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    recorded_suite.machine(H100, power_limit_watts=500.0)
+    _slower(recorded_suite)
+    assert "power limit 700 W -> 500 W" in only_sentence(recorded_suite.run(), f"test_tuning[{GEMMA}]")

@@ -1,0 +1,429 @@
+"""The GPUs of machines that are not here, by what their drivers' libraries reply."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import json
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gputrain.cli import main
+from pytest_gputrain.hardware import amd, drivers
+from pytest_gputrain.hardware.catalog import marker_of
+from pytest_gputrain.hardware.devices import HardwareError, Reading
+from pytest_gputrain.hardware.machine import detect
+from pytest_gputrain.hardware.recording import ERRORS, Recorder, Replay, recorded, replayed
+from pytest_gputrain.launch.environment import worker_environment
+from pytest_gputrain.records import Case, Holder, Task
+from pytest_gputrain.units import GiB
+
+RECORDINGS = Path(__file__).parent / "recordings"
+ONE, OTHER = "GPU-6a3f1c0e-0000-4b51-9d2e-7c1e5a90b3d4", "GPU-6a3f1c0e-0001-4b51-9d2e-7c1e5a90b3d4"
+LARGE, SMALL = "MIG-1fbd3d20-3f11-5d4b-8a43-0d9e6d1c2a11", "MIG-5c2f8e77-9a90-5e0e-b7f2-55d1b0a1c3f2"
+FIRST_OF_HIP, SECOND_OF_HIP = "GPU-0f1e2d3c4b5a6978", "GPU-a1b2c3d4e5f60718"
+
+
+@pytest.fixture
+def on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Replays the recording that the test is parametrised with."""
+    with replayed(RECORDINGS / f"{request.param}.json"):
+        yield
+
+
+def machine(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("on", [name], indirect=True)
+
+
+def _read(at: int) -> Reading:
+    gpu = drivers.gpus()[at]
+    with drivers.driver(gpu.vendor) as driver:
+        assert driver is not None
+        return driver.read(gpu)
+
+
+@machine("nvidia-h100-x2")
+def test_an_nvidia_gpu_tells_all_there_is(on: None) -> None:
+    one, other = drivers.gpus()
+    assert (one.index, one.uuid, other.uuid, one.vendor) == (0, ONE, OTHER, "nvidia")
+    assert (one.driver, one.power_limit_watts, marker_of(one.name)) == ("580.65.06", 700.0, "h100")
+    assert _read(0) == Reading(
+        energy_joules=1000.0, power_watts=698.0, clock_mhz=1755, utilization=0.99, throttling=frozenset({"SW Power Cap"})
+    )
+    assert drivers.paths((one, other)) == (("X", "NV18"), ("NV18", "X"))
+    assert drivers.paths((one,)) == ()
+
+
+@machine("nvidia-h100-x2")
+def test_idling_is_no_reason_for_a_lower_clock(on: None) -> None:
+    assert _read(1).throttling == frozenset()
+
+
+@machine("nvidia-h100-x2")
+def test_who_holds_a_gpu_is_told(on: None) -> None:
+    one, other = drivers.gpus()
+    assert drivers.occupancy([one]).holders == ()
+    free, holders = drivers.occupancy([one, other])
+    assert free == 71672267571
+    assert holders == (Holder(pid=4711, gpu=1, bytes=13207024435),)
+    assert drivers.occupancy([other], own={4711}).holders == ()
+
+
+@machine("nvidia-unseen")
+def test_memory_that_no_visible_process_holds_is_somebodys(on: None) -> None:
+    (gpu,) = drivers.gpus()
+    assert drivers.occupancy([gpu]).holders == (Holder(pid=None, gpu=0, bytes=gpu.memory_bytes - 60 * GiB),)
+
+
+@machine("nvidia-t4-old-driver")
+def test_what_an_old_driver_does_not_tell_is_none(on: None) -> None:
+    (gpu,) = drivers.gpus()
+    assert gpu.power_limit_watts is None
+    assert _read(0) == Reading(clock_mhz=1590, throttling=frozenset({"HW Slowdown", "SW Thermal Slowdown"}))
+    assert drivers.occupancy([gpu]) == (15_000_000_000, None)
+
+
+@machine("nvidia-mig")
+def test_the_parts_of_a_partitioned_gpu_stand_in_its_place(on: None) -> None:
+    large, small = drivers.gpus()
+    assert (large.uuid, small.uuid, large.index, small.index) == (LARGE, SMALL, 0, 0)
+    assert (large.memory_bytes, marker_of(large.name)) == (40 * GiB, None)
+    # Energy and clocks are of the whole GPU, on which others may compute.
+    assert (large.power_limit_watts, _read(0)) == (None, Reading())
+    assert drivers.occupancy([small]).holders == (Holder(pid=815, gpu=0),)
+
+
+@machine("nvidia-mig")
+@pytest.mark.parametrize(
+    ("variable", "shown"),
+    [("0", [LARGE]), (SMALL, [SMALL]), ("MIG-5c2f", [SMALL]), (f"{SMALL},{LARGE}", [SMALL, LARGE]), ("", [])],
+)
+def test_parts_are_visible_by_their_names(on: None, variable: str, shown: list[str]) -> None:
+    # Of two kinds of parts one must be chosen.
+    ids = [shown[0]] if shown else None
+    assert [gpu.uuid for gpu in detect(environ={"CUDA_VISIBLE_DEVICES": variable}, gpu_ids=ids).gpus] == shown[:1]
+
+
+@machine("amd-mi300x-x2")
+def test_amd_gpus_come_in_hips_order(on: None) -> None:
+    one, other = drivers.gpus()
+    assert (one.index, one.uuid, other.uuid, one.vendor) == (0, FIRST_OF_HIP, SECOND_OF_HIP, "amd")
+    assert (one.name, one.driver, one.power_limit_watts, marker_of(one.name)) == (
+        "AMD Instinct MI300X",
+        "6.12.12",
+        750.0,
+        "mi300x",
+    )
+    assert drivers.paths((one, other)) == (("X", "XGMI"), ("XGMI", "X"))
+
+
+@machine("amd-mi300x-x2")
+def test_an_amd_gpu_tells_what_it_has_and_not_what_is_not_available(on: None) -> None:
+    assert _read(0) == Reading(
+        energy_joules=pytest.approx(15_259.0), power_watts=743, clock_mhz=1312, throttling=frozenset({"PPT"})
+    )
+    hot = _read(1)
+    assert (hot.utilization, hot.throttling) == (0.98, frozenset({"PPT", "socket thermal"}))
+    free, holders = drivers.occupancy(drivers.gpus())
+    assert free == 206141652992 - 297795584
+    assert holders == (Holder(pid=9001, gpu=0, name="python3", bytes=64 * GiB),)
+
+
+@machine("amd-rocm-6.1")
+def test_an_older_release_of_rocm_has_other_names_for_the_same(on: None) -> None:
+    one, other = drivers.gpus()
+    # The order is the kernel's, the UUID the serial number's with its leading zeros, the name the board's.
+    assert (one.uuid, other.uuid) == (FIRST_OF_HIP, "GPU-00b2c3d4e5f60718")
+    assert (other.name, other.power_limit_watts) == ("AMD Instinct MI250X", 750.0)
+    assert _read(0) == Reading(energy_joules=pytest.approx(30_600.0), power_watts=240, clock_mhz=1700, utilization=0.98)
+    assert drivers.paths((one, other)) == (("X", "XGMI"), ("XGMI", "X"))
+
+
+@machine("amd-mi300x-cpx")
+def test_parts_that_share_a_uuid_are_told_apart_by_their_numbers(on: None) -> None:
+    parts = drivers.gpus()
+    assert [gpu.uuid for gpu in parts] == ["0", "1", "2"]
+    assert [marker_of(gpu.name) for gpu in parts] == [None] * 3
+    assert drivers.occupancy(parts[2:]).holders == ()
+
+
+@machine("amd-mi300x-x2")
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({}, [0, 1]),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": SECOND_OF_HIP}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, [1]),
+        ({"HIP_VISIBLE_DEVICES": "1,0"}, [1, 0]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
+        ({"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}, [1]),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
+        ({"HIP_VISIBLE_DEVICES": ""}, [0, 1]),
+        ({"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "1"}, [1]),
+    ],
+)
+def test_amd_gpus_are_visible_as_rocm_and_then_hip_would_show_them(
+    on: None, environ: dict[str, str], shown: list[int]
+) -> None:
+    assert [gpu.index for gpu in detect(environ=environ).gpus] == shown
+
+
+@machine("amd-mi300x-x2")
+def test_a_variable_of_rocm_that_shows_nothing_is_told(on: None) -> None:
+    with pytest.raises(HardwareError, match="HIP_VISIBLE_DEVICES=1 shows none of the 1 GPUs"):
+        detect(environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"})
+
+
+@machine("amd-mi300x-x2")
+def test_a_worker_sees_its_amd_gpus_whatever_else_was_chosen(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"):
+        monkeypatch.setenv(name, "1")
+    task = Task(case=Case(code="a.py::b"), scale="full", device_type="gpu", root=".")
+    environment = worker_environment(task, drivers.gpus()[1:])
+    assert environment["ROCR_VISIBLE_DEVICES"] == SECOND_OF_HIP
+    assert not environment.keys() & {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"}
+    hidden = worker_environment(task, ())
+    assert (hidden["CUDA_VISIBLE_DEVICES"], hidden["ROCR_VISIBLE_DEVICES"]) == ("", "")
+    assert "HIP_VISIBLE_DEVICES" not in hidden  # an empty one would be no choice
+
+
+@machine("amd-mi300x-x2")
+def test_the_amd_library_is_shut_down_by_its_last_user_only(on: None) -> None:
+    library: Any = sys.modules["amdsmi"]
+    with amd.opened() as one, amd.opened() as other:
+        assert one is not None
+        assert other is not None
+    assert [call for call in library.asked if "init" in call or "shut" in call] == ["amdsmi_init()", "amdsmi_shut_down()"]
+
+
+def test_a_binding_without_rocm_is_never_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It prints, and raises KeyError."""
+    (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so'); raise KeyError('libamd_smi.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
+    with amd.opened() as driver:
+        assert driver is None
+    assert "amdsmi" not in sys.modules
+
+
+def test_a_binding_that_finds_no_rocm_is_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so'); raise KeyError('libamd_smi.so')")
+    (tmp_path / "kfd").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(HardwareError, match=r"no GPU is visible here \(.*amdsmi is missing or finds no ROCm"):
+        detect(platform="mi300x", environ={})
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("recording", "call", "code", "sentence"),
+    [
+        ("nvidia-h100-x2", "nvmlDeviceGetMemoryInfo", 15, "NVIDIA driver failed to describe its GPUs (GPU is lost)"),
+        ("nvidia-h100-x2", "nvmlInit", 18, "NVIDIA driver failed"),
+        ("amd-mi300x-x2", "amdsmi_init", 30, "AMD driver failed to describe its GPUs (GPU is lost)"),
+    ],
+)
+def test_a_driver_with_a_fault_is_told(tmp_path: Path, recording: str, call: str, code: int, sentence: str) -> None:
+    fault = {"error": code, "says": "GPU is\n lost" if "amd" in recording else "GPU is lost"}
+    with replayed(_changed(tmp_path, recording, call, fault)), pytest.raises(HardwareError) as caught:
+        drivers.gpus()
+    assert sentence in str(caught.value)
+
+
+def _changed(tmp_path: Path, recording: str, call: str, *replies: dict[str, Any]) -> Path:
+    """A recording in which calls of that name reply something else."""
+    document = json.loads((RECORDINGS / f"{recording}.json").read_text())
+    for key in document["calls"]:
+        if key.startswith(f"{call}("):
+            document["calls"][key] = list(replies)
+    (tmp_path / "changed.json").write_text(json.dumps(document))
+    return tmp_path / "changed.json"
+
+
+@pytest.mark.parametrize(
+    ("recording", "call"), [("nvidia-h100-x2", "nvmlDeviceGetMemoryInfo"), ("amd-mi300x-x2", "amdsmi_get_gpu_memory_total")]
+)
+def test_a_gpu_without_memory_of_its_own_is_there(tmp_path: Path, recording: str, call: str) -> None:
+    refused = {"error": 3 if "nvidia" in recording else 2, "says": "Not Supported"}
+    with replayed(_changed(tmp_path, recording, call, refused)):
+        assert [gpu.memory_bytes for gpu in drivers.gpus()] == [0, 0]
+        assert drivers.occupancy(drivers.gpus()[:1]).holders == (
+            () if "nvidia" in recording else (Holder(pid=9001, gpu=0, name="python3", bytes=64 * GiB),)
+        )
+
+
+def test_a_partitioned_gpu_without_parts_is_no_device(tmp_path: Path) -> None:
+    with replayed(_changed(tmp_path, "nvidia-mig", "nvmlDeviceGetMaxMigDeviceCount", {"reply": 0})):
+        assert drivers.gpus() == ()
+
+
+def test_who_holds_next_to_nothing_does_not_count(tmp_path: Path) -> None:
+    monitor = {"reply": [{"fields": {"pid": 5, "usedGpuMemory": 30 * 2**20}}]}
+    with replayed(_changed(tmp_path, "nvidia-h100-x2", "nvmlDeviceGetComputeRunningProcesses", monitor)):
+        assert drivers.occupancy(drivers.gpus()[:1]).holders == ()
+
+
+def test_a_library_that_cannot_be_closed_says_nothing(tmp_path: Path) -> None:
+    for recording, call in (("nvidia-h100-x2", "nvmlShutdown"), ("amd-mi300x-x2", "amdsmi_shut_down")):
+        with replayed(_changed(tmp_path, recording, call, {"error": 1, "says": "Uninitialized"})):
+            assert len(drivers.gpus()) == 2
+
+
+@machine("amd-mi300x-x2")
+def test_what_makes_the_amd_library_sleep_is_asked_once_a_second(on: None) -> None:
+    gpu = drivers.gpus()[0]
+    with drivers.driver("amd") as driver:
+        assert driver is not None
+        readings = [driver.read(gpu) for _ in range(5)]
+    library: Any = sys.modules["amdsmi"]
+    assert sum("violation" in call for call in library.asked) == 1
+    assert [reading.throttling for reading in readings] == [frozenset({"PPT"})] * 5
+
+
+class Handle(ctypes.Structure):
+    pass
+
+
+class Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("name", ctypes.c_char * 8))
+
+
+class Kind(enum.IntEnum):
+    VRAM = 0
+    ALIAS = 0
+
+
+class VendorError(Exception):
+    value = 3
+
+
+def _library() -> types.SimpleNamespace:
+    """What vendors' bindings are made of: pointers for handles, structures, plain objects, errors, constants."""
+    targets = [Handle(), Handle()]
+    handles = [ctypes.pointer(target) for target in targets]
+
+    def refuse(handle: object) -> None:
+        raise VendorError("Not Supported")
+
+    counter = iter(range(100))
+    return types.SimpleNamespace(
+        NVMLError=VendorError,
+        LIMIT=7,
+        Kind=Kind,
+        at=lambda index: ctypes.pointer(targets[index]),  # another object for the same handle each time
+        memory=lambda handle: Memory(total=80 * (handles.index(handle) if handle in handles else 1), name=b"HBM3"),
+        kind=lambda handle, kind: {"kind": kind, "list": [(1, 2.5, None, True)]},
+        friendly=lambda: types.SimpleNamespace(pid=4711, used=None),
+        refuse=refuse,
+        count=lambda: next(counter),
+    )
+
+
+def _use(library: Any) -> list[Any]:
+    one, other = library.at(0), library.at(1)
+    found = [library.memory(one).total, library.memory(other).name, library.kind(one, library.Kind.ALIAS), library.LIMIT]
+    found += [library.friendly().pid, library.friendly().used, library.count(), library.count()]
+    try:
+        library.refuse(other)
+    except library.NVMLError as error:
+        found.append((error.value, str(error)))
+    return found
+
+
+def test_a_replay_says_what_was_recorded() -> None:
+    recorder = Recorder(_library(), "pynvml")
+    said = _use(recorder)
+    replay: Any = Replay(json.loads(json.dumps(recorder.document)))
+    again = _use(replay)
+    # JSON has no bytes and no tuples.
+    assert again == [said[0], "HBM3", {"kind": 0, "list": [[1, 2.5, None, True]]}, *said[3:]]
+    assert replay.count() == 1  # the last reply again
+    assert recorder.calls.keys() >= {'memory({"handle": 0})', 'memory({"handle": 1})'}
+
+
+def test_what_was_not_recorded_is_not_supported() -> None:
+    recorder = Recorder(_library(), "pynvml")
+    recorder.memory(recorder.at(0))
+    replay: Any = Replay(recorder.document)
+    assert not hasattr(replay, "friendly")
+    with pytest.raises(replay.NVMLError, match=r"at\(5\) was not recorded") as caught:
+        replay.at(5)
+    assert caught.value.value == 3
+
+
+def test_a_module_is_recorded_as_import_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import machinery asks modules for things that JSON does not have."""
+    (tmp_path / "pynvml.py").write_text(
+        "class NVMLError(Exception):\n    value = 9\n"
+        "NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_DRIVER_NOT_LOADED = 12, 9\n"
+        "def nvmlInit(): pass\ndef nvmlShutdown(): pass\ndef nvmlSystemGetDriverVersion(): return b'580.1'\n"
+        "def nvmlDeviceGetCount(): return 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
+    assert main(["devices", "--record", str(tmp_path / "none.json")]) == 0
+    (document,) = json.loads((tmp_path / "none.json").read_text())
+    assert document["calls"]["nvmlSystemGetDriverVersion()"] == [{"reply": "580.1"}]
+
+
+def test_a_recording_of_a_replay_is_the_same_again(tmp_path: Path) -> None:
+    """What a maintainer is sent tells as much as the machine it comes from."""
+    with replayed(RECORDINGS / "amd-mi300x-x2.json"), recorded() as recordings:
+        table = drivers.gpus()
+    (tmp_path / "again.json").write_text(json.dumps(recordings))
+    with replayed(tmp_path / "again.json"):
+        assert drivers.gpus() == table
+
+
+def test_libraries_are_themselves_again_after_a_replay() -> None:
+    before = {name: sys.modules.get(name) for name in ERRORS}
+    with replayed(RECORDINGS / "amd-mi300x-x2.json"):
+        assert sys.modules["pynvml"] is None
+    assert {name: sys.modules.get(name) for name in ERRORS} == before
+
+
+def test_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices", "--replay", str(RECORDINGS / "nvidia-h100-x2.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "698 W of 700 W" in printed
+    assert "a process (pid 4711, 12.3 GiB) on GPU 1" in printed
+
+
+def test_a_machine_without_gpus_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
+    assert main(["devices", "--record", str(tmp_path / "none.json")]) == 0
+    assert capsys.readouterr().out == "no GPU is seen here; cases train on the CPU, at tiny scale\n"
+    assert json.loads((tmp_path / "none.json").read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "is no JSON"),
+        ("{}", "it is no recording of a vendor's library"),
+        ("[3]", "it is no recording of a vendor's library"),
+        ('{"library": "os", "calls": {}}', "it is no recording of a vendor's library"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_no_recording_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, sentence: str) -> None:
+    if text is not None:
+        (tmp_path / "bad.json").write_text(text)
+    assert main(["devices", "--replay", str(tmp_path / "bad.json")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert sentence in said[0]

@@ -1,0 +1,95 @@
+"""What is done next on a borrowed GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_session
+import pytest
+from gpu_session import Asked, Done, Step, left_over
+
+STEPS = [Step(name, ()) for name in ("driver", "tests", "a", "b", "c")]
+
+
+def _next(*done: Done, left: float = 1000.0) -> str | None:
+    step = left_over(iter(STEPS), done, left)
+    return step.name if step else None
+
+
+def test_a_call_goes_on_where_the_last_one_ended() -> None:
+    assert _next() == "driver"
+    assert _next(Done("driver", 0, 1.0), Done("tests", 1, 300.0)) == "a"
+    assert _next(*[Done(step.name, 0, 1.0) for step in STEPS]) is None
+
+
+def test_what_may_not_end_in_time_is_not_begun() -> None:
+    done = (Done("driver", 0, 1.0), Done("tests", 0, 500.0), Done("a", 0, 130.0))
+    assert _next(*done, left=131) == "b"
+    assert _next(*done, left=129) is None
+    assert _next(left=gpu_session.LEAST_SECONDS - 1) is None
+
+
+def test_cases_come_by_their_predicted_memory() -> None:
+    asked = Asked(Path("out"), "h100", "llama-3.1-8b or phi-3", 1)
+    nodes = gpu_session.ordered(gpu_session.collected(asked), "h100")
+    names = [node.partition("[")[2] for node in nodes]
+    assert len(names) > 4
+    assert names.index("phi-3-mini-128k-qlora-bf16]") < names.index("llama-3.1-8b-lora-bf16]")
+    assert names.index("llama-3.1-8b-lora-bf16]") < names.index("llama-3.1-8b-full-bf16]")
+
+
+def test_a_session_on_the_cpu_records_case_after_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of it, but for the cases' processes: those are of a suite that trains in an instant."""
+    pytest.importorskip("torch", reason="the cases train")
+    root = tmp_path / "root"
+    (root / "benchmarks").mkdir(parents=True)
+    (root / "tests" / "gpu").mkdir(parents=True)
+    (root / "tests" / "gpu" / "test_gpu.py").write_text("def test_one(): pass\n")
+    (root / "tox.ini").write_text("[pytest]\n")
+    (root / "benchmarks" / "test_ctr.py").write_text(
+        "import pytest\nfrom pytest_gputrain import Case, grid\n"
+        "CASES = grid(Case(model='ctr-dnn', precision='fp32', batch_size=8, steps=2, warmup=1), method=['full'],"
+        " batch_size=[8, 16])\n"
+        "@pytest.mark.parametrize('case', CASES, ids=str)\n"
+        "def test_ctr(gputrain, case):\n    gputrain.check(case)\n"
+    )
+    monkeypatch.setattr(gpu_session, "ROOT", root)
+    monkeypatch.setattr(gpu_session, "LEVERS", ())
+    monkeypatch.setattr(gpu_session, "LEAST_SECONDS", 0.0)
+    asked = Asked(tmp_path / "out", "cpu", "", 1)
+    asked.folder.mkdir()
+    assert gpu_session.work(asked, 120) == 0
+    log = gpu_session.log_of(asked.folder)
+    assert json.loads((asked.folder / "driver.json").read_text()) is not None
+    assert [one.name.partition("::")[2] or one.name for one in log] == [
+        "driver",
+        "tests",
+        "test_ctr[ctr-dnn-full-fp32-batch_size=8]",
+        "test_ctr[ctr-dnn-full-fp32-batch_size=16]",
+    ]
+    stored = json.loads((asked.folder / "baselines" / "cpu" / "ctr.json").read_text())["cases"]
+    assert len(stored) == 2
+    rows = gpu_session.rows(asked.folder)
+    assert [row[0] for row in rows] == ["ctr-ctr-dnn-full-fp32-batch_size=16", "ctr-ctr-dnn-full-fp32-batch_size=8"]
+    assert gpu_session.work(asked, 120) == 0
+    assert gpu_session.log_of(asked.folder) == log
+
+
+def test_a_lever_selects_its_case(tmp_path: Path) -> None:
+    for lever in gpu_session.LEVERS:
+        command = gpu_session.lever_alone(Asked(tmp_path, "h100", "", 1), lever)
+        # What it would record for an H100 is collected anywhere.
+        words = [word for word in command if not word.startswith(("--gpu-platform", "--gpu-baseline-update"))]
+        done = subprocess.run([*words, "--collect-only"], cwd=gpu_session.ROOT, capture_output=True, text=True, check=False)
+        assert [line for line in done.stdout.splitlines() if "::" in line] == [
+            f"benchmarks/test_llm_finetuning.py::test_llm_finetuning[llama-3.1-8b-lora-bf16-{lever}]"
+        ]
+
+
+def test_its_help_is_printed() -> None:
+    script = Path(gpu_session.__file__)
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True, timeout=60)
+    assert "--minutes" in done.stdout

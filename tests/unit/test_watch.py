@@ -1,0 +1,159 @@
+"""The GPUs of a case while it is timed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gputrain.hardware import drivers, watch
+from pytest_gputrain.hardware.devices import Reading
+from pytest_gputrain.hardware.recording import replayed
+from pytest_gputrain.hardware.watch import LEAST_READINGS, Sample, between, watching
+from pytest_gputrain.records import Event, Holder
+
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+@pytest.fixture
+def h100s() -> Iterator[None]:
+    with replayed(RECORDINGS / "nvidia-h100-x2.json"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "INTERVAL_SECONDS", 0.005)
+    monkeypatch.setattr(watch, "_LOOK_AROUND_SECONDS", 0.0)
+
+
+def _sample(at: float, *readings: Reading) -> Sample:
+    return Sample(at, readings)
+
+
+@given(
+    moments=st.lists(st.integers(0, 10**6), min_size=6, max_size=30, unique=True),
+    watts=st.floats(1, 1000),
+    gpus=st.integers(1, 8),
+)
+def test_energy_is_power_times_the_time_between_the_moments(moments: list[int], watts: float, gpus: int) -> None:
+    """Whenever the counters were read."""
+    seconds = [moment / 10_000 for moment in sorted(moments)]
+    samples = [_sample(at, *[Reading(energy_joules=7 + watts * at, power_watts=watts)] * gpus) for at in seconds]
+    begin, end = (seconds[0] + seconds[1]) / 2, (seconds[-2] + seconds[-1]) / 2
+    found = between(samples, begin, end)
+    assert found is not None
+    assert found.energy_joules == pytest.approx(watts * (end - begin) * gpus, rel=1e-6, abs=1e-6)
+    assert found.power_watts == pytest.approx(watts * gpus)
+    assert found.readings == len(moments) - 2
+
+
+def test_what_the_counters_do_not_enclose_is_not_extrapolated() -> None:
+    samples = [_sample(at, Reading(energy_joules=at, clock_mhz=1000)) for at in (1.0, 2.0, 3.0)]
+    for begin, end in ((0.5, 3.0), (1.0, 3.5)):
+        found = between(samples, begin, end)
+        assert found is not None
+        assert (found.energy_joules, found.clock_mhz) == (None, 1000)
+
+
+def test_a_counter_that_began_anew_is_no_energy() -> None:
+    samples = [_sample(at, Reading(energy_joules=joules)) for at, joules in ((1, 50.0), (2, 60.0), (3, 2.0), (4, 12.0))]
+    found = between(samples, 1, 4)
+    assert found is not None
+    assert found.energy_joules is None
+
+
+def test_too_few_readings_tell_nothing() -> None:
+    samples = [_sample(at, Reading(clock_mhz=1000)) for at in range(10)]
+    assert between(samples, 0, LEAST_READINGS - 2) is None
+    assert between(samples, 0, LEAST_READINGS - 1) is not None
+    assert between([], 0, 1) is None
+
+
+def test_one_gpu_that_tells_nothing_leaves_no_total() -> None:
+    samples = [_sample(at, Reading(energy_joules=at, power_watts=1.0), Reading()) for at in (0.0, 1.0, 2.0)]
+    found = between(samples, 0, 2)
+    assert found is not None
+    assert (found.energy_joules, found.power_watts, found.clock_mhz, found.throttled) == (None, None, None, None)
+
+
+def test_the_slowest_gpu_and_the_most_lowered_clock_count() -> None:
+    hot, cool = frozenset({"HW Slowdown", "SW Power Cap"}), frozenset({"SW Power Cap"})
+    samples = [
+        _sample(0, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=1500, throttling=frozenset())),
+        _sample(1, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=1500, throttling=hot)),
+        _sample(2, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=900, throttling=frozenset())),
+        _sample(3, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=1500, throttling=frozenset())),
+    ]
+    found = between(samples, 0, 3)
+    assert found is not None
+    assert found.clock_mhz == 1500
+    assert found.throttled == {"SW Power Cap": 1.0, "HW Slowdown": 0.25}
+
+
+def _timed(watched: watch.Watch, seconds: float) -> None:
+    """As a worker tells of its timed steps."""
+    watched.note(Event(phase="warmup", at=time.monotonic()))
+    watched.note(Event(phase="measure", at=time.monotonic()))
+    time.sleep(seconds)
+    watched.note(Event(phase="measure", step=1, step_seconds=0.1))
+    watched.note(Event(phase="check", at=time.monotonic()))
+
+
+@pytest.mark.usefixtures("h100s")
+def test_a_watch_reads_while_the_steps_are_timed() -> None:
+    gpus = drivers.gpus()
+    with watching(gpus, set) as watched:
+        _timed(watched, 0.3)
+    found = watched.telemetry()
+    assert found is not None
+    assert found.readings >= LEAST_READINGS
+    assert (found.power_watts, found.clock_mhz) == (818.0, 345)
+    assert found.utilization == pytest.approx(0.495)
+    assert found.throttled is not None
+    assert "SW Power Cap" in found.throttled
+
+
+@pytest.mark.usefixtures("h100s")
+def test_a_case_that_never_came_to_its_steps_has_no_telemetry() -> None:
+    with watching(drivers.gpus(), set) as watched:
+        watched.note(Event(phase="build", at=time.monotonic()))
+    assert watched.telemetry() is None
+
+
+@pytest.mark.usefixtures("h100s")
+def test_who_comes_meanwhile_is_seen_where_one_knows_oneself() -> None:
+    gpu = drivers.gpus()[1]
+    stranger = Holder(pid=4711, gpu=1, bytes=13207024435)
+    library: Any = sys.modules["pynvml"]
+    key = next(key for key in library._calls if key.startswith("nvmlDeviceGetComputeRunningProcesses") and "1" in key)
+    mine = {"fields": {"pid": 99_999_999, "usedGpuMemory": 1}}
+    theirs = library._calls[key][0]["reply"][0]
+    for own, others in (({99_999_999}, (stranger,)), ({4711, 99_999_999}, ()), ({1}, ())):
+        library._left[key] = [{"reply": [mine, theirs]}]
+        with watching([gpu], lambda own=own: own) as watched:  # type: ignore[misc]
+            _timed(watched, 0.2)
+        assert watched.others == others
+
+
+def test_a_driver_that_fails_meanwhile_costs_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    with replayed(RECORDINGS / "nvidia-h100-x2.json"):
+        gpus = drivers.gpus()
+        library: Any = sys.modules["pynvml"]
+        key = next(key for key in library._calls if key.startswith("nvmlDeviceGetPowerUsage"))
+        library._left[key] = [{"error": 15, "says": "GPU is lost"}]
+        with watching(gpus, set) as watched:
+            _timed(watched, 0.1)
+        assert watched.telemetry() is None
+
+
+def test_nothing_is_watched_without_gpus() -> None:
+    with watching((), set) as watched:
+        _timed(watched, 0.0)
+    assert watched.telemetry() is None

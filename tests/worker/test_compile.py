@@ -1,0 +1,156 @@
+"""Compiled blocks and a loss by chunks: the same training by other means."""
+
+import os
+import weakref
+
+import pytest
+import torch
+from zoo_examples import measured, run
+
+from pytest_gputrain import Case, launch
+from pytest_gputrain.records import Crashed, Measurement, Task
+from pytest_gputrain.worker import recipe
+from pytest_gputrain.worker.run import SEED
+
+LLAMA = Case(
+    model="llama-3.1-8b",
+    method="lora",
+    precision="fp32",
+    batch_size=2,
+    sequence_length=8192,
+    activation_checkpointing=True,
+    steps=3,
+    warmup=2,
+)
+
+
+# torch's compiler provokes warnings of torch, and warns of what it traces; raised as here they would end it.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _as_new():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True, 0.5])
+def test_compiled_blocks_train_as_they_do_otherwise(method, checkpointing):
+    case = LLAMA.replace(method=method, activation_checkpointing=checkpointing)
+    compiled, plain = measured(case.replace(compile="default")), measured(case)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-4)
+    # transformers' own checkpointing asks for the gradient of the embedded tokens, which nobody needs where they are frozen.
+    assert compiled.flops_per_step == pytest.approx(plain.flops_per_step, rel=0.03)
+    assert compiled.recomputed_flops_per_step == plain.recomputed_flops_per_step
+    assert compiled.warmup_seconds[0] > 2 * compiled.median_step_seconds  # seconds against hundredths
+
+
+def test_alike_blocks_are_compiled_once_and_nothing_falls_back():
+    torch._dynamo.utils.counters.clear()
+    measured(LLAMA.replace(model="llama-3.1-70b", compile="default"))  # of three tiny blocks
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] > 0
+    assert counters["stats"]["unique_graphs"] < 3
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["sd-1.5", "resnet-50"])
+def test_lists_of_blocks_and_models_without_blocks_compile(model):
+    from zoo_examples import EXAMPLES
+
+    case = next(case for case in EXAMPLES if case.model == model)
+    compiled, plain = (measured(case.replace(compile=mode, steps=2, warmup=1)) for mode in ("default", "off"))
+    assert compiled.losses == pytest.approx(plain.losses, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_compiled_blocks_train_in_several_processes(parallel):
+    case = LLAMA.replace(parallel=parallel, gpus=2)
+    losses = []
+    for mode in ("default", "off"):
+        task = Task(case=case.replace(compile=mode), scale="tiny", device_type="cpu", root=".", processes=2)
+        reply = launch.in_process(task, gpus=(), timeout_seconds=180)
+        assert isinstance(reply, Measurement), reply
+        losses.append(reply.losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def _weights_after(case, updates=2):
+    torch.manual_seed(SEED)
+    training = recipe.Training(case, "tiny", torch.device("cpu"))
+    for _ in range(updates):
+        training.step(True)
+    return {name: value.detach().clone() for name, value in training.model.named_parameters() if value.requires_grad}
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-7b", "phi-3-mini-128k"])  # Gemma ties its head to its embedding
+@pytest.mark.parametrize("chunks", [2, 7])
+def test_a_loss_by_chunks_is_the_loss(model, chunks):
+    case = LLAMA.replace(model=model, method="full", steps=2)
+    whole, parts = measured(case), measured(case.replace(loss_chunks=chunks))
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert parts.flops_per_step == whole.flops_per_step
+    # The head's product once more.
+    assert parts.recomputed_flops_per_step > whole.recomputed_flops_per_step
+
+
+def test_gradients_of_a_loss_by_chunks_are_its_gradients():
+    case = LLAMA.replace(method="full", optimizer="sgd", learning_rate=0.1)
+    whole, parts = _weights_after(case), _weights_after(case.replace(loss_chunks=5))
+    assert whole.keys() == parts.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-amp", "fp16"])
+def test_a_loss_by_chunks_is_the_loss_in_any_precision(precision):
+    case = LLAMA.replace(method="full", precision=precision, gradient_accumulation=2, steps=4)
+    whole, parts = measured(case), measured(case.replace(loss_chunks=4))
+    assert parts.losses == pytest.approx(whole.losses, rel=0.01)
+
+
+def test_logits_of_one_chunk_exist_at_a_time():
+    """Where the tiny vocabulary's are the peak; half of them is less than a block takes."""
+    for precision in ("fp32", "bf16"):
+        case = LLAMA.replace(method="full", precision=precision, batch_size=16)
+        whole, halves = (measured(case.replace(loss_chunks=chunks)).peak_allocated_bytes for chunks in (1, 2))
+        assert halves < 0.9 * whole
+
+
+def test_an_inline_case_that_failed_leaves_nothing_to_the_next(tmp_path):
+    """Its traceback holds frames, and these hold tensors."""
+    seen = []
+
+    def build(setup):
+        block = torch.zeros(1000, 1000)
+        seen.append(weakref.ref(block))
+        circle = [block]
+        circle.append(circle)
+
+        def step():
+            held = block + 1
+            seen.append(weakref.ref(held))
+            raise RuntimeError(f"a fault with {len(circle)} in a circle")
+
+        return step
+
+    task = Task(
+        case=Case(model="build", method="custom", code="x.py::build"), scale="full", device_type="cpu", root=os.curdir
+    )
+    reply = launch.inline(task, build)
+    assert isinstance(reply, Crashed)
+    del build
+    assert [reference() for reference in seen] == [None, None]
+
+
+def test_a_compiler_that_fails_is_told(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", broken)
+    reply = run(LLAMA.replace(compile="default"))
+    assert isinstance(reply, Crashed)
+    assert "no compiler here" in reply.sentence

@@ -1,0 +1,229 @@
+"""Everything that a borrowed GPU can tell, in calls of limited time: each goes on where the last one ended.
+
+    python tools/gpu_session.py DIR [-m MARKER] [--minutes N] [-k TEXT] [--runs N]
+    python tools/gpu_session.py DIR --table
+
+A call takes the next of these steps while there is time for it: the drivers' replies (``driver.json``), the tests of
+tests/gpu, then every case that is declared for the marker, those first that are predicted to take least memory, each
+recorded as a baseline in DIR/baselines with its report in DIR/reports, and in the end each lever of the tuned cases alone.
+Cases of more GPUs than there are skip. What is done is in DIR/done.jsonl: a step that fails is done, too, and told. DIR is
+all there is to carry home; copy its baselines over those of the repository.
+
+``--table`` prints measured beside predicted figures, as Markdown; the published ones are printed by
+``gputrain table --published --report``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pytest_gputrain.baselines import read_report
+from pytest_gputrain.dry_run.store import PredictionStore
+from pytest_gputrain.markdown import table
+from pytest_gputrain.records import Measurement, Result
+from pytest_gputrain.units import format_bytes, format_percent, format_seconds
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PYTEST: Final = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q")
+LEAST_SECONDS: Final = 60.0
+"""Left of a call, for a step to be begun whose like has not been timed."""
+TIMED_OUT: Final = 124
+LEVERS: Final = ("optimizer=adamw-fused", "loss_chunks=8", "compile=default", "activation_checkpointing=0.5")
+"""Each alone upon the published case whose tuned form has them together."""
+
+
+class Step(NamedTuple):
+    name: str
+    command: tuple[str, ...]
+
+
+class Done(NamedTuple):
+    """A line of the log."""
+
+    name: str
+    status: int
+    seconds: float
+
+
+class Asked(NamedTuple):
+    folder: Path
+    marker: str
+    text: str
+    runs: int
+
+
+def steps(asked: Asked) -> Iterator[Step]:
+    """All there is to do, in its order."""
+    yield Step(
+        "driver", (sys.executable, "-m", "pytest_gputrain.cli", "devices", "--record", str(asked.folder / "driver.json"))
+    )
+    yield Step("tests", (*PYTEST, "tests/gpu", f"--junitxml={asked.folder / 'tests.xml'}"))
+    for node in ordered(collected(asked), asked.marker):
+        yield Step(node, measuring(asked, node))
+    for lever in LEVERS:
+        yield Step(lever, lever_alone(asked, lever))
+
+
+def lever_alone(asked: Asked, lever: str) -> tuple[str, ...]:
+    """The published case with one knob of its tuned form; swept it has another name, so it is selected by a part of that."""
+    case = measuring(asked, "benchmarks/test_llm_finetuning.py", name=lever)
+    return (*case, "--gpu-set", lever, "-k", "test_llm_finetuning and llama-3.1-8b-lora-bf16")
+
+
+def measuring(asked: Asked, node: str, name: str = "") -> tuple[str, ...]:
+    """A case recorded, with its report."""
+    suite = Path(node.partition("::")[0]).stem.removeprefix("test_")
+    report = asked.folder / "reports" / f"{suite}-{name or case_of(node)}.json"
+    return (
+        *PYTEST,
+        node,
+        "-m",
+        asked.marker,
+        f"--gpu-platform={asked.marker}",
+        "--gpu-baseline-update",
+        f"--gpu-runs={asked.runs}",
+        f"--gpu-baseline-dir={asked.folder / 'baselines'}",
+        f"--gpu-json={report}",
+        f"--gpu-history={asked.folder / 'history.jsonl'}",
+    )
+
+
+def case_of(node: str) -> str:
+    return node.partition("[")[2].rstrip("]")
+
+
+@functools.cache
+def collected(asked: Asked) -> list[str]:
+    """Tests of the suites' own cases that the marker and the text select, but for those that compare several."""
+    select = ["-k", asked.text] if asked.text else []
+    command = [*PYTEST, "benchmarks", "--collect-only", "-m", asked.marker, *select]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 5):  # 5: nothing is selected
+        raise SystemExit(f"the suites cannot be collected:\n{done.stdout}{done.stderr}")
+    nodes = [line for line in done.stdout.splitlines() if line.startswith("benchmarks/") and line.endswith("]")]
+    suites = {node: Path(node.partition("::")[0]).stem for node in nodes}
+    return [node for node in nodes if f"::{suites[node]}[" in node]
+
+
+def ordered(nodes: Sequence[str], marker: str) -> list[str]:
+    """Those first that are known to take least memory, so that the first call has figures of many."""
+    store = PredictionStore(ROOT / "baselines")
+    known = {}
+    for node in nodes:
+        suite = Path(node.partition("::")[0]).stem.removeprefix("test_")
+        recorded = store.suite(marker, suite) or store.suite("h100", suite)
+        found = recorded.get(case_of(node))
+        known[node] = found.predictions[-1].peak_allocated_bytes if found else sys.maxsize
+    return sorted(nodes, key=known.__getitem__)
+
+
+def left_over(todo: Iterator[Step], done: Sequence[Done], seconds_left: float) -> Step | None:
+    """The next step that is not done and that may end in time; None where there is none."""
+    names = {one.name for one in done}
+    slowest = max((one.seconds for one in done if one.name not in ("driver", "tests")), default=0.0)
+    if seconds_left < max(LEAST_SECONDS, slowest):
+        return None
+    return next((step for step in todo if step.name not in names), None)
+
+
+def log_of(folder: Path) -> list[Done]:
+    path = folder / "done.jsonl"
+    return [Done(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def work(asked: Asked, seconds: float) -> int:
+    """As many steps as there is time for; 1 where one of them failed."""
+    end = time.monotonic() + seconds
+    failed = False
+    while True:
+        left = end - time.monotonic()
+        step = left_over(steps(asked), log_of(asked.folder), left)
+        if step is None:
+            break
+        begin = time.monotonic()
+        print(f"{step.name} ...", flush=True)
+        (asked.folder / "reports").mkdir(exist_ok=True)
+        with open(asked.folder / "output.txt", "ab") as output:
+            output.write(f"\n$ {' '.join(step.command)}\n".encode())
+            output.flush()
+            try:
+                status = subprocess.run(
+                    step.command, cwd=ROOT, stdout=output, stderr=output, timeout=left, check=False
+                ).returncode
+            except subprocess.TimeoutExpired:
+                if left < seconds - 1:  # of less than a whole call
+                    print(f"{step.name} was cut off, and is tried again by the next call")
+                    break
+                status = TIMED_OUT
+        took = time.monotonic() - begin
+        with open(asked.folder / "done.jsonl", "a") as log:
+            log.write(json.dumps(Done(step.name, status, took)._asdict()) + "\n")
+        print(
+            f"{step.name}: {'done' if status == 0 else f'exit status {status}, see output.txt'} in {took:.0f} s", flush=True
+        )
+        failed = failed or status != 0
+    names = {one.name for one in log_of(asked.folder)}
+    left_names = [step.name for step in steps(asked) if step.name not in names]
+    print(f"{len(names)} steps done, {len(left_names)} left{': call again' if left_names else ''}")
+    return int(failed)
+
+
+def rows(folder: Path) -> list[tuple[str, ...]]:
+    """A row for each case of each report, measured figures with the predicted memory beside them."""
+    store = PredictionStore(ROOT / "baselines")
+    found = []
+    for path in sorted((folder / "reports").glob("*.json")):
+        for result in read_report(path).results:
+            found.append(_row(path.stem, result, store))
+    return found
+
+
+def _row(name: str, result: Result, store: PredictionStore) -> tuple[str, ...]:
+    measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
+    if not measured or result.summary is None:
+        return (name, result.verdict.sentence if result.verdict else "no figures", *[""] * 5)
+    summary = result.summary
+    recorded = store.suite(result.platform, result.suite) or store.suite("h100", result.suite)
+    prediction = recorded[result.key].predictions[-1] if result.key in recorded else None
+    peak = summary.peak_allocated_bytes
+    return (
+        name,
+        format_seconds(summary.median_step_seconds),
+        format_bytes(peak),
+        format_bytes(prediction.peak_allocated_bytes) if prediction else "",
+        format_percent(prediction.peak_allocated_bytes / peak - 1) if prediction else "",
+        f"{summary.joules_per_step:.0f} J" if summary.joules_per_step is not None else "",
+        format_percent(summary.model_flops_utilization, signed=False) if summary.model_flops_utilization else "",
+    )
+
+
+HEADERS: Final = ("Case", "Sec/step", "Peak allocated", "Predicted", "Error", "Energy a step", "MFU")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="of all that comes out; the same for every call")
+    parser.add_argument("-m", dest="marker", default="h200", help="platform (default: h200)")
+    parser.add_argument("--minutes", type=float, default=8.5, help="of this call (default: 8.5)")
+    parser.add_argument("-k", dest="text", default="", help="only cases that pytest's -k selects by this")
+    parser.add_argument("--runs", type=int, default=1, help="fresh processes of each case (default: 1)")
+    parser.add_argument("--table", action="store_true", help="print what there is, and measure nothing")
+    given: Any = parser.parse_args(arguments)
+    folder = given.folder.absolute()
+    if given.table:
+        print("\n".join(table(HEADERS, rows(folder))))
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    return work(Asked(folder, given.marker, given.text, given.runs), 60 * given.minutes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
