@@ -123,6 +123,10 @@ def check_gputrain(command: Command, place: Place) -> None:
         place.run(*rest)
     elif options.command == "node":
         assert rest == []
+    elif options.command == "devices":
+        if options.replay is not None:
+            shutil.copy(ROOT / "tests" / "unit" / "recordings" / "nvidia-h100-x2.json", place.path / options.replay)
+        assert cli.main(words) == 0
     else:
         outputs = [words[at + 1] for at, word in enumerate(words) if word == "-o"]
         place.add_reports(*(word for word in words if word.endswith((".json", ".jsonl")) and word not in outputs))
@@ -133,7 +137,7 @@ def check_gputrain(command: Command, place: Place) -> None:
 
 def check_pip(command: Command, place: Place) -> None:
     subcommand, *words = command.arguments
-    assert subcommand == "install"
+    assert subcommand in ("install", "download")
     for flag, word in zip(["", *words], words, strict=False):
         if flag == "-c":
             assert (ROOT / word).is_file()
