@@ -34,8 +34,7 @@ def _as_new():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("checkpointing", [False, True, 0.5])
+@pytest.mark.parametrize(("method", "checkpointing"), [("full", 0.5), ("lora", False), ("lora", True)])
 def test_compiled_blocks_train_as_they_do_otherwise(method, checkpointing):
     case = LLAMA.replace(method=method, activation_checkpointing=checkpointing)
     compiled, plain = measured(case.replace(compile="default")), measured(case)
