@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from pytest_gputrain import spread
@@ -35,30 +35,28 @@ def summarise(case: Case, machine: Machine, replies: tuple[Reply, ...]) -> Summa
         model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
         scaling_efficiency=efficiency(case, measured),
         ranks=spread.widest(measured),
-        first_step_seconds=_of_first_steps(measured),
+        first_step_seconds=_middle(next(iter(run.warmup_seconds), None) for run in measured),
         **_of_gpus(measured),
     )
 
 
-def _of_first_steps(measured: Sequence[Measurement]) -> float | None:
-    known = [run.warmup_seconds[0] for run in measured if run.warmup_seconds]
+def _middle(values: Iterable[float | None]) -> float | None:
+    """Of the runs that have the figure; None where none has."""
+    known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def _of_gpus(measured: Sequence[Measurement]) -> dict[str, Any]:
     """What telemetry adds to a summary."""
-    steps = [joules for run in measured if (joules := run.joules_per_step) is not None]
     seen = [run.telemetry for run in measured if run.telemetry is not None]
-    watts = [one.power_watts for one in seen if one.power_watts is not None]
     clocks = [one.clock_mhz for one in seen if one.clock_mhz is not None]
-    busy = [one.utilization for one in seen if one.utilization is not None]
-    joules = statistics.median(steps) if steps else None
+    joules = _middle(run.joules_per_step for run in measured)
     return {
         "joules_per_step": joules,
         "joules_per_sample": None if joules is None else joules / measured[0].batch_size,
-        "power_watts": statistics.median(watts) if watts else None,
+        "power_watts": _middle(one.power_watts for one in seen),
         "clock_mhz": statistics.median_low(clocks) if clocks else None,
-        "gpu_utilization": statistics.median(busy) if busy else None,
+        "gpu_utilization": _middle(one.utilization for one in seen),
     }
 
 

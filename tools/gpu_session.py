@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 from pytest_gputrain.baselines import read_report
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.markdown import table
-from pytest_gputrain.records import Measurement, Result
+from pytest_gputrain.records import Measurement, Prediction, Result
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -119,10 +119,15 @@ def ordered(nodes: Sequence[str], marker: str) -> list[str]:
     known = {}
     for node in nodes:
         suite = Path(node.partition("::")[0]).stem.removeprefix("test_")
-        recorded = store.suite(marker, suite) or store.suite("h100", suite)
-        found = recorded.get(case_of(node))
-        known[node] = found.predictions[-1].peak_allocated_bytes if found else sys.maxsize
+        found = predicted(store, marker, suite, case_of(node))
+        known[node] = found.peak_allocated_bytes if found else sys.maxsize
     return sorted(nodes, key=known.__getitem__)
+
+
+def predicted(store: PredictionStore, platform: str, suite: str, key: str) -> Prediction | None:
+    """For the platform, or for an H100, whose kernels take the same memory as those of its kin."""
+    found = (store.suite(platform, suite) or store.suite("h100", suite)).get(key)
+    return found.predictions[-1] if found else None
 
 
 def left_over(todo: Iterator[Step], done: Sequence[Done], seconds_left: float) -> Step | None:
@@ -191,8 +196,7 @@ def _row(name: str, result: Result, store: PredictionStore) -> tuple[str, ...]:
     if not measured or result.summary is None:
         return (name, result.verdict.sentence if result.verdict else "no figures", *[""] * 5)
     summary = result.summary
-    recorded = store.suite(result.platform, result.suite) or store.suite("h100", result.suite)
-    prediction = recorded[result.key].predictions[-1] if result.key in recorded else None
+    prediction = predicted(store, result.platform, result.suite, result.key)
     peak = summary.peak_allocated_bytes
     return (
         name,

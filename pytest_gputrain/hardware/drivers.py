@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from pytest_gputrain.hardware import amd, nvidia
@@ -76,8 +76,7 @@ def _together(gpus: Sequence[Gpu], each: Sequence[Occupancy], own: Collection[in
     seen = [one.holders for one in each if one.holders is not None]
     if len(seen) < len(each):
         return Occupancy(min(free, default=None), None)
-    mine = {os.getpid(), *own}
-    holders = [named(holder) for some in seen for holder in some if holder.pid not in mine and not is_idle(holder)]
+    holders = [holder for some in seen for holder in strangers(some, {os.getpid(), *own})]
     for gpu, one in zip(gpus, each, strict=True):
         used = 0 if one.free_bytes is None else gpu.memory_bytes - one.free_bytes
         if not one.holders and used > UNSEEN_BYTES:  # of another container, whose processes are not shown here
@@ -85,12 +84,17 @@ def _together(gpus: Sequence[Gpu], each: Sequence[Occupancy], own: Collection[in
     return Occupancy(min(free, default=None), tuple(holders))
 
 
-def is_idle(holder: Holder) -> bool:
+def strangers(holders: Iterable[Holder], own: Collection[int]) -> list[Holder]:
+    """Those that are none of one's own and train there, as far as is known, with their names."""
+    return [_named(holder) for holder in holders if holder.pid not in own and not _is_idle(holder)]
+
+
+def _is_idle(holder: Holder) -> bool:
     """Whether it has so little memory that nothing trains in it: a monitor, or somebody who computes on another GPU."""
     return holder.bytes is not None and holder.bytes < _IDLE_BYTES
 
 
-def named(holder: Holder) -> Holder:
+def _named(holder: Holder) -> Holder:
     """With the name of its program, where this user may know it."""
     if holder.name or holder.pid is None:
         return holder

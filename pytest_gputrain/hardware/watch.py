@@ -59,20 +59,24 @@ class Watch:
         """Read until the timed steps are over."""
         look = 0.0
         while not self._enough.wait(INTERVAL_SECONDS):
-            now = time.monotonic()
-            self._samples.append(Sample(now, tuple(driver.read(gpu) for gpu in self._gpus)))
+            now = self._read(driver)
             if now >= look:
                 look = now + _LOOK_AROUND_SECONDS
                 self._look_around(driver, own())
-        # One more, after the end, for what the counters counted up to there.
-        self._samples.append(Sample(time.monotonic(), tuple(driver.read(gpu) for gpu in self._gpus)))
+        self._read(driver)  # after the end, for what the counters counted up to there
+
+    def _read(self, driver: Driver) -> float:
+        """When the sample was taken."""
+        now = time.monotonic()
+        self._samples.append(Sample(now, tuple(driver.read(gpu) for gpu in self._gpus)))
+        return now
 
     def _look_around(self, driver: Driver, own: set[int]) -> None:
         for gpu in self._gpus:
             holders = driver.occupancy(gpu).holders or ()
             # In a container the driver may tell the host's numbers of processes, by which nobody here knows his own.
             if any(holder.pid in own for holder in holders):
-                self._others |= {(holder.pid, gpu.index): holder for holder in holders if holder.pid not in own}
+                self._others |= {(holder.pid, gpu.index): holder for holder in drivers.strangers(holders, own)}
 
     def stop(self) -> None:
         self._enough.set()
@@ -86,7 +90,7 @@ class Watch:
     @property
     def others(self) -> tuple[Holder, ...]:
         """Who was there beside the processes of the case, once these were there."""
-        return tuple(drivers.named(holder) for holder in self._others.values() if not drivers.is_idle(holder))
+        return tuple(self._others.values())
 
 
 def between(samples: Sequence[Sample], begin: float, end: float) -> Telemetry | None:
