@@ -6,12 +6,15 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write ``data`` beside ``path`` and rename over it: whoever reads sees the old file or the new one, whole.
+
+    Args:
+        data: in parts where it is not all to be in memory at once.
 
     Raises:
         OSError: the folder cannot be made or written; the old file is untouched.
@@ -20,7 +23,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(part, 0o644)  # mkstemp's 0600 is for secrets

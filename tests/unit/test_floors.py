@@ -28,6 +28,7 @@ FLOORS = {
     "markdown": 0,
     "nodes": 0,
     "screen": 0,
+    "shelf": 0,
     "cases": 0,
     "sweep": 0,
     "search": 0,
