@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import IO, Any, Final, Generic, NamedTuple, TypeVar, overload
 
 import msgspec
 
+_Key = TypeVar("_Key")
 _Record = TypeVar("_Record")
 
 _MEMORY_BYTES: Final = 8 << 20
@@ -76,6 +77,36 @@ class Shelf(Sequence[_Record], Generic[_Record]):
             return record
         assert self._file is not None, "it has taken the record"
         return os.pread(self._file.fileno(), record.length, record.begin)
+
+
+class Cabinet(MutableMapping[_Key, _Record]):
+    """The same by keys, in the order in which they came first."""
+
+    def __init__(self, type_: Any) -> None:
+        self._shelf: Shelf[_Record] = Shelf(type_)
+        self._places: dict[_Key, int] = {}
+
+    def __setitem__(self, key: _Key, record: _Record) -> None:
+        if key in self._places:
+            self._shelf[self._places[key]] = record
+            return
+        self._shelf.append(record)
+        self._places[key] = len(self._shelf) - 1
+
+    def __getitem__(self, key: _Key) -> _Record:
+        return self._shelf[self._places[key]]
+
+    def __delitem__(self, key: _Key) -> None:
+        del self._places[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 class Picked(Sequence[_Record], Generic[_Record]):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pytest_gputrain import pretty
 from pytest_gputrain.files import write_atomically
 from pytest_gputrain.records import Report, Result
 
@@ -23,20 +24,8 @@ def write(report: Report, path: Path, more: Iterable[Result] = ()) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write_atomically(path, _text(report, itertools.chain(report.results, more)))
-
-
-def _text(report: Report, results: Iterable[Result]) -> Iterator[bytes]:
-    """The document with one result in memory at a time."""
-    frame = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(report, results=())), indent=1)
-    head, between, tail = frame.rpartition(b"[]")
-    assert tail == b"\n}", "the results are the last field of a report"
-    opening = b"[\n  "
-    for result in results:
-        text = msgspec.json.format(msgspec.json.encode(result), indent=1).replace(b"\n", b"\n  ")
-        yield head + opening + text
-        head, opening, between = b"", b",\n  ", b"\n ]"
-    yield head + between + tail + b"\n"
+    results = itertools.chain(report.results, more)
+    write_atomically(path, pretty.document(msgspec.structs.replace(report, results=()), map(pretty.item, results)))
 
 
 def schema() -> dict[str, Any]:
