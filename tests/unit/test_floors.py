@@ -25,6 +25,7 @@ FLOORS = {
     "architectures": 0,
     "files": 0,
     "interrupts": 0,
+    "harmless": 0,
     "kernel": 0,
     "markdown": 0,
     "nodes": 0,
