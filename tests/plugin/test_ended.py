@@ -104,6 +104,13 @@ def test_what_ends_a_run_ends_it_at_once_with_all_that_was_measured(hanging: Pro
     assert seconds < 10
 
 
+def test_a_run_without_cases_ends_as_ever(project: Project) -> None:
+    project.write(
+        test_plain="import signal\n\n\ndef test_it():\n    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+    )
+    project.spawn().assert_outcomes(passed=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "SIGTERM"])
 def test_under_two_workers_the_tests_that_were_over_are_kept(hanging: Project, number: int, group: bool) -> None:
@@ -146,9 +153,23 @@ def test_full_before_the_worker(gputrain):
     gputrain.check(build, precision="fp32", steps=2, model="other")
 
 
+def full_for_a_while(setup):
+    made, calls, path = build(setup), [], Path(sys.argv[1], "full")
+
+    def step():
+        calls.append(1)
+        if len(calls) == 2:
+            fill(path)
+        if len(calls) == 6:
+            path.unlink()
+        return made()
+
+    return step
+
+
 def test_room_again(gputrain):
     Path(tempfile.gettempdir(), "full").unlink()
-    gputrain.check(build, precision="fp32", steps=2)
+    gputrain.check(full_for_a_while, precision="fp32", steps=2, warmup=3)
 """
 
 
@@ -178,7 +199,7 @@ def test_a_full_disk_is_told_and_the_next_case_has_room(project: Project, small_
     assert sentence.startswith("other-fp32 was not measured, because its process could not be started: [Errno 28] No space")
     assert "TMPDIR" in sentence
     assert "\n" not in sentence
-    assert project.verdicts() == {"filling-fp32@tiny": "failed", "build-fp32@tiny": "new"}
+    assert project.verdicts() == {"filling-fp32@tiny": "failed", "full_for_a_while-fp32@tiny": "new"}
     assert len((project.path / "history.jsonl").read_text().splitlines()) == 2
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,6 +13,22 @@ import pytest
 from pytest_gputrain.interrupts import Terminated, terminable, undisturbed
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+_FORKS = """
+import os, signal, sys
+from pytest_gputrain.interrupts import terminable
+
+with terminable():
+    child = os.fork()
+    if not child:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+sys.exit(os.waitstatus_to_exitcode(status) != -signal.SIGTERM)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +50,12 @@ def test_what_ends_a_process_is_taken_for_ctrl_c(number: signal.Signals) -> None
     with terminable(), pytest.raises(KeyboardInterrupt, match=f"ended by {number.name}") as caught:
         signal.raise_signal(number)
     assert caught.type is Terminated
+
+
+def test_a_forked_process_ends_as_ever() -> None:
+    # In a process that has one thread: under xdist, this one may have more.
+    done = subprocess.run([sys.executable, "-c", _FORKS], check=False, timeout=60)
+    assert done.returncode == 0
 
 
 def test_a_handler_of_others_stays() -> None:
