@@ -37,8 +37,9 @@ def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    declared = [index for index, result in enumerate(results) if result.search is None and not result.loss_curves]
-    return [_line_of(result, session) for result in latest(Picked(results, declared))]
+    everything = Picked(results, range(len(results)))
+    declared = everything.those(lambda result: result.search is None and not result.loss_curves)
+    return [_line_of(result, session) for result in latest(declared)]
 
 
 def _line_of(result: Result, session: Session) -> HistoryLine:

@@ -23,7 +23,7 @@ from pytest_gputrain.report import document
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
-from pytest_gputrain.shelf import Shelf
+from pytest_gputrain.shelf import Cabinet, Shelf
 from pytest_gputrain.suites import whole_suite
 
 _SAVE_EVERY_SECONDS: Final = 30.0
@@ -49,7 +49,7 @@ class Book:
         """By test and case, where the last result stands."""
         self._to_come: set[int] = set()
         """Where results stand whose baselines wait for further runs."""
-        self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
+        self._pending = _nothing_pending()
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
         self._stored: dict[tuple[str, str, str], Case] = {}
@@ -184,7 +184,7 @@ class Book:
     def _save_baselines(self) -> None:
         began = time.monotonic()
         measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
-        pending, self._pending = self._pending, defaultdict(dict)
+        pending, self._pending = self._pending, _nothing_pending()
         for (device, suite), entries in pending.items():
             self._save(functools.partial(measured.update, device, suite, entries), len(entries))
         foretold, self._predicted = self._predicted, defaultdict(dict)
@@ -226,6 +226,11 @@ class Book:
             exit_status=exit_status,
             notes=tuple(self.notes),
         )
+
+
+def _nothing_pending() -> defaultdict[tuple[str, str], Cabinet[str, Baseline]]:
+    """By device and suite, baselines that are not saved yet."""
+    return defaultdict(lambda: Cabinet(Baseline))
 
 
 def _is_recorded(result: Result) -> bool:
