@@ -22,7 +22,8 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain import pretty
-from pytest_gputrain.files import conflicts, locked, sweep, within, write_atomically
+from pytest_gputrain.files import UNREADABLE, conflicts, locked, sweep, within, write_atomically
+from pytest_gputrain.harmless import Told
 from pytest_gputrain.records import (
     FORMAT,
     MAX_RUNS,
@@ -48,7 +49,7 @@ _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it 
 _Record = TypeVar("_Record")
 
 
-class BaselineError(Exception):
+class BaselineError(Told):
     """A baseline file that cannot be read or written; one sentence with the remedy."""
 
 
@@ -272,7 +273,7 @@ def _load(path: Path, device: str) -> Cabinet[str, Baseline]:
     for key, raw in file.cases.items():
         try:
             stored = msgspec.json.decode(raw, type=_StoredCase)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise BaselineError(f"{path} is not a baseline file: {error} in {key}; {_remedy(error, RESTORE)}") from None
         runs = [_run(path, key, fields, file.environments) for fields in stored.runs]
         _check_figures(path, key, runs)
@@ -347,14 +348,14 @@ def decode(path: Path, type_: type[_Record], what: str, remedy: str = RESTORE) -
         )
     try:
         found = msgspec.json.decode(data, type=_Versioned).format
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
     if found != FORMAT:
         newer = f"{_NEWER}, or " if found > FORMAT else ""
         raise BaselineError(f"{path} has format {found}, this version reads format {FORMAT}; {newer}{remedy}")
     try:
         return msgspec.json.decode(data, type=type_)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BaselineError(f"{path} is not {what}: {error}; {_remedy(error, remedy)}") from None
 
 

@@ -119,6 +119,8 @@ def _damage(path: Path) -> list[Finding]:
         json.loads(text, object_pairs_hook=note)
     except json.JSONDecodeError as error:
         return [Finding(path, error.lineno, f"no JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        return [Finding(path, 1, f"no JSON that can be read: {error}; {_RECORD_AGAIN}")]
     return [
         Finding(path, _line_of_name(text, name, last=True), f"{name} stands here a second time; delete one of them")
         for name in twice

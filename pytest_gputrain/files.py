@@ -14,6 +14,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not the JSON of a record: none at all, another's, not UTF-8, nested too deep."""
+
 _PART: Final = ".part"
 _WRITABLE: Final = 0o222
 _WRITABLE_BY_OTHERS: Final = 0o022

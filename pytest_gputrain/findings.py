@@ -6,16 +6,18 @@ from typing import Literal
 
 from msgspec import Struct
 
+from pytest_gputrain.units import Whole
+
 
 class Try(Struct, frozen=True, kw_only=True):
     """One micro-batch of a search, tried in a fresh process."""
 
-    batch_size: int
+    batch_size: Whole
     """Samples per process."""
     outcome: Literal["fits", "out_of_memory", "timed_out", "capped", "crashed"]
     """``capped``: the tiny scale trains on fewer samples than were asked for."""
     samples_per_second: float | None = None
-    peak_allocated_bytes: int | None = None
+    peak_allocated_bytes: Whole | None = None
     reason: str = ""
     """Why it does not fit."""
 
@@ -25,11 +27,11 @@ class Search(Struct, frozen=True, kw_only=True):
 
     tries: tuple[Try, ...]
     """In the order they were made, each batch once."""
-    most: int
+    most: Whole
     """No larger batch was to be tried."""
-    largest: int | None = None
+    largest: Whole | None = None
     """The largest that fits; None where not even one sample does, or where a crash ended the search."""
-    fastest: int | None = None
+    fastest: Whole | None = None
     """The one with the most samples per second; None likewise."""
 
 
@@ -43,7 +45,7 @@ class LossCurve(Struct, frozen=True, kw_only=True):
     outcome: Literal["recorded", "left_out", "out_of_memory", "timed_out", "crashed"]
     losses: tuple[float, ...] = ()
     """Ends before the first loss that is not finite."""
-    non_finite_step: int | None = None
+    non_finite_step: Whole | None = None
     """The step, counted from 1, whose loss was not finite."""
     trend: Trend | None = None
     gap: float | None = None

@@ -33,6 +33,13 @@ def _shown(letter: str) -> str:
     return letter if fine else "\N{REPLACEMENT CHARACTER}"
 
 
+class Told(Exception):
+    """An error that is told in one line, whatever is quoted in it."""
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())
+
+
 def spreadsheet(cell: object) -> object:
     """A cell of CSV that no spreadsheet takes for a formula: a quotation mark before it says that it is text."""
     if not isinstance(cell, str):

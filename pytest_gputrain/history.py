@@ -15,7 +15,8 @@ import msgspec
 from pytest_gputrain.cases import LIBRARIES
 from pytest_gputrain.dry_run.store import FOLDER
 from pytest_gputrain.exchange.points import latest
-from pytest_gputrain.files import locked
+from pytest_gputrain.files import UNREADABLE, locked
+from pytest_gputrain.harmless import Told
 from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.session import Session
@@ -28,7 +29,7 @@ _LONGEST_LINE: Final = 1 << 20
 """Bytes; a file without line ends is not read into memory as a whole."""
 
 
-class HistoryError(Exception):
+class HistoryError(Told):
     """A history that cannot be read; one sentence with the place and the remedy."""
 
 
@@ -221,7 +222,7 @@ def _torn_end(descriptor: int, size: int) -> bytes:
 def _is_json(line: bytes) -> bool:
     try:
         return isinstance(msgspec.json.decode(line), dict)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return False
 
 
@@ -242,7 +243,7 @@ def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterato
             for number, line in enumerate(iter(functools.partial(file.readline, _LONGEST_LINE), b""), 1):
                 try:
                     yield begin, decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except UNREADABLE as error:
                     if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                         warn(f"{path}:{number} was cut off by a crash and is left out; the next run that appends removes it")
                         return

@@ -19,6 +19,7 @@ from pytest_gputrain.hardware.lease import lease, lease_cores
 from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.hardware.watch import Watch as GpuWatch
 from pytest_gputrain.hardware.watch import watching
+from pytest_gputrain.harmless import Told
 from pytest_gputrain.records import Case, Event, Measurement, OutOfMemory, Reply, Scale, Task
 from pytest_gputrain.scaling import one_worker
 from pytest_gputrain.sentences import describe_failure
@@ -33,7 +34,7 @@ _SETTLING_LOOKS: Final = 4
 """At who is on the GPUs, before whoever is there counts."""
 
 
-class BadCase(Exception):
+class BadCase(Told):
     """The case makes no sense, or what it needs is broken; the sentence to fail with."""
 
 

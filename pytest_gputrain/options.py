@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from pytest_gputrain.records import MAX_RUNS
 from pytest_gputrain.stats import MOST_RUNS
 from pytest_gputrain.sweep import parse_axes
 from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio, parse_seconds
+
+_LONGEST_NAME: Final = 255
+"""Bytes of a file's name, on any file system that is likely."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +104,21 @@ def _endpoint(text: str) -> str:
     return text
 
 
+def _path(text: str) -> Path:
+    longest = max(len(os.fsencode(part)) for part in ("", *text.split("/")))
+    if "\0" in text or longest > _LONGEST_NAME:
+        raise ValueError(
+            f"{text[:40]!r}{'...' if len(text) > 40 else ''} is no path: a name in it is too long, or holds a zero"
+        )
+    return Path(text)
+
+
+def _baseline(text: str) -> str:
+    return text if text in ("measured", "published") else str(_path(text))
+
+
 def _summary(text: str) -> Path | str:
-    return text if text in ("auto", "none") else Path(text)
+    return text if text in ("auto", "none") else _path(text)
 
 
 def _ids(text: str) -> tuple[str, ...]:
@@ -123,13 +140,14 @@ OPTIONS: Final = (
     ),
     Option(
         name="baseline-dir",
-        parse=Path,
+        parse=_path,
         default="baselines",
         metavar="DIR",
         help="folder of the baselines (default: baselines beside the ini file)",
     ),
     Option(
         name="baseline",
+        parse=_baseline,
         default="measured",
         metavar="measured|published|REPORT",
         help=(
@@ -248,7 +266,7 @@ OPTIONS: Final = (
     Option(name="nodes", parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
     Option(
         name="shared",
-        parse=Path,
+        parse=_path,
         default=".gputrain",
         metavar="DIR",
         help="folder that all nodes share, for cases of several nodes (default: .gputrain beside the ini file)",
@@ -267,17 +285,20 @@ OPTIONS: Final = (
         help="write the verdicts to this file as Markdown; auto: to that of GITHUB_STEP_SUMMARY, if any (default: auto)",
     ),
     Option(
-        name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"
+        name="json",
+        parse=_path,
+        metavar="FILE",
+        help="write environment, cases, measurements and verdicts to this JSON file",
     ),
     Option(
         name="history",
-        parse=Path,
+        parse=_path,
         metavar="FILE",
         help="append a JSON line for every case to this file, which keeps those of all runs",
     ),
     Option(
         name="html",
-        parse=Path,
+        parse=_path,
         metavar="FILE",
         help="write verdicts, figures and charts to this HTML file, with the trends of --gpu-history",
     ),

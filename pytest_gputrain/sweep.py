@@ -11,6 +11,7 @@ import msgspec
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import ALWAYS_IN_ID, VOCABULARY, bad_number, did_you_mean
 from pytest_gputrain.records import Case, knob_text
+from pytest_gputrain.units import Whole
 
 Axes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Every knob with its values, in the order given."""
@@ -23,7 +24,7 @@ _TYPES: Final = {
 
 
 _KINDS: Final[dict[Any, str]] = {
-    int: "a whole number",
+    Whole: "a whole number",
     float: "a number",
     bool: "true or false",
     bool | float: "true, false or a share from 0 to 1",

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_gputrain.cases import library_versions
-from pytest_gputrain.files import write_atomically
+from pytest_gputrain.files import UNREADABLE, write_atomically
 from pytest_gputrain.records import Case, Prediction, Task
 
 
@@ -33,7 +33,7 @@ class Cache:
             return None
         try:
             return msgspec.json.decode(path.read_bytes(), type=Prediction)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *UNREADABLE):
             return None
 
     def put(self, task: Task, prediction: Prediction) -> None:

@@ -79,7 +79,7 @@ def _point(result: Result, timed: bool) -> Point | str:
     if result.prediction is not None:
         return Point(result=result, runs=(), peak_allocated_bytes=result.prediction.peak_allocated_bytes)
     runs = tuple(reply for reply in result.replies if isinstance(reply, Measurement))
-    if result.summary is None or len(runs) < len(result.replies):
+    if result.summary is None or not runs or len(runs) < len(result.replies):
         return f"{result.key} is left out: it {_outcome(result.replies)}"
     return Point(result=result, runs=runs, peak_allocated_bytes=result.summary.peak_allocated_bytes)
 

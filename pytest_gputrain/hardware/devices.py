@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from pytest_gputrain.harmless import Told
 from pytest_gputrain.records import Holder
 
 Vendor = Literal["nvidia", "amd"]
 
 
-class HardwareError(Exception):
+class HardwareError(Told):
     """The hardware is not what was asked for, or its driver fails; one sentence."""
 
 

@@ -15,7 +15,9 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+import msgspec
 
 from pytest_gputrain.hardware import amd
 
@@ -96,6 +98,20 @@ class Recorder:
         return known.index(_address(value))
 
 
+class Said(msgspec.Struct):
+    """One reply, or one error."""
+
+    reply: Any = None
+    error: int | None = None
+    says: str = ""
+
+
+class _Recording(msgspec.Struct):
+    library: Literal["pynvml", "amdsmi"]
+    calls: dict[str, list[Said]]
+    constants: dict[str, int | float | str | bool | dict[str, int] | None] = {}
+
+
 class Replay(types.ModuleType):
     """A recording as the library that it was made from."""
 
@@ -103,19 +119,22 @@ class Replay(types.ModuleType):
         """Raises:
         ValueError: it is no recording.
         """
-        library = recording.get("library") if isinstance(recording, dict) else None
-        if library not in ERRORS or not isinstance(recording.get("calls"), dict):
-            raise ValueError("it is no recording of a vendor's library; make one with gputrain devices --record")
-        super().__init__(library)
+        try:
+            sound = msgspec.convert(recording, _Recording)
+        except msgspec.ValidationError as error:
+            raise ValueError(
+                f"it is no recording of a vendor's library ({error}); make one with gputrain devices --record"
+            ) from None
+        super().__init__(sound.library)
         self.asked: list[str] = []
         """Calls in their order."""
-        self._calls: dict[str, list[dict[str, Any]]] = recording["calls"]
+        self._calls = sound.calls
         self._left = {key: list(replies) for key, replies in self._calls.items()}
-        self._unsupported = _UNSUPPORTED[library]
-        base = _error_class(ERRORS[library])
-        setattr(self, ERRORS[library], base)
+        self._unsupported = _UNSUPPORTED[sound.library]
+        base = _error_class(ERRORS[sound.library])
+        setattr(self, ERRORS[sound.library], base)
         self._error = base
-        for name, value in recording.get("constants", {}).items():
+        for name, value in sound.constants.items():
             setattr(self, name, enum.IntEnum(name, value) if isinstance(value, dict) else value)
 
     def __getattr__(self, name: str) -> Any:
@@ -130,9 +149,9 @@ class Replay(types.ModuleType):
         if not replies:
             raise self._error(self._unsupported, f"{key} was not recorded")
         found = replies.pop(0) if len(replies) > 1 else replies[0]
-        if "error" in found:
-            raise self._error(found["error"], found["says"])
-        return _live(found.get("reply"))
+        if found.error is not None:
+            raise self._error(found.error, found.says)
+        return _live(found.reply)
 
 
 @contextlib.contextmanager
@@ -154,12 +173,12 @@ def replayed(path: Path) -> Iterator[None]:
     """The libraries reply in the block as they did in a file of recordings; those that it lacks are not there.
 
     Raises:
-        ValueError: no recording; one sentence.
+        ValueError: no recording, or one with replies that no library gives; one sentence.
         OSError: it cannot be read.
     """
     try:
         recordings = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     try:
         libraries = [Replay(one) for one in (recordings if isinstance(recordings, list) else [recordings])]
@@ -170,7 +189,10 @@ def replayed(path: Path) -> Iterator[None]:
             put(name, None)
         for library in libraries:
             put(library.__name__, library)
-        yield
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{path} has replies that no driver gives ({type(error).__name__}: {error})") from error
 
 
 @contextlib.contextmanager

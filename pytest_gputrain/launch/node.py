@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from pytest_gputrain.files import UNREADABLE
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.machine import detect
 from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
@@ -90,7 +91,7 @@ class _Seat:
             self._agent = start_agent(folder, number, host, environment)
         except FileNotFoundError:
             pass  # the case is over
-        except (HardwareError, msgspec.DecodeError) as error:
+        except (HardwareError, *UNREADABLE) as error:
             self._tell(f"node {host} cannot take part: {error}")
 
     def is_taken(self) -> bool:

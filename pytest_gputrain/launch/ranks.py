@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.files import UNREADABLE
 from pytest_gputrain.interrupts import undisturbed
 from pytest_gputrain.kernel import oom_kills
 from pytest_gputrain.launch.merge import merge
@@ -216,7 +217,7 @@ def _read_reply(
                     "pytest-gputrain than pytest does; look at PYTHONPATH"
                 )
             reply = msgspec.json.decode(data, type=Reply | Served | Prediction)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:
             return crashed(f"the worker replied, then ended {exit_text(exit_code)}")
@@ -280,7 +281,7 @@ class _ProgressFile:
         self._offset += len(whole)
         events = []
         for line in whole.splitlines():
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(*UNREADABLE):
                 events.append(msgspec.json.decode(line, type=Event))
         if events:
             self.last = events[-1]

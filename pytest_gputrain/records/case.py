@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records.prediction import Target
+from pytest_gputrain.units import Whole
 
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
@@ -32,32 +33,32 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16`` (fp32 weights under autocast)."""
     parallel: str = "single"
     """``single``, ``ddp``, ``fsdp`` (FSDP2), ``zero0`` to ``zero3`` (DeepSpeed) or ``ps`` (parameter server)."""
-    gpus: int = 1
+    gpus: Whole = 1
     """Processes of the case that train, one a GPU: the workers of ``ps``."""
-    servers: int = 0
+    servers: Whole = 0
     """Processes beside them that hold the tables (``ps``); on the host, not on a GPU."""
     asynchronous: bool = False
     """Servers apply each worker's gradients at once, instead of the mean of all workers' (``ps``)."""
-    batch_size: int = 1
+    batch_size: Whole = 1
     """Samples per process in one step (one micro-batch)."""
-    sequence_length: int = 0
+    sequence_length: Whole = 0
     """Tokens per sample, all of them real (no padding); for a vision-language model those of its images included."""
     resolution: str = ""
     """``WIDTHxHEIGHT`` of images and videos in pixels."""
-    frames: int = 0
+    frames: Whole = 0
     """Frames of a video."""
-    gradient_accumulation: int = 1
+    gradient_accumulation: Whole = 1
     """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
     activation_checkpointing: bool | float = False
     """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of the model's main blocks."""
-    lora_rank: int = 0
+    lora_rank: Whole = 0
     """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
     optimizer: str = "adamw"
     """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd``."""
     compile: str = "off"
     """``torch.compile`` of the model that trains: ``off``, or its mode ``default``, ``reduce-overhead``, ``max-autotune`` or
     ``max-autotune-no-cudagraphs``. On a CPU the graphs are traced, but no code is made of them."""
-    loss_chunks: int = 1
+    loss_chunks: Whole = 1
     """Chunks of a batch's tokens whose logits exist one after the other (language models); backward makes them anew."""
     learning_rate: float = 1e-4
     """Constant. The default moves weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
@@ -69,13 +70,13 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     pin_memory: bool = False
     overlap_comm: bool | None = None
     """None for DeepSpeed's default."""
-    allgather_bucket_size: int = 0
+    allgather_bucket_size: Whole = 0
     """Elements; 0 for DeepSpeed's default."""
-    stage3_max_live_parameters: int = 0
+    stage3_max_live_parameters: Whole = 0
     """Elements; 0 for DeepSpeed's default."""
-    steps: int = 10
+    steps: Whole = 10
     """Timed steps."""
-    warmup: int = 3
+    warmup: Whole = 3
     """Steps before the timed ones."""
     platforms: tuple[str, ...] = ()
     """Catalog markers the case is declared for; none means any."""
@@ -101,7 +102,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         return msgspec.structs.replace(self, **fields)
 
     @property
-    def sides(self) -> tuple[int, int]:
+    def sides(self) -> tuple[Whole, Whole]:
         """Width and height of the resolution in pixels."""
         width, height = map(int, self.resolution.split("x"))
         return width, height
@@ -119,13 +120,13 @@ def knob_text(value: object) -> str:
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The case file: everything a worker needs to know."""
 
-    format: int = FORMAT
+    format: Whole = FORMAT
     case: Case
     scale: Scale
     device_type: Literal["cpu", "gpu"]
-    processes: int = 1
+    processes: Whole = 1
     """Ranks of the case that train, one a GPU."""
-    servers: int = 0
+    servers: Whole = 0
     """Further ranks, which serve the tables."""
     root: str
     """Folder that ``case.code`` is relative to."""

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Scale
 from pytest_gputrain.records.verdict import Status
+from pytest_gputrain.units import Whole
 
 
 class HistoryLine(Struct, frozen=True, kw_only=True):
@@ -17,7 +18,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     null where there is no such figure. Keys are added at times; none changes its meaning while ``format`` is the same.
     """
 
-    format: int = FORMAT
+    format: Whole = FORMAT
     """Version of these keys."""
     kind: Literal["measurement", "prediction"]
     """``prediction`` for a line of ``--gpu-dry-run``."""
@@ -43,9 +44,9 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """As the driver gives it; this and what follows null where no process lived to tell."""
     device_type: str | None
     """``cpu``, ``cuda`` or ``rocm``."""
-    device_count: int | None
+    device_count: Whole | None
     """Processes of the case, servers included."""
-    device_memory_bytes: int | None
+    device_memory_bytes: Whole | None
     """Of one device."""
     topology: str | None
     """How the case's GPUs are linked: ``NV18``."""
@@ -55,7 +56,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Of the host."""
     os: str | None
     """Of the host."""
-    threads: int | None
+    threads: Whole | None
     """CPU threads of a worker."""
     version_gputrain: str
     """Of this package."""
@@ -79,31 +80,31 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     method: str
     precision: str
     parallel: str
-    gpus: int
-    servers: int
+    gpus: Whole
+    servers: Whole
     asynchronous: bool
-    batch_size: int
+    batch_size: Whole
     """Of one process."""
-    sequence_length: int
+    sequence_length: Whole
     resolution: str
-    frames: int
-    gradient_accumulation: int
+    frames: Whole
+    gradient_accumulation: Whole
     activation_checkpointing: float
     """Share of the blocks that are recomputed: 1.0 for all."""
-    lora_rank: int
+    lora_rank: Whole
     optimizer: str
     compile: str
-    loss_chunks: int
+    loss_chunks: Whole
     learning_rate: float
     cpu_offload: bool
     offload_optimizer: bool
     offload_param: bool
     pin_memory: bool
     overlap_comm: bool | None
-    allgather_bucket_size: int
-    stage3_max_live_parameters: int
-    steps: int
-    warmup: int
+    allgather_bucket_size: Whole
+    stage3_max_live_parameters: Whole
+    steps: Whole
+    warmup: Whole
     code: str
     outcome: Literal["measured", "predicted", "out_of_memory", "crashed", "timed_out"]
     """Of the first process that gave no figures, if one did."""
@@ -111,7 +112,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Null where the test only measured."""
     sentence: str | None
     """What the verdict says, or why there are no figures."""
-    runs: int
+    runs: Whole
     """Fresh processes that gave figures."""
     median_step_seconds: float | None
     """Of one micro-batch: the median over the processes of each one's median."""
@@ -133,27 +134,27 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Energy of the case's GPUs; this and the next three null where no driver tells."""
     power_watts: float | None
     """Of the case's GPUs together."""
-    clock_mhz: int | None
+    clock_mhz: Whole | None
     """Of the GPU that has the lowest."""
     gpu_utilization: float | None
     """Share of the time in which a kernel ran."""
-    peak_allocated_bytes: int | None
+    peak_allocated_bytes: Whole | None
     """Of one process; this and the next four the median over the processes, the higher of the middle two."""
-    peak_reserved_bytes: int | None
-    device_used_bytes: int | None
+    peak_reserved_bytes: Whole | None
+    device_used_bytes: Whole | None
     """Memory in use on the device, others' included."""
-    peak_host_bytes: int | None
-    model_bytes: int | None
+    peak_host_bytes: Whole | None
+    model_bytes: Whole | None
     """Parameters, buffers and quantisation state."""
-    parameters: int | None
-    trainable_parameters: int | None
-    flops_per_step: int | None
+    parameters: Whole | None
+    trainable_parameters: Whole | None
+    flops_per_step: Whole | None
     """Without recomputation."""
-    recomputed_flops_per_step: int | None
+    recomputed_flops_per_step: Whole | None
     """What activation checkpointing repeats."""
     final_loss: float | None
     """Of the last timed step of the first process."""
-    bytes_per_step: int | None
+    bytes_per_step: Whole | None
     """Of a prediction, as the next two: read and written by the operators."""
     roofline_seconds: float | None
     """Least time of a step."""
@@ -165,7 +166,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """The time beyond which the case regresses, by tolerance and noise."""
     step_sensitivity: float | None
     """The slowdown, as a share, that would be caught 99 times in 100."""
-    baseline_peak_allocated_bytes: int | None
+    baseline_peak_allocated_bytes: Whole | None
     """What the verdict compared with."""
-    limit_peak_allocated_bytes: int | None
+    limit_peak_allocated_bytes: Whole | None
     """The peak beyond which the case regresses."""

@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from pytest_gputrain.units import Whole
+
 TrainingPhase = Literal["build", "forward", "backward", "optimizer"]
 """Recomputation of activations is part of backward; unscaling and clipping of gradients is part of the optimizer."""
 
@@ -16,13 +18,13 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     marker: str
     kind: Literal["cpu", "cuda"]
     """Whose rules decide on kernels, optimizer loops and rounding."""
-    memory_bytes: int | None = None
+    memory_bytes: Whole | None = None
     """What the driver has to give: some hundred MiB less than a card is sold with. None for no limit."""
-    context_bytes: int = 0
+    context_bytes: Whole = 0
     """Of the memory, what the driver's context and loaded kernels take."""
     expandable_segments: bool = False
     """Whether the caching allocator grows its segments in place, instead of asking for new ones."""
-    capability: tuple[int, int] = (9, 0)
+    capability: tuple[Whole, Whole] = (9, 0)
     """CUDA's compute capability: before 8.0 there is no flash attention."""
     attention: Literal["current", "transformers-4.49", "unfused"] = "current"
     """Whose attention: that of the libraries here; that of transformers 4.49, which repeats keys and values that heads share
@@ -30,7 +32,7 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     (version 5 holds the scores to apply it); or plain products, as before torch 2.0."""
     lists: bool = True
     """Whether optimizers work on lists of tensors, torch's default on a GPU since 2.0; else on one tensor after another."""
-    workspace_bytes: int = 0
+    workspace_bytes: Whole = 0
     """What cuBLAS takes of the caching allocator, once for the forward and once for the backward pass."""
     peak_flops: dict[str, float] = {}
     """FLOP/s by arithmetic: ``fp32``, ``bf16``, ``fp16``."""
@@ -41,21 +43,21 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LiveTensor(Struct, frozen=True, kw_only=True):
     """Storages that one operator made alike in one phase, and that lived at the peak."""
 
-    bytes: int
+    bytes: Whole
     """Of all of them."""
-    count: int
+    count: Whole
     operator: str
     phase: TrainingPhase
-    shape: tuple[int, ...]
+    shape: tuple[Whole, ...]
     dtype: str
 
 
 class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
     """What all calls of one operator in one micro-batch do."""
 
-    calls: int
-    flops: int
-    bytes: int
+    calls: Whole
+    flops: Whole
+    bytes: Whole
     """Read and written."""
 
 
@@ -66,30 +68,30 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     fidelity: Literal["cpu", "cuda-rules"]
     """``cpu``: the operators are those of a real run. ``cuda-rules``: CPU operators, with CUDA's own where they are known to
     differ (see `pytest_gputrain.worker.dry_run.patches`)."""
-    parameters: int | None
-    trainable_parameters: int | None
-    model_bytes: int | None
+    parameters: Whole | None
+    trainable_parameters: Whole | None
+    model_bytes: Whole | None
     """Storage of parameters, buffers and quantisation state."""
-    peak_allocated_bytes: int
+    peak_allocated_bytes: Whole
     """Highest sum of live tensor storages from the first step on, as in a measurement."""
     peak_phase: TrainingPhase
-    phase_peak_bytes: dict[TrainingPhase, int]
+    phase_peak_bytes: dict[TrainingPhase, Whole]
     """The same by phase; ``build`` is the highest before the first step."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]]
     """At the peak of each phase, largest first."""
-    peak_reserved_bytes: int | None
+    peak_reserved_bytes: Whole | None
     """Highest memory held by the caching allocator, as in a measurement; where the case does not fit, what it would hold
     without limit. None without such an allocator."""
-    host_bytes: int = 0
+    host_bytes: Whole = 0
     """Highest sum of tensor storages on the host, where that is not the device: what a case offloads."""
     fits: bool | None
     """None without a limit."""
     refused: LiveTensor | None = None
     """The allocation that did not fit."""
-    flops_per_step: int
+    flops_per_step: Whole
     """Of one micro-batch, without recomputation."""
-    recomputed_flops_per_step: int
-    bytes_per_step: int
+    recomputed_flops_per_step: Whole
+    bytes_per_step: Whole
     """Read and written by the operators of a micro-batch: one without an update where the case accumulates."""
     roofline_seconds: float | None
     """Of that micro-batch: for each operator the larger of arithmetic and memory traffic at the device's peaks."""

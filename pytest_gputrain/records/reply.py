@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+from pytest_gputrain.units import Whole
 
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
 """Where a worker stands; ``count`` is the pass that counts allocations."""
+
+
+StepSeconds = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
+"""Of at least one step; none takes no time."""
 
 
 class Event(Struct, frozen=True, kw_only=True):
     """One line of the progress file."""
 
     phase: Phase
-    step: int | None = None
+    step: Whole | None = None
     """Timed steps finished."""
     step_seconds: float | None = None
-    allocated_bytes: int | None = None
+    allocated_bytes: Whole | None = None
     at: float | None = None
     """Of the host's monotonic clock, where a phase begins."""
 
@@ -27,25 +33,25 @@ class Event(Struct, frozen=True, kw_only=True):
 class Holder(Struct, frozen=True, kw_only=True):
     """Somebody else on a GPU of a case."""
 
-    pid: int | None
+    pid: Whole | None
     """As the driver numbers processes; None for memory in use where no process is seen."""
-    gpu: int
+    gpu: Whole
     """Index of the GPU."""
     name: str = ""
     """Of the program; empty where this user may not know it."""
-    bytes: int | None = None
+    bytes: Whole | None = None
     """Device memory in use; None where the driver does not tell."""
 
 
 class Telemetry(Struct, frozen=True, kw_only=True):
     """The GPUs of a case during its timed steps, read several times a second; None for what a driver does not tell."""
 
-    readings: int
+    readings: Whole
     energy_joules: float | None
     """Of all GPUs together, from the first timed step's begin to the last one's end."""
     power_watts: float | None
     """Mean, of all GPUs together."""
-    clock_mhz: int | None
+    clock_mhz: Whole | None
     """Median of the GPU that has the lowest."""
     utilization: float | None
     """Mean share of the time in which a kernel ran."""
@@ -61,9 +67,9 @@ class Environment(Struct, frozen=True, kw_only=True):
     device_name: str
     """As the driver gives it (``NVIDIA H100 80GB HBM3``), or ``cpu``."""
     device_type: Literal["cpu", "cuda", "rocm"]
-    device_count: int
+    device_count: Whole
     """Processes of the case, servers included: as many GPUs, or shares of a CPU."""
-    device_memory_bytes: int | None
+    device_memory_bytes: Whole | None
     host: str
     hosts: tuple[str, ...] = ()
     """All nodes, in the order of their ranks, where there were several."""
@@ -79,7 +85,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     """Of each GPU; a lower one makes steps slower."""
     topology: tuple[tuple[str, ...], ...] = ()
     """Paths between the case's GPUs, a row for each as in ``nvidia-smi topo -m``; none for one GPU."""
-    threads: int = 1
+    threads: Whole = 1
     """CPU threads the worker computed with."""
 
 
@@ -89,26 +95,26 @@ class Rank(Struct, frozen=True, kw_only=True):
     role: Literal["worker", "server"] = "worker"
     step_seconds: tuple[float, ...]
     """Empty for a server."""
-    peak_allocated_bytes: int
-    peak_host_bytes: int
-    peak_reserved_bytes: int | None = None
+    peak_allocated_bytes: Whole
+    peak_host_bytes: Whole
+    peak_reserved_bytes: Whole | None = None
     own_seconds: tuple[float, ...] = ()
     """Of each step, from the common start to the first need of another process; none where the steps do not tell."""
-    updates: int | None = None
+    updates: Whole | None = None
     """Updates that a server applied to its tables."""
-    rows: int | None = None
+    rows: Whole | None = None
     """Rows that they changed, counted once an update."""
 
 
 class Served(Struct, frozen=True, kw_only=True, tag="served", tag_field="outcome"):
     """What a parameter server replies instead of a measurement: it takes no steps."""
 
-    updates: int
-    rows: int
-    model_bytes: int
+    updates: Whole
+    rows: Whole
+    model_bytes: Whole
     """Of its tables' rows, without optimizer states."""
-    peak_allocated_bytes: int
-    peak_host_bytes: int
+    peak_allocated_bytes: Whole
+    peak_host_bytes: Whole
 
 
 class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="outcome"):
@@ -117,7 +123,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     Of several processes: each step's seconds are the slowest's, memory is the largest of one process, host memory the sum.
     """
 
-    step_seconds: tuple[float, ...]
+    step_seconds: StepSeconds
     """Wall seconds of every timed step, synchronised with the device, in order."""
     device_step_seconds: tuple[float, ...] = ()
     """The same steps by the GPU's clock, from the begin to the end of its main stream's work; the wall's has besides what
@@ -126,29 +132,29 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Of the steps before; the first has what is compiled and tuned once."""
     losses: tuple[float, ...]
     """Loss of every timed step."""
-    batch_size: int
+    batch_size: Whole
     """Samples in one step, over all processes."""
-    sequence_length: int
+    sequence_length: Whole
     """Tokens per sample as run (the tiny scale shrinks them); 0 where samples are not token sequences."""
-    updates: int
+    updates: Whole
     """Optimizer updates from the first step to the last timed one; for own code, calls of its step."""
-    parameters: int | None
+    parameters: Whole | None
     """None where own code does not let the worker watch its model; likewise the next two."""
-    trainable_parameters: int | None
-    model_bytes: int | None
+    trainable_parameters: Whole | None
+    model_bytes: Whole | None
     """Storage of parameters, buffers and quantisation state."""
-    peak_allocated_bytes: int
+    peak_allocated_bytes: Whole
     """Highest sum of live tensor storages from the first step on: the caching allocator's on a GPU, counted tensor by
     tensor (in steps of its own) on a CPU."""
-    peak_host_bytes: int
+    peak_host_bytes: Whole
     """Highest resident set of the worker process."""
-    peak_reserved_bytes: int | None = None
+    peak_reserved_bytes: Whole | None = None
     """Highest memory held by the caching allocator (GPU)."""
-    device_used_bytes: int | None = None
+    device_used_bytes: Whole | None = None
     """Memory in use on the device after the last step, context and other processes included: what nvidia-smi shows."""
-    flops_per_step: int | None = None
+    flops_per_step: Whole | None = None
     """Floating-point operations of one step without recomputation; 0 never stands for unknown."""
-    recomputed_flops_per_step: int | None = None
+    recomputed_flops_per_step: Whole | None = None
     """Further operations that activation checkpointing repeats."""
     ranks: tuple[Rank, ...] = ()
     """Figures of each process, where there were several."""
@@ -156,9 +162,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """In the reply of one of several processes: see `Rank`."""
     one_worker_seconds: float | None = None
     """Seconds of an update by one worker alone, added by the parent where a test asks how the case scales."""
-    free_bytes: int | None = None
+    free_bytes: Whole | None = None
     """Free on the fullest of the case's GPUs before it started; this and the next from the parent."""
-    other_processes: int | None = None
+    other_processes: Whole | None = None
     """That computed on its GPUs then."""
     holders: tuple[Holder, ...] = ()
     """Who they were; likewise memory in use by nobody seen."""
@@ -204,13 +210,13 @@ class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_fi
     phase: Phase
     message: str
     """The allocator's own sentence."""
-    step: int | None = None
-    rank: int | None = None
+    step: Whole | None = None
+    rank: Whole | None = None
     """Of several processes, the one it happened to."""
-    peak_allocated_bytes: int | None = None
-    free_bytes: int | None = None
+    peak_allocated_bytes: Whole | None = None
+    free_bytes: Whole | None = None
     """As in `Measurement`, and the next."""
-    other_processes: int | None = None
+    other_processes: Whole | None = None
     holders: tuple[Holder, ...] = ()
     environment: Environment | None = None
 
@@ -220,11 +226,11 @@ class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outco
 
     sentence: str
     phase: Phase
-    step: int | None = None
+    step: Whole | None = None
     detail: str = ""
     """Traceback or the end of the worker's stderr."""
-    exit_code: int | None = None
-    rank: int | None = None
+    exit_code: Whole | None = None
+    rank: Whole | None = None
 
 
 class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="outcome"):
@@ -232,7 +238,7 @@ class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="ou
 
     timeout_seconds: float
     phase: Phase
-    step: int | None = None
+    step: Whole | None = None
     detail: str = ""
     """Python stacks of the worker at the end, where it could still give them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT
+from pytest_gputrain.units import Whole
 
 
 class Moment(Struct, frozen=True, kw_only=True):
@@ -29,9 +30,9 @@ class Change(Struct, frozen=True, kw_only=True):
     """The last run at the level before."""
     first: Moment
     """The first run at the level after."""
-    runs: int
+    runs: Whole
     """Of the level after."""
-    runs_since: int
+    runs_since: Whole
     """From ``first`` to the end of the history."""
     differences: tuple[str, ...]
     """What else is not the same in these two runs: versions, machine, knobs."""
@@ -45,7 +46,7 @@ class Course(Struct, frozen=True, kw_only=True):
     device: str
     metric: str
     """Key of the history."""
-    runs: int
+    runs: Whole
     level: float
     """Median of the runs since the last change, in the unit of the metric."""
     since: Moment
@@ -60,5 +61,5 @@ class Course(Struct, frozen=True, kw_only=True):
 class Trends(Struct, frozen=True, kw_only=True):
     """All courses of a history."""
 
-    format: int = FORMAT
+    format: Whole = FORMAT
     courses: tuple[Course, ...]

@@ -11,6 +11,7 @@ from pytest_gputrain.findings import LossCurve, Search
 from pytest_gputrain.records.case import FORMAT, Case, Scale
 from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.reply import Environment, Reply
+from pytest_gputrain.units import Whole
 
 MAX_RUNS: Final = 20
 """Runs that a baseline keeps of one case."""
@@ -47,16 +48,16 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     session: str
     """Id of the pytest run; runs of one session share the machine's mood."""
     commit: str = ""
-    warmup: int = 0
+    warmup: Whole = 0
     step_seconds: tuple[float, ...] = ()
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    peak_host_bytes: int | None = None
-    model_bytes: int | None = None
-    flops_per_step: int | None = None
+    peak_allocated_bytes: Whole | None = None
+    peak_reserved_bytes: Whole | None = None
+    peak_host_bytes: Whole | None = None
+    model_bytes: Whole | None = None
+    flops_per_step: Whole | None = None
     one_worker_seconds: float | None = None
     """As in `Measurement`: what the scaling efficiency of this run is derived from."""
-    free_bytes: int | None = None
+    free_bytes: Whole | None = None
     """As in `Measurement`."""
     final_loss: float | None = None
 
@@ -106,10 +107,10 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     """Between fresh processes, as a share of the time; this and what follows where `pytest_gputrain.stats` decided."""
     sensitivity: float | None = None
     """The slowdown, as a share, that would be caught 99 times in 100."""
-    baseline_runs: int | None = None
-    runs: int | None = None
+    baseline_runs: Whole | None = None
+    runs: Whole | None = None
     """Fresh processes of today."""
-    votes: int | None = None
+    votes: Whole | None = None
     """Of those, the ones beyond the limit, on the side that has more."""
 
     @property
@@ -132,7 +133,7 @@ class LimitVerdict(Struct, frozen=True, kw_only=True):
     """Where: ``gpu_limit on test_tuning``."""
     note: str = ""
     """Why it was not judged."""
-    runs: int = 0
+    runs: Whole = 0
     """Fresh processes that gave a figure."""
 
 
@@ -153,13 +154,13 @@ class Verdict(Struct, frozen=True, kw_only=True):
 class RankSpread(Struct, frozen=True, kw_only=True):
     """How far the processes of a case lie apart, in the run where they lie farthest."""
 
-    slowest: int | None
+    slowest: Whole | None
     """Rank whose own work takes longest by the median of its steps; None where the steps do not tell their own work."""
     lag: float | None
     """How much longer than that of the fastest, as a share of the fastest's; None likewise."""
     lag_seconds: float | None
-    least_peak_allocated_bytes: int
-    most_peak_allocated_bytes: int
+    least_peak_allocated_bytes: Whole
+    most_peak_allocated_bytes: Whole
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -169,7 +170,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Median over the runs of each run's median."""
     samples_per_second: float
     tokens_per_second: float | None
-    peak_allocated_bytes: int
+    peak_allocated_bytes: Whole
     """Median of the runs' peaks (the higher of the middle two)."""
     model_flops_utilization: float | None
     """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
@@ -184,7 +185,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     joules_per_sample: float | None = None
     power_watts: float | None = None
     """Of all GPUs of the case together."""
-    clock_mhz: int | None = None
+    clock_mhz: Whole | None = None
     """Of the GPU that has the lowest."""
     gpu_utilization: float | None = None
     """Share of the time in which a kernel ran."""
@@ -217,14 +218,14 @@ class Result(Struct, frozen=True, kw_only=True):
     """Of ``--gpu-find-batch``."""
     loss_curves: tuple[LossCurve, ...] = ()
     """Of ``--gpu-loss``; fp32 first."""
-    to_come: int = 0
+    to_come: Whole = 0
     """Runs that its baseline still waits for; none of them is stored before all are there."""
 
 
 class Report(Struct, frozen=True, kw_only=True):
     """The document of ``--gpu-json``."""
 
-    format: int = FORMAT
+    format: Whole = FORMAT
     generator: str
     created: str
     session: str
@@ -233,6 +234,6 @@ class Report(Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     settings: dict[str, Any] = {}
     """Only JSON values."""
-    exit_status: int = 0
+    exit_status: Whole = 0
     notes: tuple[str, ...] = ()
     results: tuple[Result, ...] = ()

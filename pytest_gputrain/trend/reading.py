@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
+from pytest_gputrain.files import UNREADABLE
 from pytest_gputrain.history import HistoryError, read
 from pytest_gputrain.records import FORMAT, HistoryLine
 
@@ -148,7 +149,7 @@ class History:
             with self._paths[file].open("rb") as open_:
                 open_.seek(place - self._begins[file])
                 found: dict[str, Any] = msgspec.json.decode(open_.readline(), type=dict)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise HistoryError(f"{self._paths[file]} changed while it was read: {error}; try again") from None
         return found
 

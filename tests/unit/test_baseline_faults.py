@@ -123,7 +123,7 @@ def test_the_format_before_the_first_is_no_reason_to_update(file: Path) -> None:
     assert "update" not in _refusal(file.parents[1])
 
 
-COUNTS = [name for name, type_ in BaselineRun.__annotations__.items() if str(type_).startswith("int")]
+COUNTS = [name for name, type_ in BaselineRun.__annotations__.items() if str(type_).startswith("Whole")]
 
 
 @pytest.mark.parametrize("name", COUNTS)

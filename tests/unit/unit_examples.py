@@ -197,7 +197,7 @@ _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 _SCALARS: dict[type, st.SearchStrategy[Any]] = {
     msgspec.inspect.StrType: _TEXT,
     msgspec.inspect.BoolType: st.booleans(),
-    msgspec.inspect.IntType: st.integers(-(2**63), 2**63 - 1),
+    msgspec.inspect.IntType: st.integers(1 - 2**63, 2**63 - 1),
     msgspec.inspect.FloatType: st.floats(allow_nan=False, allow_infinity=False),
     msgspec.inspect.NoneType: st.none(),
 }
@@ -211,12 +211,14 @@ def _strategy(info: Any) -> st.SearchStrategy[Any]:
         case msgspec.inspect.UnionType():
             return st.one_of(*map(_strategy, info.types))
         case msgspec.inspect.VarTupleType():
-            return st.lists(_strategy(info.item_type), max_size=3).map(tuple)
+            return st.lists(_strategy(info.item_type), min_size=info.min_length or 0, max_size=3).map(tuple)
         case msgspec.inspect.TupleType():
             return st.tuples(*map(_strategy, info.item_types))
         case msgspec.inspect.DictType():
             return st.dictionaries(_strategy(info.key_type), _strategy(info.value_type), max_size=3)
         case msgspec.inspect.LiteralType():
             return st.sampled_from(info.values)
+        case msgspec.inspect.FloatType(gt=0):
+            return st.floats(0, exclude_min=True, allow_infinity=False)
         case _:
             return _SCALARS[type(info)]
