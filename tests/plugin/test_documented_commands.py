@@ -137,7 +137,7 @@ def check_gputrain(command: Command, place: Place) -> None:
 
 def check_pip(command: Command, place: Place) -> None:
     subcommand, *words = command.arguments
-    assert subcommand in ("install", "download")
+    assert subcommand in ("install", "wheel")
     for flag, word in zip(["", *words], words, strict=False):
         if flag == "-c":
             assert (ROOT / word).is_file()
