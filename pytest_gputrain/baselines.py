@@ -10,6 +10,7 @@ cases that did not run.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import math
 import re
@@ -21,7 +22,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.files import locked, write_atomically
+from pytest_gputrain.files import conflicts, locked, sweep, within, write_atomically
 from pytest_gputrain.records import (
     FORMAT,
     MAX_RUNS,
@@ -38,6 +39,8 @@ from pytest_gputrain.records import (
 )
 
 RESTORE: Final = "restore it from git, or delete it and record again"
+_NEWER: Final = "update pytest-gputrain, should a newer version have written it"
+_MOST_LINES_TOLD: Final = 6
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 
 
@@ -59,7 +62,8 @@ class _File(Struct, kw_only=True, forbid_unknown_fields=True):
     format: int
     device: str
     suite: str
-    environments: dict[str, Environment]
+    environments: dict[str, dict[str, Any]]
+    """Fields of `Environment`."""
     cases: dict[str, _StoredCase]
 
 
@@ -76,7 +80,10 @@ class Store:
         self._files: dict[tuple[str, str], dict[str, Baseline]] = {}
 
     def path(self, device: str, suite: str) -> Path:
-        return self.folder / device / f"{suite}.json"
+        """Raises:
+        BaselineError: no place in the folder.
+        """
+        return place(self.folder, device, suite)
 
     def has_device(self, device: str) -> bool:
         """Whether this device has baselines of any suite."""
@@ -102,7 +109,8 @@ class Store:
 
     def other_devices(self, device: str, suite: str) -> list[str]:
         """Other devices that have baselines of the suite."""
-        return sorted(path.parent.name for path in self.folder.glob(f"*/{suite}.json") if path.parent.name != device)
+        found = self.folder.glob(f"*/{glob.escape(suite)}.json")
+        return sorted(path.parent.name for path in found if path.parent.name != device)
 
     def check_writable(self) -> None:
         """Raises:
@@ -128,11 +136,27 @@ class Store:
         try:
             with locked(path):
                 merged = {**_load(path, device), **entries}
+                sweep(path)
                 write_atomically(path, _encode(device, suite, merged))
         except OSError as error:
             raise BaselineError(f"the baseline file {path} cannot be written: {error.strerror or error}") from error
         self._files[device, suite] = merged
         return path
+
+
+def place(folder: Path, *names: str) -> Path:
+    """The file of these names below a folder of baselines; the last is the suite's.
+
+    Raises:
+        BaselineError: no place in the folder, or none that the suite is found in again.
+    """
+    try:
+        path = within(folder, *names[:-1], f"{names[-1]}.json")
+    except ValueError as error:
+        raise BaselineError(f"baselines stay in {folder}: {error}; rename the test file, or remove the link") from None
+    if path.stem != names[-1]:
+        raise BaselineError(f"baselines are kept by the names of test files, and test_{names[-1]}.py has none; rename it")
+    return path
 
 
 def rewritten(path: Path) -> bytes:
@@ -239,6 +263,9 @@ def _load(path: Path, device: str) -> dict[str, Baseline]:
             "record again"
         )
     baselines = {}
+    for digest, fields in file.environments.items():
+        sound = _convert(path, f"environment {digest}", fields, Environment)
+        refuse_unknown(path, f"the environment {digest}", fields, sound)
     for key, stored in file.cases.items():
         runs = [_run(path, key, fields, file.environments) for fields in stored.runs]
         _check_figures(path, key, runs)
@@ -248,25 +275,49 @@ def _load(path: Path, device: str) -> dict[str, Baseline]:
     return baselines
 
 
-def _run(path: Path, key: str, fields: Mapping[str, Any], environments: Mapping[str, Environment]) -> BaselineRun:
+def _run(path: Path, key: str, fields: Mapping[str, Any], environments: Mapping[str, Any]) -> BaselineRun:
     reference = fields.get("environment")
     if not isinstance(reference, str) or reference not in environments:
         raise BaselineError(
             f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; {RESTORE}"
         )
+    return _convert(path, f"run for {key}", {**fields, "environment": environments[reference]}, BaselineRun)
+
+
+def _convert(path: Path, what: str, fields: Mapping[str, Any], type_: type[_Record]) -> _Record:
     try:
-        return msgspec.convert({**fields, "environment": msgspec.to_builtins(environments[reference])}, BaselineRun)
+        return msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
-        raise BaselineError(f"the baseline file {path} holds no sound run for {key}: {error}; {RESTORE}") from None
+        raise BaselineError(f"the baseline file {path} holds no sound {what}: {error}; {_remedy(error, RESTORE)}") from None
+
+
+def refuse_unknown(path: Path, where: str, fields: Any, record: Any) -> None:
+    """Raises:
+    BaselineError: ``fields`` hold more than ``record``, which was made of them: writing it again would lose that.
+    """
+    if name := _lost(fields, msgspec.to_builtins(record)):
+        raise BaselineError(f"the baseline file {path} holds an unknown {name!r} in {where}; {_NEWER}, or {RESTORE}")
+
+
+def _lost(before: Any, after: Any) -> str:
+    """A name that stands in the one and not in the other; empty for none."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        if unknown := sorted(before.keys() - after.keys()):
+            return str(unknown[0])
+        return next(filter(None, (_lost(value, after[name]) for name, value in before.items())), "")
+    if isinstance(before, list) and isinstance(after, list | tuple):
+        return next(filter(None, map(_lost, before, after)), "")
+    return ""
 
 
 def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
     for run in runs:
+        counts = [value for value in msgspec.structs.asdict(run).values() if isinstance(value, int)]
         measured = run.outcome == "measured"
         peak = run.peak_allocated_bytes
         times = run.step_seconds if run.one_worker_seconds is None else (*run.step_seconds, run.one_worker_seconds)
         bad_time = any(not 0 < seconds < math.inf for seconds in times) or (measured and not run.step_seconds)
-        if bad_time or (measured and peak is None) or (peak is not None and peak < 0):
+        if bad_time or (measured and peak is None) or any(value < 0 for value in counts):
             raise BaselineError(f"the baseline file {path} holds impossible figures for {key}; {_RESTORE_ENTRY}")
     if not runs:
         raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
@@ -282,18 +333,26 @@ def decode(path: Path, type_: type[_Record], what: str, remedy: str = RESTORE) -
         data = path.read_bytes()
     except OSError as error:
         raise BaselineError(f"{path} cannot be read: {error.strerror}") from error
-    if re.search(rb"^(<{7}|={7}|>{7})( |$)", data, re.MULTILINE):
-        raise BaselineError(f"{path} holds merge-conflict markers; resolve them, or take one side and record again")
+    if markers := conflicts(data):
+        lines = ", ".join(map(str, markers[:_MOST_LINES_TOLD])) + (", ..." if len(markers) > _MOST_LINES_TOLD else "")
+        raise BaselineError(
+            f"{path} holds merge-conflict markers (lines {lines}); resolve them, or take one side and record again"
+        )
     try:
         found = msgspec.json.decode(data, type=_Versioned).format
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
     if found != FORMAT:
-        raise BaselineError(f"{path} has format {found}, this version reads format {FORMAT}; {remedy}")
+        newer = f"{_NEWER}, or " if found > FORMAT else ""
+        raise BaselineError(f"{path} has format {found}, this version reads format {FORMAT}; {newer}{remedy}")
     try:
         return msgspec.json.decode(data, type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
+        raise BaselineError(f"{path} is not {what}: {error}; {_remedy(error, remedy)}") from None
+
+
+def _remedy(error: Exception, remedy: str) -> str:
+    return f"{_NEWER}, or {remedy}" if "unknown field" in str(error) else remedy
 
 
 class _Versioned(Struct):
@@ -301,15 +360,16 @@ class _Versioned(Struct):
 
 
 def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> bytes:
-    environments: dict[str, Environment] = {}
+    environments: dict[str, dict[str, Any]] = {}
     cases: dict[str, _StoredCase] = {}
     for key in sorted(baselines):
         baseline = baselines[key]
         runs = []
         for run in baseline.runs[-MAX_RUNS:]:
             digest = _digest(run.environment)
-            environments[digest] = run.environment
-            runs.append({**msgspec.to_builtins(run), "environment": digest})
+            fields = msgspec.to_builtins(run)
+            environments[digest] = fields["environment"]
+            runs.append({**fields, "environment": digest})
         cases[key] = _StoredCase(case=baseline.case, scale=baseline.scale, runs=tuple(runs))
     ordered = {digest: environments[digest] for digest in sorted(environments)}
     document = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases=cases)

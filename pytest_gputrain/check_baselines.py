@@ -17,6 +17,7 @@ from pytest_gputrain import baselines, published, screen
 from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.dry_run import store as predictions
 from pytest_gputrain.dry_run.store import PredictionStore
+from pytest_gputrain.files import conflicts
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Scale, knob_text
 from pytest_gputrain.sentences import count
@@ -102,9 +103,9 @@ _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 def _damage(path: Path) -> list[Finding]:
     """What makes the rest meaningless: markers of a merge, and names that stand twice in one object."""
-    text = path.read_bytes().decode(errors="replace")
-    markers = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"(<{7}|={7}|>{7})( |$)", line)]
-    if markers:
+    data = path.read_bytes()
+    text = data.decode(errors="replace")
+    if markers := conflicts(data):
         return [Finding(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]
     twice: list[str] = []
 

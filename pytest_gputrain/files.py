@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
+
+_PART: Final = ".part"
+_WRITABLE: Final = 0o222
+_MARKER: Final = re.compile(rb"(<{7}|\|{7}|={7}|>{7})( |$)")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` beside ``path`` and rename over it: whoever reads sees the old file or the new one, whole.
 
     Raises:
-        OSError: the folder cannot be made or written; the old file is untouched.
+        OSError: the folder or the file cannot be written; the old file is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    if path.exists() and not path.stat().st_mode & _WRITABLE:
+        raise PermissionError(errno.EACCES, "it is read-only")  # a rename would not ask
+    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -31,9 +41,42 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+def sweep(path: Path) -> None:
+    """Remove what writers of ``path`` left beside it who were killed before their rename. Only for who has it `locked`."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*{_PART}"):
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def within(folder: Path, *names: str) -> Path:
+    """The path of these names below ``folder``.
+
+    Raises:
+        ValueError: it is not in there: a name is none of a file, or a symbolic link leads out.
+    """
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a file")
+    path = folder.joinpath(*names)
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:  # the second for links in a circle, until Python 3.13
+        raise ValueError(f"{path} leads nowhere ({error})") from None
+    if not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to {target}, which is not in {folder}")
+    return path
+
+
+def conflicts(data: bytes) -> list[int]:
+    """Numbers of the lines that a merge left for somebody to resolve."""
+    return [number for number, line in enumerate(data.splitlines(), 1) if _MARKER.match(line)]
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """A context that one process of this user at a time is in, of those that name the same file.
+    """A context that one process of this user and host at a time is in, of those that name the same file.
+
+    They must share the folder for temporary files.
 
     Raises:
         OSError: the lock cannot be made.
@@ -42,6 +85,13 @@ def locked(path: Path) -> Iterator[None]:
 
     # Outside of the file's folder: it would be committed with it.
     locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.getuid()}"
-    locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / hashlib.sha256(os.fsencode(path)).hexdigest()):
+    lock = FileLock(locks / hashlib.sha256(os.fsencode(path.resolve())).hexdigest())
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise OSError(error.errno, f"no lock in {locks}: {error.strerror}") from error
+    try:
         yield
+    finally:
+        lock.release()

@@ -7,10 +7,13 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Final
 
 PARENT: Final = "GPUTRAIN_PARENT"
 """Environment variable: id of the process that a worker must not outlive."""
+
+_COUNTERS: Final = Path("/proc/vmstat")
 
 
 def die_with_parent() -> None:
@@ -25,7 +28,7 @@ def die_with_parent() -> None:
 
 def oom_kills() -> int:
     """How often this host's kernel killed a process for memory since it started."""
-    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
+    with contextlib.suppress(OSError), _COUNTERS.open() as lines:
         for line in lines:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])

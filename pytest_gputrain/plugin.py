@@ -16,6 +16,7 @@ from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.interrupts import terminable, undisturbed
 from pytest_gputrain.marks import HELP
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
@@ -66,6 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
+    ending = contextlib.ExitStack()
+    ending.enter_context(terminable())
+    config.add_cleanup(ending.close)
 
 
 def _check_installed() -> None:
@@ -133,6 +137,7 @@ class GpuTrainPlugin:
         self._measured: defaultdict[str, list[Result]] = defaultdict(list)
         self._failed: set[str] = set()
         self._failures: list[Failure] = []
+        self._interrupted = False
         self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
@@ -218,6 +223,16 @@ class GpuTrainPlugin:
             self._take_in(result)
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        finally:
+            # No report tells what a test had measured before it was interrupted.
+            if self.book is not None:
+                for result in item.stash.get(RESULTS, []):
+                    self.book.add(result, passed=False)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -243,20 +258,26 @@ class GpuTrainPlugin:
             if hasattr(report, "gputrain"):
                 self._failures.append(late.failure_of(report, self.config.rootpath))
         if report.when == "teardown":
-            for result in self._measured.pop(report.nodeid):
-                self.book.add(result, passed=report.nodeid not in self._failed)
+            with undisturbed():
+                for result in self._measured.pop(report.nodeid):
+                    self.book.add(result, passed=report.nodeid not in self._failed)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_keyboard_interrupt(self) -> None:
+        self._interrupted = True  # pytest notes it later, and not at all if a second one comes meanwhile
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-benchmark saves, which is a wrapper, too
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
         if self.book is not None:
-            self._close(self.book, session, exitstatus)
+            with undisturbed(to_the_end=True):
+                self._close(self.book, session, exitstatus)
         return (yield)
 
     def _close(self, book: Book, session: pytest.Session, exitstatus: int) -> None:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
                 book.add(result, passed=False)
-        book.close(int(exitstatus))
+        book.close(int(pytest.ExitCode.INTERRUPTED if self._interrupted else exitstatus))
         late.join_benchmarks(self.config, book.results)
         if book.results or self._failures:
             self._summarise(book)

@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.baselines import RESTORE, BaselineError, decode, readable
-from pytest_gputrain.files import locked, write_atomically
+from pytest_gputrain.baselines import RESTORE, BaselineError, decode, place, readable, refuse_unknown
+from pytest_gputrain.files import locked, sweep, write_atomically
 from pytest_gputrain.records import FORMAT, Case, Prediction, Scale, Target
 
 MOST_CONDITIONS: Final = 4
@@ -72,7 +72,10 @@ class PredictionStore:
         self._files: dict[tuple[str, str], dict[str, Recorded]] = {}
 
     def path(self, platform: str, suite: str) -> Path:
-        return self.folder / platform / f"{suite}.json"
+        """Raises:
+        BaselineError: no place in the folder.
+        """
+        return place(self.folder.parent, self.folder.name, platform, suite)
 
     def has_platform(self, platform: str) -> bool:
         return any((self.folder / platform).glob("*.json"))
@@ -107,6 +110,7 @@ class PredictionStore:
                 merged = _load(path, platform)
                 for key, entry in entries.items():
                     merged[key] = _merged(merged.get(key), entry)
+                sweep(path)
                 write_atomically(path, _encode(platform, suite, merged))
         except OSError as error:
             raise BaselineError(f"the baseline file {path} cannot be written: {error.strerror or error}") from error
@@ -166,9 +170,22 @@ def _prediction(
             f"the baseline file {path} refers to the conditions {reference!r} in {key}, which it does not hold; {RESTORE}"
         )
     try:
-        return msgspec.convert({**fields, **msgspec.to_builtins(known[reference])}, Prediction)
+        prediction = msgspec.convert({**fields, **msgspec.to_builtins(known[reference])}, Prediction)
     except msgspec.ValidationError as error:
         raise BaselineError(f"the baseline file {path} holds no sound prediction for {key}: {error}; {RESTORE}") from None
+    refuse_unknown(path, f"the prediction for {key}", fields, prediction)
+    if _has_negative(fields):
+        raise BaselineError(f"the baseline file {path} holds impossible figures for {key}; {RESTORE}")
+    return prediction
+
+
+def _has_negative(value: Any) -> bool:
+    """Whether any number in there is below zero, which no figure of a prediction is."""
+    if isinstance(value, Mapping):
+        return any(map(_has_negative, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_negative, value))
+    return isinstance(value, int | float) and value < 0
 
 
 def _encode(platform: str, suite: str, recorded: Mapping[str, Recorded]) -> bytes:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.interrupts import undisturbed
 from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
 from pytest_gputrain.launch.preloaded import Preloaded
-from pytest_gputrain.launch.processes import Process, start
+from pytest_gputrain.launch.processes import CASE_FOLDER, Process, end_all_of, start
 from pytest_gputrain.launch.ranks import Rank, folder_of, follow
 from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
@@ -70,7 +71,7 @@ def _launched(
 
     def process(folder: Path, rank: int) -> Process:
         forked = preloaded.fork(task, folder, rank, environment, timeout_seconds) if preloaded else None
-        return forked or start(folder, rank, environment)
+        return forked or start(folder, rank, {**environment, CASE_FOLDER: str(folder)})
 
     with folder_of(task) as folder:
         ranks: list[Rank] = []
@@ -79,8 +80,10 @@ def _launched(
                 ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
             return follow(ranks, timeout_seconds, watch)
         finally:
-            for rank in ranks:
-                rank.process.end()
+            with undisturbed():
+                for rank in ranks:
+                    rank.process.end()
+                end_all_of(folder)
 
 
 def inline(task: Task, builder: Any = None) -> Reply:

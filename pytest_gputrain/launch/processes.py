@@ -10,10 +10,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from pytest_gputrain.hardware.lease import held_locks
 from pytest_gputrain.kernel import oom_kills
+
+CASE_FOLDER: Final = "GPUTRAIN_CASE_FOLDER"
+"""Environment variable by which whatever a fresh worker started is known, wherever it has gone."""
 
 
 class Process(abc.ABC):
@@ -57,7 +60,7 @@ class Local(Process):
             os.kill(self.pid, signal.SIGUSR1)
 
     def end(self) -> None:
-        """Not covered: a grandchild in a session of its own whose parent, the worker, has ended by itself."""
+        """Not covered: a grandchild in a session of its own whose parent, the worker, has ended by itself (`end_all_of`)."""
         import psutil
 
         family: list[Any] = []
@@ -86,10 +89,20 @@ class Fresh(Local):
         self._process.wait()
 
 
+def end_all_of(folder: Path) -> None:
+    """Kill what workers of the case in ``folder`` have left: daemons, in sessions of their own and with other parents."""
+    mark = os.fsencode(f"{CASE_FOLDER}={folder}\0")
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            if mark in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+
+
 def start(folder: Path, rank: int, environment: Mapping[str, str]) -> Fresh:
     """A fresh interpreter that runs rank ``rank`` of the case in ``folder``."""
     own = folder / f"rank{rank}"
-    with open(own / "stdout.txt", "wb") as stdout, open(own / "stderr.txt", "wb") as stderr:
+    # To append: these files are cut while the worker writes to them.
+    with open(own / "stdout.txt", "ab") as stdout, open(own / "stderr.txt", "ab") as stderr:
         return run_module("pytest_gputrain.worker", [str(folder), str(rank)], environment, stdout, stderr)
 
 

@@ -14,15 +14,33 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
+from pytest_gputrain.interrupts import undisturbed
 from pytest_gputrain.kernel import oom_kills
 from pytest_gputrain.launch.merge import merge
 from pytest_gputrain.launch.processes import Process
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
+from pytest_gputrain.records import (
+    FORMAT,
+    Crashed,
+    Event,
+    Measurement,
+    OutOfMemory,
+    Prediction,
+    Reply,
+    Served,
+    Task,
+    TimedOut,
+)
+from pytest_gputrain.units import format_bytes
 
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
 _TAIL_BYTES: Final = 8_000
+_MOST_OUTPUT_BYTES: Final = 1 << 20
+"""Of what a worker prints; looked at as often as its progress."""
+_SCARCE_BYTES: Final = 1 << 20
+"""With less free than this, a worker may not have been able to reply."""
 
 
 @contextlib.contextmanager
@@ -37,7 +55,8 @@ def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
         (folder / "case.json").write_bytes(msgspec.json.encode(task))
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with undisturbed():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Rank:
@@ -53,6 +72,7 @@ class Rank:
         self.folder = folder / f"rank{number}"
         self.folder.mkdir(exist_ok=True)
         self.progress = _ProgressFile(self.folder / "progress.jsonl")
+        self._outputs = [_Output(self.folder / name) for name in ("stdout.txt", "stderr.txt")]
         self._kills_before = oom_kills()
         self.process = process(folder, number)
 
@@ -74,7 +94,13 @@ class Rank:
         """What the ended process left behind."""
         self.progress.read()
         killed_for_memory = self.process.killed_for_memory(self._kills_before)
-        return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory)
+        output = "".join([*(output.end() for output in self._outputs), tail(self.folder / "stacks.txt")])
+        return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory, output)
+
+    def limit_output(self) -> None:
+        """Keep the disk from filling with what the worker prints."""
+        for output in self._outputs:
+            output.limit()
 
     def stacks(self) -> str:
         """The running worker's Python stacks; empty where it does not answer."""
@@ -82,6 +108,7 @@ class Rank:
         self.process.ask_for_stacks()
         deadline = time.monotonic() + _STACKS_SECONDS
         while time.monotonic() < deadline and not tail(path):
+            self.limit_output()
             time.sleep(_POLL_SECONDS)
         time.sleep(_POLL_SECONDS)
         return tail(path)
@@ -110,6 +137,8 @@ def follow(
     while True:
         for event in ranks[0].progress.read():
             watch(event)
+        for rank in ranks:
+            rank.limit_output()
         ended = [rank for rank in ranks if rank.process.poll() is not None]
         failed = [rank for rank in ended if rank.failed()]
         wrong = trouble()
@@ -146,10 +175,14 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail)
 
 
-def _read_reply(folder: Path, exit_code: int, last: Event, killed_for_memory: bool) -> Reply | Served | Prediction:
-    """What the ended process left behind, as a reply."""
+def _read_reply(
+    folder: Path, exit_code: int, last: Event, killed_for_memory: bool, output: str
+) -> Reply | Served | Prediction:
+    """What the ended process left behind, as a reply.
 
-    output = "".join(tail(folder / name) for name in ("stdout.txt", "stderr.txt", "stacks.txt"))
+    Args:
+        output: the end of what it printed.
+    """
 
     def crashed(sentence: str) -> Crashed:
         return Crashed(sentence=sentence, phase=last.phase, step=last.step, detail=output, exit_code=exit_code)
@@ -157,10 +190,14 @@ def _read_reply(folder: Path, exit_code: int, last: Event, killed_for_memory: bo
     reply_file = folder / "reply.json"
     if reply_file.exists():
         try:
-            reply: Reply | Served | Prediction = msgspec.json.decode(
-                reply_file.read_bytes(), type=Reply | Served | Prediction
-            )
-        except msgspec.DecodeError as error:
+            data = reply_file.read_bytes()
+            if (found := msgspec.json.decode(data, type=_Versioned).format) != FORMAT:
+                return crashed(
+                    f"the worker's reply has format {found}, this version reads format {FORMAT}: the worker imports another "
+                    "pytest-gputrain than pytest does; look at PYTHONPATH"
+                )
+            reply = msgspec.json.decode(data, type=Reply | Served | Prediction)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:
             return crashed(f"the worker replied, then ended {exit_text(exit_code)}")
@@ -168,7 +205,13 @@ def _read_reply(folder: Path, exit_code: int, last: Event, killed_for_memory: bo
         return msgspec.structs.replace(reply, detail=output + reply.detail) if isinstance(reply, Crashed) else reply
     if killed_for_memory:
         return OutOfMemory(where="host", phase=last.phase, step=last.step, message="killed by the kernel's OOM killer")
-    return crashed(f"the worker ended {exit_text(exit_code)} without a reply")
+    free = shutil.disk_usage(folder).free
+    why = f"; {format_bytes(free)} is free in {folder.parent.parent}" if free < _SCARCE_BYTES else ""
+    return crashed(f"the worker ended {exit_text(exit_code)} without a reply{why}")
+
+
+class _Versioned(Struct):
+    format: int = FORMAT
 
 
 def exit_text(exit_code: int) -> str:
@@ -179,6 +222,24 @@ def exit_text(exit_code: int) -> str:
         return f"by {signal.Signals(-exit_code).name}"
     except ValueError:
         return f"by signal {-exit_code}"
+
+
+class _Output:
+    """A file that a worker prints to, of which the end counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before = ""
+
+    def limit(self) -> None:
+        """Empty the file where it has grown too long; its end is remembered."""
+        with contextlib.suppress(OSError):  # not there yet
+            if self._path.stat().st_size > _MOST_OUTPUT_BYTES:
+                self._before = tail(self._path)
+                os.truncate(self._path, 0)
+
+    def end(self) -> str:
+        return (self._before + tail(self._path))[-_TAIL_BYTES:]
 
 
 class _ProgressFile:

@@ -111,7 +111,10 @@ class History:
             for place, line in read(path, point, warn):
                 lines += 1
                 if line.format != FORMAT:
-                    raise HistoryError(f"{path} has lines of format {line.format}, this version reads format {FORMAT}")
+                    newer = "; update pytest-gputrain" if line.format > FORMAT else ""
+                    raise HistoryError(
+                        f"{path} has lines of format {line.format}, this version reads format {FORMAT}{newer}"
+                    )
                 whose = (line.branch, Subject(line.suite, line.key, line.device))
                 if whose not in found:
                     found[whose] = Series.empty(metrics) if wanted.wants(line.key, line.device) else None

@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_gputrain.kernel import die_with_parent
 from pytest_gputrain.nodes import tell
-from pytest_gputrain.records import Crashed, Prediction, Reply, Served, Task
+from pytest_gputrain.records import FORMAT, Crashed, Prediction, Reply, Served, Task
 from pytest_gputrain.worker.progress import Progress
 
 CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "reply.json", "stacks.txt", "rendezvous"
@@ -64,7 +64,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
             reply = predict(task, progress)
     progress.enter("reply")
-    tell(folder / REPLY, reply)
+    tell(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})
     if task.processes + task.servers > 1:
         # A process group that lost a rank may wait for it for ever while it is torn down.
         sys.stdout.flush()
@@ -75,7 +75,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 def redirect(folder: Path) -> None:
     """Send this process's output to files in ``folder``."""
     for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
-        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
 

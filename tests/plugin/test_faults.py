@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 import pytest
+from leftovers import Leftovers
 from plugin_project import BUILD, Project, failures, only_sentence
+
+from pytest_gputrain import MiB, kernel
 
 FAULTY = """
 import atexit
@@ -41,37 +52,19 @@ def test_faulty(gputrain):
 def test_next(gputrain):
     gputrain.check(healthy, precision="fp32", steps=2, warmup=1)
 """
-GARBAGE = "atexit.register(lambda: Path(sys.argv[1], 'rank0', 'reply.json').write_text('garbage'))"
 FROZEN = "setup.watch(torch.nn.Linear(4, 4).requires_grad_(False))"
 STILL = "model = torch.nn.Linear(4, 4); optimizer = torch.optim.SGD(model.parameters(), lr=0.0); setup.watch(model)"
 
 
 NO = "gave no measurement"
-FAULTS = {
+REPLY = "Path(sys.argv[1], 'rank0', 'reply.json')"
+RAISED = {
     "raises_at_build": ("raise ValueError('no such data')", "pass", rf"{NO} \(build\): ValueError: no such data"),
     "raises_in_step": ("pass", "raise ValueError('bad batch')", rf"{NO} \(count\): ValueError: bad batch"),
     "raises_in_timed_step": (
         "pass",
         "assert len(calls) < 6, 'sixth call'",
         rf"{NO} \(measure in step 3\): AssertionError: sixth call",
-    ),
-    "exits": ("pass", "os._exit(3)", rf"{NO} \(count\): the worker ended with exit code 3 without a reply"),
-    "sys_exit": ("sys.exit(0)", "pass", rf"{NO} \(build\): .+"),
-    "segfault": (
-        "pass",
-        "os.kill(os.getpid(), signal.SIGSEGV)",
-        rf"{NO} \(count\): the worker ended by SIGSEGV without a reply",
-    ),
-    "killed": (
-        "pass",
-        "os.kill(os.getpid(), signal.SIGKILL)",
-        rf"{NO} \(count\): the worker ended by SIGKILL without a reply",
-    ),
-    "garbage_reply": (GARBAGE, "pass", rf"{NO} \(reply\): the worker's reply cannot be read: .+"),
-    "fails_after_reply": (
-        "atexit.register(os._exit, 5)",
-        "pass",
-        rf"{NO} \(reply\): the worker replied, then ended .+ code 5",
     ),
     "nan": ("pass", "return float('nan')", rf"{NO} \(check\): the loss of timed step 1 is nan"),
     "still": (
@@ -90,52 +83,181 @@ FAULTS = {
         "pass",
         r".*no_function returned int; it must build everything .+",
     ),
-    "memory_error": ("pass", "raise MemoryError", r"ran out of host memory \(count\): no message; if that is expected, .+"),
-    "allocator": ("pass", "torch.empty(2**50)", r"ran out of host memory \(count\): .*DefaultCPUAllocator.+; if that is .+"),
     "import_": ("import not_there", "pass", rf"{NO} \(build\): ModuleNotFoundError: No module named 'not_there'"),
 }
 """Build, step, sentence."""
+ENDED = {
+    "exits": ("pass", "os._exit(3)", rf"{NO} \(count\): the worker ended with exit code 3 without a reply"),
+    "sys_exit": ("sys.exit(0)", "pass", rf"{NO} \(build\): .+"),
+    "segfault": (
+        "pass",
+        "os.kill(os.getpid(), signal.SIGSEGV)",
+        rf"{NO} \(count\): the worker ended by SIGSEGV without a reply",
+    ),
+    "aborts": ("pass", "os.abort()", rf"{NO} \(count\): the worker ended by SIGABRT without a reply"),
+    "killed": (
+        "pass",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        rf"{NO} \(count\): the worker ended by SIGKILL without a reply",
+    ),
+    "killed_for_memory": (
+        "pass",
+        "Path('counters').write_text('oom_kill 8'); os.kill(os.getpid(), signal.SIGKILL)",
+        r"ran out of host memory \(count\): killed by the kernel's OOM killer; if that is .+",
+    ),
+    "memory_error": ("pass", "raise MemoryError", r"ran out of host memory \(count\): no message; if that is expected, .+"),
+    "allocator": ("pass", "torch.empty(2**50)", r"ran out of host memory \(count\): .*DefaultCPUAllocator.+; if that is .+"),
+    "limited": (
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))",
+        "torch.ones(2**29)",
+        r"ran out of host memory \(count\): .*DefaultCPUAllocator.+; if that is .+",
+    ),
+}
+REPLIED = {
+    "garbage_reply": (
+        f"atexit.register(lambda: {REPLY}.write_text('garbage'))",
+        "pass",
+        rf"{NO} \(reply\): the worker's reply cannot be read: .+",
+    ),
+    "reply_of_bytes": (
+        f'atexit.register(lambda: {REPLY}.write_bytes(b\'{{"outcome": "\\xff"}}\'))',
+        "pass",
+        rf"{NO} \(reply\): the worker's reply cannot be read: .+",
+    ),
+    "truncated_reply": (
+        f"atexit.register(lambda: {REPLY}.write_bytes({REPLY}.read_bytes()[:-9]))",
+        "pass",
+        rf"{NO} \(reply\): the worker's reply cannot be read: Input data was truncated",
+    ),
+    "reply_of_tomorrow": (
+        f"atexit.register(lambda: {REPLY}.write_bytes({REPLY}.read_bytes().replace(b'\"format\":1', b'\"format\":2')))",
+        "pass",
+        rf"{NO} \(reply\): the worker's reply has format 2, this version reads format 1: the worker imports another .+",
+    ),
+    "reply_that_is_gone": (
+        f"atexit.register(lambda: {REPLY}.unlink())",
+        "pass",
+        rf"{NO} \(reply\): the worker ended with exit code 0 without a reply",
+    ),
+    "fails_after_reply": (
+        "atexit.register(os._exit, 5)",
+        "pass",
+        rf"{NO} \(reply\): the worker replied, then ended .+ code 5",
+    ),
+    # 300 MB, in two seconds or more.
+    "flood": (
+        "pass",
+        "[(os.write(2, b'x' * 10**6), time.sleep(0.006)) for _ in range(300)]; raise ValueError('drowned')",
+        rf"{NO} \(count\): ValueError: drowned",
+    ),
+}
+NOISE = r"""
+    import threading
+
+    clock = time.time
+    time.time = lambda: clock() - 10**9 * (len(calls) % 2)
+    threading.Thread(target=lambda: (threading.main_thread().join(), sys.exit('thread'))).start()
+    atexit.register(lambda: 1 / 0)
+    os.write(1, b'\xff\x00' * 9999)
+    sys.stderr.write('noise')
+    print('{"outcome": "measured"}' * 1000)
+"""
+DAEMON = """
+    import subprocess
+
+    child = subprocess.Popen(['sleep', '600'])
+    daemon = subprocess.Popen(['sleep', '600'], start_new_session=True)
+    Path('started.txt').write_text(f'{child.pid} {daemon.pid}')
+    os.close(0), os.close(1), os.close(2)
+"""
+HARMLESS = {"noise": NOISE, "daemon": DAEMON}
 
 
-def test_every_fault_is_told_and_none_touches_the_next(project: Project) -> None:
-    """One after the other in one pytest, where each is the next of another; in the end a sound one."""
-    head, _, rest = FAULTY.partition("def faulty(setup):")
-    body, _, _ = rest.partition("def healthy")
-    tests = [
-        f"def {name}(setup):{body.format(build=build, step=step)}\n"
+@pytest.fixture
+def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leftovers:
+    return Leftovers(tmp_path, monkeypatch)
+
+
+class Sizes(threading.Thread):
+    """Bytes that a folder takes of the disk, looked at again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self._folder = folder
+        self.most = 0
+        self.over = False
+
+    def run(self) -> None:
+        while not self.over:
+            with contextlib.suppress(OSError):  # gone meanwhile
+                self.most = max(self.most, sum(path.stat().st_blocks * 512 for path in self._folder.rglob("*")))
+            time.sleep(0.01)
+
+
+def _tests(name: str, build: str, step: str = "pass") -> str:
+    body = FAULTY.partition("def faulty(setup):")[2].partition("def healthy")[0].format(build=build, step=step)
+    return (
+        f"def {name}(setup):{body}\n"
         f"def test_{name}(gputrain):\n    gputrain.check({name}, precision='fp32', steps=4, warmup=1)\n"
-        for name, (build, step, _) in FAULTS.items()
-    ]
-    sound = (
-        "def healthy(setup):\n    return lambda: 1.0\n\n\ndef test_next(gputrain):\n    gputrain.check(healthy, steps=2)\n"
     )
-    project.write(test_broken_code="\n\n".join([head, *tests, sound]))
-    result = project.run()
-    result.assert_outcomes(passed=1, failed=len(FAULTS))
+
+
+@pytest.mark.parametrize("faults", [RAISED, ENDED, REPLIED], ids=["raised", "ended", "replied"])
+def test_every_fault_is_told_and_none_touches_the_next(
+    project: Project, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch, faults: dict[str, tuple[str, str, str]]
+) -> None:
+    """One after the other in one pytest, where each is the next of another, and in the end sound ones."""
+    (project.path / "counters").write_text("oom_kill 7")
+    monkeypatch.setattr(kernel, "_COUNTERS", project.path / "counters")
+    jumps = itertools.cycle([0.0, 10.0**10])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))  # no time-out and no duration hangs on it
+    sound = HARMLESS if faults is REPLIED else {"healthy": "pass"}
+    tests = [_tests(name, build, step) for name, (build, step, _) in faults.items()]
+    tests += [_tests(name, build) for name, build in sound.items()]
+    project.write(test_broken_code="\n\n".join([FAULTY.partition("def faulty")[0], *tests]))
+    sizes = Sizes(tmp := Path(tempfile.gettempdir()))
+    sizes.start()
+    result = project.run("--gpu-json=report.json", "--gpu-history=history.jsonl")
+    sizes.over = True
+    result.assert_outcomes(passed=len(sound), failed=len(faults))
     told = {name: text.strip() for name, text in failures(result).items()}
-    assert told.keys() == {f"test_{name}" for name in FAULTS}
-    for name, (_, _, sentence) in FAULTS.items():
+    assert told.keys() == {f"test_{name}" for name in faults}
+    for name, (_, _, sentence) in faults.items():
         assert re.fullmatch(f"{name}-fp32 {sentence}", told[f"test_{name}"]), told[f"test_{name}"]
+    assert leftovers.all() == []
+    assert sizes.most < 100 * MiB, tmp
+    _assert_all_is_kept(project, faults, sound)
+    if faults is RAISED:
+        result.stdout.fnmatch_lines(
+            [
+                "*worker of raises_at_build-fp32*",
+                "Traceback (most recent call last):",
+                "*test_broken_code.py*in raises_at_build",
+                "ValueError: no such data",
+            ]
+        )
+    elif faults is ENDED:
+        stack = ["*worker of segfault-fp32*", "Fatal Python error: Segmentation fault", '*broken_code.py", line * in step']
+        result.stdout.fnmatch_lines(stack)
+    else:
+        result.stdout.fnmatch_lines(["*worker of flood-fp32*", "*xxxxx*", "ValueError: drowned"])
+        for pid in map(int, (project.path / "started.txt").read_text().split()):
+            assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_traceback_is_shown_below_the_sentence(project: Project) -> None:
-    project.write(test_broken_code=FAULTY.format(build="raise ValueError('no such data')", step="pass"))
-    result = project.run("-k", "faulty")
-    result.stdout.fnmatch_lines(
-        [
-            "*worker of faulty-fp32*",
-            "Traceback (most recent call last):",
-            "*test_broken_code.py*in faulty",
-            "ValueError: no such data",
-        ]
-    )
-
-
-def test_the_stack_of_a_segmentation_fault_is_shown(project: Project) -> None:
-    project.write(test_broken_code=FAULTY.format(build="pass", step="os.kill(os.getpid(), signal.SIGSEGV)"))
-    project.run("-k", "faulty").stdout.fnmatch_lines(
-        ["*worker of faulty-fp32*", "Fatal Python error: Segmentation fault", '*test_broken_code.py", line * in step']
-    )
+def _assert_all_is_kept(project: Project, faults: Iterable[str], sound: Iterable[str]) -> None:
+    """Every case is in the report and in the history, as what it was."""
+    outcomes = {}
+    for kept in project.report()["results"]:
+        (reply,) = kept["replies"]
+        outcomes[kept["case"]["model"]] = reply["outcome"]
+        assert all(0 < seconds < 60 for seconds in reply.get("step_seconds", ()))
+    assert outcomes.keys() == {*faults, *sound}
+    out_of_memory = {"killed_for_memory", "memory_error", "allocator", "limited"}
+    assert {name for name, outcome in outcomes.items() if outcome == "out_of_memory"} == out_of_memory & {*faults}
+    assert {name for name, outcome in outcomes.items() if outcome == "measured"} == {*sound}
+    lines = map(json.loads, (project.path / "history.jsonl").read_text().splitlines())
+    assert {line["model"]: line["outcome"] for line in lines} == outcomes
 
 
 def test_a_hang_is_ended_and_told_with_phase_step_and_stacks(project: Project) -> None:
@@ -149,34 +271,6 @@ def test_a_hang_is_ended_and_told_with_phase_step_and_stacks(project: Project) -
     )
     result.stdout.fnmatch_lines(["*worker of faulty-fp32*", '*test_broken_code.py", line * in step'])
     assert not psutil.pid_exists(int((project.path / "pid.txt").read_text()))
-
-
-def test_what_own_code_prints_is_harmless(project: Project) -> None:
-    noise = "print('{\"outcome\": \"measured\"}' * 1000); sys.stderr.write('noise'); os.write(1, b'\\xff\\x00' * 9999)"
-    project.write(test_broken_code=FAULTY.format(build="pass", step=noise))
-    project.run().assert_outcomes(passed=2)
-
-
-def test_own_code_that_closes_its_standard_streams_is_measured(project: Project) -> None:
-    project.write(test_broken_code=FAULTY.format(build="os.close(0); os.close(1); os.close(2)", step="pass"))
-    project.run().assert_outcomes(passed=2)
-
-
-def test_children_of_the_worker_end_with_it(project: Project) -> None:
-    build = "import subprocess; child = subprocess.Popen(['sleep', '600']); Path('pid.txt').write_text(str(child.pid))"
-    project.write(test_broken_code=FAULTY.format(build=build, step="pass"))
-    project.run("-k", "faulty").assert_outcomes(passed=1, deselected=1)
-    child = int((project.path / "pid.txt").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-
-
-def test_no_folder_of_a_worker_is_left(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    aside = project.path / "temporary"
-    aside.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(aside))
-    project.write(test_broken_code=FAULTY.format(build="pass", step="os._exit(3)"))
-    assert list(failures(project.run())) == ["test_faulty"]
-    assert [path for path in aside.iterdir() if path.name.startswith("gputrain-") and path.name != "gputrain-leases"] == []
 
 
 def test_a_syntax_error_in_a_file_the_worker_alone_reads_is_told(project: Project) -> None:

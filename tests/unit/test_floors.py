@@ -24,6 +24,7 @@ FLOORS = {
     "units": 0,
     "architectures": 0,
     "files": 0,
+    "interrupts": 0,
     "kernel": 0,
     "markdown": 0,
     "nodes": 0,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from unit_examples import CASE, live_tensor, prediction, values_of
+from unit_examples import CASE, live_tensor, prediction, unsigned, values_of
 
 from pytest_gputrain.baselines import BaselineError
 from pytest_gputrain.dry_run import cache as cache_module
@@ -181,7 +181,7 @@ def test_any_prediction_equals_itself(one: Prediction) -> None:
 
 
 @settings(max_examples=30)
-@given(values_of(Prediction), values_of(Case))
+@given(values_of(Prediction).map(unsigned), values_of(Case))
 def test_any_record_survives_its_file(tmp_path_factory: pytest.TempPathFactory, one: Prediction, case: Case) -> None:
     folder = tmp_path_factory.mktemp("baselines")
     PredictionStore(folder).update("h100", "llm", {"a": recorded(one, case=case)})

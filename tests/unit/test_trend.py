@@ -259,7 +259,10 @@ _OTHER = '{"format":1,"date":"2026-01-01T00:00:00Z","suite":"","key":"","device"
     [
         ("", "the history holds no runs; --gpu-history appends them"),
         ("{}\n", "{path}:1 is no line of a history: Object missing required field `format`; remove the line, or *"),
-        (f"{_OTHER}\n{_OTHER.replace('1', '2', 1)}\n", "{path} has lines of format 2, this version reads format 1"),
+        (
+            f"{_OTHER}\n{_OTHER.replace('1', '2', 1)}\n",
+            "{path} has lines of format 2, this version reads format 1; update *",
+        ),
         ('{"format":1,"date":"yesterday","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *Invalid RFC3339*"),
         ('{"format":1,"date":"2026-01-01T00:00:00","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *timezone*"),
     ],

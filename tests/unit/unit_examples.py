@@ -180,6 +180,19 @@ def values_of(type_: Any) -> st.SearchStrategy[Any]:
     return _strategy(msgspec.inspect.type_info(type_))
 
 
+def unsigned(record: Any) -> Any:
+    """The record with every number in it as far above zero as it was below."""
+
+    def above(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: above(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [above(inner) for inner in value]
+        return abs(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    return msgspec.convert(above(msgspec.to_builtins(record)), type(record))
+
+
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 _SCALARS: dict[type, st.SearchStrategy[Any]] = {
     msgspec.inspect.StrType: _TEXT,

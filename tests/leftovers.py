@@ -118,7 +118,8 @@ class Leftovers:
     def _now(self, but: Collection[int]) -> list[str]:
         memory = [name for name in os.listdir("/dev/shm") if name not in self._shared_memory]
         leases = self._temporary / "gputrain-leases"  # its files stay for the next run; held they must not be
-        temporary = [str(path) for path in self._temporary.iterdir() if path != leases]
+        stay = (leases.name, f"gputrain-locks-{os.getuid()}")
+        temporary = [str(path) for path in self._temporary.iterdir() if path.name not in stay]
         held = [str(path) for path in leases.glob("*.lock") if _is_held(path)]
         # DeepSpeed's next build would wait for the lock of one that was killed.
         locks = [str(path) for path in self._extensions.rglob("*lock*")]

@@ -1,0 +1,63 @@
+"""Signals that ask a run to end, and the moments in which it must not be interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Final, NoReturn
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP came. pytest takes it for Ctrl-C, so all that was measured so far is saved."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """A context in which SIGTERM, that schedulers and CI send, and SIGHUP raise `Terminated`, unless somebody else has them.
+
+    Without it they end this process at once, and what is not yet on disk is lost.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    free = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in free:
+        signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number in free:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated(f"ended by {signal.Signals(number).name}")
+
+
+@contextlib.contextmanager
+def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
+    """A context in which Ctrl-C, SIGTERM and SIGHUP wait: a second one must not stop what the first one began.
+
+    Args:
+        to_the_end: the run ends anyway, so what came meanwhile is dropped instead of raised afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    known = {number: handler for number, handler in before.items() if handler is not None}
+    for number in known:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in known.items():
+            signal.signal(number, handler)
+        if came and not to_the_end:
+            signal.raise_signal(came[0])

@@ -1,0 +1,426 @@
+"""What can become of a baseline file, on disk and by others' hands: it stays whole, and nothing is written elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unit_examples import CASE, baseline, baseline_run, prediction
+
+from pytest_gputrain.baselines import BaselineError, Store, read_report
+from pytest_gputrain.check_baselines import check
+from pytest_gputrain.dry_run.store import PredictionStore, Recorded
+from pytest_gputrain.files import conflicts, locked
+from pytest_gputrain.records import FORMAT, BaselineRun
+from pytest_gputrain.trend.reading import Filter, History
+
+DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
+ENTRIES = {KEY: baseline(baseline_run())}
+MORE = {f"{KEY}-steps={steps}": baseline(baseline_run(step_seconds=(1.0,) * 99)) for steps in range(9)}
+RECORDED = {KEY: Recorded(case=CASE, scale="full", predictions=(prediction(),))}
+SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A sound baseline file in a folder of baselines."""
+    return Store(tmp_path / "baselines").update(DEVICE, SUITE, ENTRIES)
+
+
+def _refusal(folder: Path, suite: str = SUITE) -> str:
+    """The one sentence that both reading and updating a file fail with, which leaves it as it is."""
+    told = set()
+    for use in (
+        lambda: Store(folder).get(DEVICE, suite, KEY),
+        lambda: Store(folder).update(DEVICE, suite, ENTRIES),
+    ):
+        with pytest.raises(BaselineError) as caught:
+            use()
+        told.add(str(caught.value))
+    (sentence,) = told
+    assert len(sentence.splitlines()) == 1
+    return sentence
+
+
+def _files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Others' hands
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+def test_conflict_markers_are_told_by_line(file: Path, ending: bytes) -> None:
+    lines = file.read_bytes().splitlines()
+    marked = [*lines[:3], b"<<<<<<< HEAD", lines[3], b"||||||| base", b"=======", lines[4], b">>>>>>> theirs", *lines[5:]]
+    file.write_bytes(ending.join(marked))
+    assert "merge-conflict markers (lines 4, 6, 7, 9); resolve them" in _refusal(file.parents[1])
+
+
+def test_of_many_conflict_markers_the_first_are_told(file: Path) -> None:
+    file.write_bytes(b"=======\n" * 50)
+    assert "(lines 1, 2, 3, 4, 5, 6, ...)" in _refusal(file.parents[1])
+
+
+def test_what_only_looks_like_a_marker_is_none() -> None:
+    assert conflicts(b'<<<<<<<<\n ======= \n"=======",\n>>>>>>>x\n') == []
+
+
+def _change(file: Path, *place: Any, **fields: Any) -> None:
+    document = json.loads(file.read_bytes())
+    at = document
+    for step in place:
+        at = list(at.values())[step] if isinstance(step, int) and isinstance(at, dict) else at[step]
+    at |= fields
+    file.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("place", [(), ("cases", KEY), ("cases", KEY, "runs", 0), ("environments", 0)])
+def test_what_a_newer_version_may_have_written_is_refused_not_dropped(file: Path, place: tuple[Any, ...]) -> None:
+    _change(file, *place, of_tomorrow=1)
+    before = file.read_bytes()
+    sentence = _refusal(file.parents[1])
+    assert "of_tomorrow" in sentence
+    assert "update pytest-gputrain" in sentence
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "place",
+    [("cases", KEY, "predictions", 0), ("cases", KEY, "predictions", 0, "largest", 0, 0), ("conditions", 0, "target")],
+)
+def test_what_a_newer_version_may_have_predicted_is_refused_not_dropped(tmp_path: Path, place: tuple[Any, ...]) -> None:
+    file = PredictionStore(tmp_path).update("h100", SUITE, RECORDED)
+    _change(file, *place, of_tomorrow=1)
+    before = file.read_bytes()
+    with pytest.raises(BaselineError, match="of_tomorrow"):
+        PredictionStore(tmp_path).update("h100", SUITE, RECORDED)
+    assert file.read_bytes() == before
+
+
+def test_a_newer_format_is_told_with_the_remedy(file: Path) -> None:
+    _change(file, format=FORMAT + 1)
+    assert f"has format {FORMAT + 1}, this version reads format {FORMAT}; update pytest-gputrain" in _refusal(
+        file.parents[1]
+    )
+
+
+def test_the_format_before_the_first_is_no_reason_to_update(file: Path) -> None:
+    _change(file, format=0)
+    assert "update" not in _refusal(file.parents[1])
+
+
+COUNTS = [name for name, type_ in BaselineRun.__annotations__.items() if str(type_).startswith("int")]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_no_count_is_negative(file: Path, name: str) -> None:
+    _change(file, "cases", KEY, "runs", 0, **{name: -1})
+    assert f"impossible figures for {KEY}" in _refusal(file.parents[1])
+
+
+def test_counts_were_found() -> None:
+    assert {"warmup", "peak_allocated_bytes", "free_bytes"} <= {*COUNTS}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_what_is_no_number_is_refused(file: Path, number: str) -> None:
+    file.write_text(file.read_text().replace('"step_seconds": [1.0', f'"step_seconds": [{number}'))
+    assert "is not a baseline file" in _refusal(file.parents[1])
+
+
+@pytest.mark.parametrize("place", [(), ("largest", 0, 0)], ids=["whole", "tensor"])
+def test_no_prediction_is_negative(tmp_path: Path, place: tuple[Any, ...]) -> None:
+    file = PredictionStore(tmp_path).update("h100", SUITE, RECORDED)
+    _change(file, "cases", KEY, "predictions", 0, *place, **{"bytes" if place else "peak_allocated_bytes": -1})
+    with pytest.raises(BaselineError, match="impossible figures"):
+        PredictionStore(tmp_path).get("h100", SUITE, KEY)
+
+
+# Earlier versions
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_what_earlier_versions_wrote_is_read(sample: Path) -> None:
+    """The folder names the format and the commit whose code wrote the sample."""
+    files = [path for path in sample.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        if path.name == "report.json":
+            assert [result.key for result in read_report(path).results] == [KEY, "other", "third"]
+        elif path.name == "history.jsonl":
+            read = History([path], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
+            assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
+        elif path.parents[1].name == "dry-run":
+            assert PredictionStore(sample / "baselines").get("h100", SUITE, KEY) is not None
+        else:
+            stored = Store(sample / "baselines").get(DEVICE, SUITE, KEY)
+            assert stored is not None
+            assert [run.session for run in stored.runs] == ["abc123", "s2"]
+
+
+def test_every_format_has_a_sample() -> None:
+    assert {int(sample.name.split("-")[1]) for sample in SAMPLES} == {*range(1, FORMAT + 1)}
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_an_update_keeps_what_an_earlier_version_recorded(tmp_path: Path, sample: Path) -> None:
+    before = (sample / "baselines" / DEVICE / f"{SUITE}.json").read_bytes()
+    (tmp_path / DEVICE).mkdir()
+    (tmp_path / DEVICE / f"{SUITE}.json").write_bytes(before)
+    Store(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
+    assert Store(tmp_path).get(DEVICE, SUITE, KEY) == Store(sample / "baselines").get(DEVICE, SUITE, KEY)
+
+
+# The disk
+
+
+def test_a_read_only_file_stays(file: Path) -> None:
+    file.chmod(0o444)
+    before = file.read_bytes()
+    with pytest.raises(BaselineError, match=r"llm\.json cannot be written: it is read-only"):
+        Store(file.parents[1]).update(DEVICE, SUITE, ENTRIES)
+    assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (before, 0o444)
+
+
+@contextmanager
+def _as_nobody() -> Iterator[None]:
+    """Root may write everywhere."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_read_only_folder_is_told_and_its_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "locks").mkdir()
+        (folder / "locks").chmod(0o777)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder / "locks"))
+        file = Store(folder).update(DEVICE, SUITE, ENTRIES)
+        locks = folder / "locks" / f"gputrain-locks-{os.getuid()}"
+        locks.chmod(0o777)
+        for lock in locks.iterdir():
+            lock.unlink()
+        before = _files(folder / DEVICE)
+        file.parent.chmod(0o555)
+        with _as_nobody():
+            if not os.access(file, os.R_OK, effective_ids=True):
+                pytest.skip("the folder for temporary files is closed to others")
+            with pytest.raises(BaselineError, match=r"llm\.json cannot be written: Permission denied"):
+                Store(folder).update(DEVICE, SUITE, MORE)
+        file.parent.chmod(0o755)
+        assert _files(folder / DEVICE) == before
+
+
+def test_a_lock_that_cannot_be_is_told_as_such(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no-folder").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no-folder"))
+    with pytest.raises(BaselineError, match=r"llm\.json cannot be written: no lock in .*no-folder.*: Not a directory"):
+        Store(file.parents[1]).update(DEVICE, SUITE, ENTRIES)
+
+
+_PRELUDE = """
+import os, resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_baseline_faults import DEVICE, MORE, SUITE
+from unit_examples import report, result
+from pytest_gputrain.baselines import BaselineError, Store
+from pytest_gputrain.report import document
+
+folder = Path(sys.argv[2])
+
+def both():
+    failed = 0
+    try:
+        Store(folder).update(DEVICE, SUITE, MORE)
+    except BaselineError as error:
+        print(error)
+        failed += 1
+    try:
+        document.write(report(*[result()] * 9), folder / DEVICE / "report.json")
+    except OSError as error:
+        print(error)
+        failed += 1
+    sys.exit(failed)
+"""
+
+
+def _run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _PRELUDE + code, str(Path(__file__).parent), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_files_that_may_not_grow_leave_the_old_ones(file: Path) -> None:
+    before = _files(file.parents[1])
+    done = _run("resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); both()", file.parents[1])
+    assert done.returncode == 2, done.stderr
+    assert "llm.json cannot be written: File too large" in done.stdout
+    assert _files(file.parents[1]) == before
+
+
+def test_a_full_disk_leaves_the_old_files(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        Store(disk).update(DEVICE, SUITE, ENTRIES)
+        before = _files(disk)
+        done = _run("both()", disk)
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        assert done.stdout.count("No space left on device") == 2
+        assert _files(disk) == before
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_kill_before_the_rename_leaves_the_old_file_and_nothing_for_the_next(file: Path, moment: str) -> None:
+    folder = file.parents[1]
+    before = file.read_bytes()
+    done = _run(f"os.{moment} = lambda *_: os.kill(os.getpid(), 9); both()", folder)
+    assert done.returncode == -signal.SIGKILL
+    assert file.read_bytes() == before
+    assert len(_files(folder)) == 2, "the new file, without its name"
+    assert [finding for finding in check(folder) if finding.error] == []
+    assert Store(folder).other_devices("other", SUITE) == [DEVICE]
+    Store(folder).update(DEVICE, SUITE, MORE)
+    assert [*_files(folder)] == [file]
+    assert all(Store(folder).get(DEVICE, SUITE, key) == entry for key, entry in {**ENTRIES, **MORE}.items())
+
+
+def test_what_is_swept_is_of_the_same_file_only(file: Path) -> None:
+    others = [file.with_name(name) for name in (".llm2.json.x.part", "llm.json.part", ".llm.json.swp")]
+    for other in others:
+        other.touch()
+    Store(file.parents[1]).update(DEVICE, SUITE, MORE)
+    assert all(other.exists() for other in others)
+
+
+def test_two_names_of_a_folder_share_a_lock(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    entered = threading.Event()
+
+    def enter() -> None:
+        with locked(tmp_path / "link" / "file"):
+            entered.set()
+
+    second = threading.Thread(target=enter)
+    with locked(tmp_path / "folder" / "file"):
+        second.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(10)
+    second.join()
+
+
+# Never elsewhere
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A folder that is none of the baselines', with a file in it."""
+    folder = tmp_path / "elsewhere"
+    Store(folder).update(DEVICE, SUITE, ENTRIES)
+    return folder
+
+
+@pytest.mark.parametrize("linked", [DEVICE, f"{DEVICE}/{SUITE}.json"], ids=["device", "suite"])
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, elsewhere: Path, linked: str) -> None:
+    link = tmp_path / "baselines" / linked
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere / linked)
+    before = _files(elsewhere)
+    sentence = _refusal(tmp_path / "baselines")
+    assert f"baselines stay in {tmp_path / 'baselines'}: " in sentence
+    assert str(elsewhere) in sentence
+    assert _files(elsewhere) == before
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("linked", ["dry-run", "dry-run/h100", f"dry-run/h100/{SUITE}.json"])
+def test_a_link_of_predictions_out_of_the_folder_is_refused(tmp_path: Path, elsewhere: Path, linked: str) -> None:
+    PredictionStore(elsewhere).update("h100", SUITE, RECORDED)
+    link = tmp_path / "baselines" / linked
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere / linked)
+    before = _files(elsewhere)
+    with pytest.raises(BaselineError, match="is a link to"):
+        PredictionStore(tmp_path / "baselines").update("h100", SUITE, RECORDED)
+    assert _files(elsewhere) == before
+
+
+def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / DEVICE).symlink_to(DEVICE)
+    assert DEVICE in _refusal(tmp_path)
+
+
+def test_a_folder_of_baselines_that_is_itself_a_link_serves(tmp_path: Path, elsewhere: Path) -> None:
+    (tmp_path / "baselines").symlink_to(elsewhere)
+    Store(tmp_path / "baselines").update(DEVICE, SUITE, MORE)
+    assert Store(elsewhere).get(DEVICE, SUITE, KEY) == ENTRIES[KEY]
+    assert Store(elsewhere).suite(DEVICE, SUITE).keys() == {KEY, *MORE}
+
+
+PIECES = st.sampled_from([".", "..", "/", "\0", "a", "json", ".json", "~", "*", "[a]", " ", "\n", "\\", "é"])
+NAMES = st.lists(PIECES, max_size=5).map("".join)
+
+
+@settings(max_examples=150)
+@given(NAMES, NAMES, NAMES)
+@example("..", "a", "a")
+@example("/a", "a", "../../a")
+@example("a", "../../a", "a/b")
+@example("a", "", "")
+@example("a", "..", "..")
+def test_no_name_leads_out_of_the_folder(device: str, suite: str, key: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "deep", "baselines")
+        folder.mkdir(parents=True)
+        for update in (
+            lambda: Store(folder).update(device, suite, {key: baseline(baseline_run())}),
+            lambda: PredictionStore(folder).update(
+                device, suite, {key: Recorded(case=CASE, scale="full", predictions=(prediction(),))}
+            ),
+        ):
+            told = ""
+            try:
+                update()
+            except BaselineError as error:
+                told = str(error)
+            assert len(told.splitlines()) <= 1
+        written = [path.relative_to(folder) for path in Path(name).rglob("*") if path.is_file()]
+        assert {len(path.parts) for path in written} <= {2, 3}
+        if written:
+            stored = Store(folder).get(device, suite, key)
+            assert stored is not None
+            assert stored.runs == (baseline_run(),)
+
+
+def test_suites_are_not_patterns(tmp_path: Path) -> None:
+    Store(tmp_path).update("one", "a", ENTRIES)
+    assert Store(tmp_path).other_devices("two", "[a]") == []
+    Store(tmp_path).update("one", "[a]", ENTRIES)
+    assert Store(tmp_path).other_devices("two", "[a]") == ["one"]
