@@ -13,15 +13,15 @@ from __future__ import annotations
 import glob
 import hashlib
 import math
-import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain import pretty
 from pytest_gputrain.files import conflicts, locked, sweep, within, write_atomically
 from pytest_gputrain.records import (
     FORMAT,
@@ -37,6 +37,7 @@ from pytest_gputrain.records import (
     Result,
     Scale,
 )
+from pytest_gputrain.shelf import Cabinet
 
 RESTORE: Final = "restore it from git, or delete it and record again"
 _NEWER: Final = "update pytest-gputrain, should a newer version have written it"
@@ -64,7 +65,8 @@ class _File(Struct, kw_only=True, forbid_unknown_fields=True):
     suite: str
     environments: dict[str, dict[str, Any]]
     """Fields of `Environment`."""
-    cases: dict[str, _StoredCase]
+    cases: dict[str, msgspec.Raw]
+    """Each a `_StoredCase`; in this form they need the least memory until they are looked at."""
 
 
 def key_of(case: Case, scale: Scale) -> str:
@@ -77,7 +79,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[tuple[str, str], dict[str, Baseline]] = {}
+        self._files: dict[tuple[str, str], Cabinet[str, Baseline]] = {}
 
     def path(self, device: str, suite: str) -> Path:
         """Raises:
@@ -135,7 +137,8 @@ class Store:
         path = self.path(device, suite)
         try:
             with locked(path):
-                merged = {**_load(path, device), **entries}
+                merged = _load(path, device)
+                merged.update(entries)
                 sweep(path)
                 write_atomically(path, _encode(device, suite, merged))
         except OSError as error:
@@ -166,7 +169,7 @@ def rewritten(path: Path) -> bytes:
         BaselineError: it cannot be read.
     """
     device = path.parent.name
-    return _encode(device, path.stem, _load(path, device))
+    return b"".join(_encode(device, path.stem, _load(path, device)))
 
 
 def read_report(path: Path) -> Report:
@@ -253,20 +256,24 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.6g}")
 
 
-def _load(path: Path, device: str) -> dict[str, Baseline]:
+def _load(path: Path, device: str) -> Cabinet[str, Baseline]:
+    baselines: Cabinet[str, Baseline] = Cabinet(Baseline)
     if not path.exists():
-        return {}
+        return baselines
     file = decode(path, _File, "a baseline file")
     if (file.device, file.suite) != (device, path.stem):
         raise BaselineError(
             f"the baseline file {path} says that it holds {file.suite} of {file.device}; move it to where it belongs, or "
             "record again"
         )
-    baselines = {}
     for digest, fields in file.environments.items():
         sound = _convert(path, f"environment {digest}", fields, Environment)
         refuse_unknown(path, f"the environment {digest}", fields, sound)
-    for key, stored in file.cases.items():
+    for key, raw in file.cases.items():
+        try:
+            stored = msgspec.json.decode(raw, type=_StoredCase)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BaselineError(f"{path} is not a baseline file: {error} in {key}; {_remedy(error, RESTORE)}") from None
         runs = [_run(path, key, fields, file.environments) for fields in stored.runs]
         _check_figures(path, key, runs)
         if key.endswith("@tiny") != (stored.scale == "tiny"):
@@ -359,28 +366,21 @@ class _Versioned(Struct):
     format: int
 
 
-def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> bytes:
-    environments: dict[str, dict[str, Any]] = {}
-    cases: dict[str, _StoredCase] = {}
-    for key in sorted(baselines):
-        baseline = baselines[key]
-        runs = []
+def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> Iterator[bytes]:
+    """The file in parts, with one baseline in memory at a time."""
+    environments: dict[str, Any] = {}
+    for baseline in baselines.values():
         for run in baseline.runs[-MAX_RUNS:]:
-            digest = _digest(run.environment)
-            fields = msgspec.to_builtins(run)
-            environments[digest] = fields["environment"]
-            runs.append({**fields, "environment": digest})
-        cases[key] = _StoredCase(case=baseline.case, scale=baseline.scale, runs=tuple(runs))
-    ordered = {digest: environments[digest] for digest in sorted(environments)}
-    document = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases=cases)
-    return readable(document)
+            environments[_digest(run.environment)] = run.environment
+    ordered = {digest: msgspec.to_builtins(environments[digest]) for digest in sorted(environments)}
+    frame = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases={})
+    cases = (pretty.item(_stored(baselines[key]), key) for key in sorted(baselines))
+    return pretty.document(frame, map(pretty.short_lists, cases))
 
 
-def readable(document: Struct) -> bytes:
-    """JSON for diffs: a list of numbers on one line, so that a re-recorded case is a few changed lines, not fifty."""
-    pretty = msgspec.json.format(msgspec.json.encode(document), indent=1)
-    one_line = re.sub(rb"\[\n\s+([-0-9.e+,\s]+?)\n\s*\]", lambda m: b"[" + re.sub(rb"\s+", b" ", m[1]) + b"]", pretty)
-    return one_line + b"\n"
+def _stored(baseline: Baseline) -> _StoredCase:
+    runs = [{**msgspec.to_builtins(run), "environment": _digest(run.environment)} for run in baseline.runs[-MAX_RUNS:]]
+    return _StoredCase(case=baseline.case, scale=baseline.scale, runs=tuple(runs))
 
 
 def _digest(environment: Environment) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +18,11 @@ _WRITABLE: Final = 0o222
 _MARKER: Final = re.compile(rb"(<{7}|\|{7}|={7}|>{7})( |$)")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write ``data`` beside ``path`` and rename over it: whoever reads sees the old file or the new one, whole.
+
+    Args:
+        data: in parts where it is not all to be in memory at once.
 
     Raises:
         OSError: the folder or the file cannot be written; the old file is untouched.
@@ -30,7 +33,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(part, 0o644)  # mkstemp's 0600 is for secrets

@@ -19,6 +19,7 @@ from pytest_gputrain.files import locked
 from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.session import Session
+from pytest_gputrain.shelf import Picked
 from pytest_gputrain.units import format_topology
 
 _Line = TypeVar("_Line")
@@ -36,8 +37,8 @@ def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    declared = [result for result in results if result.search is None and not result.loss_curves]
-    return [_line_of(result, session) for result in latest(declared)]
+    declared = [index for index, result in enumerate(results) if result.search is None and not result.loss_curves]
+    return [_line_of(result, session) for result in latest(Picked(results, declared))]
 
 
 def _line_of(result: Result, session: Session) -> HistoryLine:
@@ -54,7 +55,7 @@ def _line_of(result: Result, session: Session) -> HistoryLine:
         sentence = sentence or f"{result.case} {describe_failure(failed)}"
     packages = prediction.packages if prediction else environment.packages if environment else {}
     steps = [run.median_step_seconds for run in measured]
-    scatter = [abs(step - run.median_step_seconds) for run in measured for step in run.step_seconds]
+    scatter = [abs(step - middle) for run, middle in zip(measured, steps, strict=True) for step in run.step_seconds]
     first = measured[0] if measured else None
     losses = first.losses if first else ()
     compared = {
@@ -75,7 +76,7 @@ def _line_of(result: Result, session: Session) -> HistoryLine:
         platform=result.platform,
         device=result.device,
         **_machine(environment),
-        version_gputrain=metadata.version("pytest-gputrain"),
+        version_gputrain=_own_version(),
         **{f"version_{name}": packages.get(name) for name in LIBRARIES},  # type: ignore[arg-type]
         **_knobs(result),
         outcome=outcome,
@@ -95,6 +96,12 @@ def _line_of(result: Result, session: Session) -> HistoryLine:
         step_sensitivity=time.sensitivity if time else None,
         **compared,  # type: ignore[arg-type]
     )
+
+
+@functools.cache
+def _own_version() -> str:
+    """Found once: reading the package's metadata takes longer than all else of a line."""
+    return metadata.version("pytest-gputrain")
 
 
 _OF_SUMMARY: Final = (

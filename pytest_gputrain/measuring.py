@@ -23,6 +23,7 @@ from pytest_gputrain.records import Case, Event, Measurement, OutOfMemory, Reply
 from pytest_gputrain.scaling import one_worker
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.settings import Settings
+from pytest_gputrain.shelf import Cabinet
 
 Watch = Callable[[Case, Event, int], None]
 """Called with what a case does, and in which of its fresh processes, from 1."""
@@ -44,7 +45,7 @@ class Bench:
         self.watch: Watch = lambda case, event, run: None
         self._machine: Machine | None = None
         self.preloaded = launch.Preloaded() if settings.isolation == "auto" else None
-        self._replies: dict[bytes, tuple[Reply, ...]] = {}
+        self._replies: Cabinet[bytes, tuple[Reply, ...]] = Cabinet(tuple[Reply, ...])
 
     @property
     def machine(self) -> Machine:
@@ -92,11 +93,13 @@ class Bench:
         case = task.case
         identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))
         # An inline function has no address to be known by again.
-        replies = list(before or (() if builder is not None else self._replies.get(identity, ())))
+        known = before or (() if builder is not None else self._replies.get(identity, ()))
+        replies = list(known)
         while len(replies) < runs and all(isinstance(reply, Measurement | OutOfMemory) for reply in replies):
             replies.append(self._launch(task, inline, builder, len(replies) + 1))
-        self._replies[identity] = tuple(replies)
-        return self._replies[identity]
+        if builder is None and len(replies) > len(known):
+            self._replies[identity] = tuple(replies)
+        return tuple(replies)
 
     def beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
         """The case's replies, each with what one worker alone takes in a fresh process, or why that is not known.

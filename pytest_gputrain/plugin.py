@@ -110,6 +110,8 @@ def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
     return DryRunner(settings, named[0], folder)
 
 
+_MOST_ROWS: Final = 500
+"""Of the tables on the terminal."""
 _MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}
 
 
@@ -137,6 +139,8 @@ class GpuTrainPlugin:
         self._measured: defaultdict[str, list[Result]] = defaultdict(list)
         self._failed: set[str] = set()
         self._failures: list[Failure] = []
+        self._told: list[str] | None = None
+        """Of all results, once there will be no more."""
         self._interrupted = False
         self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
@@ -253,6 +257,8 @@ class GpuTrainPlugin:
             return
         results = self._measured[report.nodeid]
         results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
+        if results:
+            report.gputrain = []  # type: ignore[attr-defined]  # pytest keeps every report until its end
         if report.failed:
             self._failed.add(report.nodeid)
             if hasattr(report, "gputrain"):
@@ -306,7 +312,7 @@ class GpuTrainPlugin:
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
         if self.book.results:
-            table = terminal.render(self.book.results, width=writer.fullwidth, colour=writer.hasmarkup)
+            table = terminal.render(self.book.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
             terminalreporter.write_line(table)
         for line in self._notes(self.book):
             terminalreporter.write_line(line)
@@ -318,4 +324,6 @@ class GpuTrainPlugin:
     def _notes(self, book: Book) -> list[str]:
         from pytest_gputrain.report import studies, terminal
 
-        return [*terminal.explain(book.results), *studies.explain(book.results), *book.notes]
+        if self._told is None:
+            self._told = [*terminal.explain(book.results), *studies.explain(book.results)]
+        return [*self._told, *book.notes]

@@ -14,7 +14,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.baselines import RESTORE, BaselineError, decode, place, readable, refuse_unknown
+from pytest_gputrain import pretty
+from pytest_gputrain.baselines import RESTORE, BaselineError, decode, place, refuse_unknown
 from pytest_gputrain.files import locked, sweep, write_atomically
 from pytest_gputrain.records import FORMAT, Case, Prediction, Scale, Target
 
@@ -202,4 +203,4 @@ def _encode(platform: str, suite: str, recorded: Mapping[str, Recorded]) -> byte
             predictions[digest] = {name: value for name, value in fields.items() if name not in Conditions.__struct_fields__}
         cases[key] = _StoredCase(case=entry.case, scale=entry.scale, predictions=predictions)
     ordered = {digest: known[digest] for digest in sorted(known)}
-    return readable(_File(format=FORMAT, platform=platform, suite=suite, conditions=ordered, cases=cases))
+    return pretty.whole(_File(format=FORMAT, platform=platform, suite=suite, conditions=ordered, cases=cases))

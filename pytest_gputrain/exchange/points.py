@@ -6,8 +6,10 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Result, TimedOut, Verdict
+from pytest_gputrain.shelf import Picked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +43,17 @@ class Point:
         return sorted(self.runs, key=lambda run: run.median_step_seconds)[(len(self.runs) - 1) // 2]
 
 
-def latest(results: Sequence[Result]) -> list[Result]:
+def latest(results: Sequence[Result]) -> Sequence[Result]:
     """Each case of each device once: the last that was judged, else the last that was measured."""
-    found: dict[tuple[str, str, str], Result] = {}
-    for result in results:
+    found: dict[tuple[str, str, str], int] = {}
+    judged = set()
+    for index, result in enumerate(results):
         place = (result.device, result.suite, result.key)
-        if result.verdict is not None or place not in found or found[place].verdict is None:
-            found[place] = result
-    return list(found.values())
+        if result.verdict is not None or place not in judged:
+            found[place] = index
+        if result.verdict is not None:
+            judged.add(place)
+    return Picked(results, list(found.values()))
 
 
 def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
@@ -89,6 +94,21 @@ def _outcome(replies: Sequence[object]) -> str:
             case Crashed():
                 return "crashed"
     return "was not run"
+
+
+BY_ATTENTION: Final = (
+    "regressed",
+    "failed",
+    "over-limit",
+    "inconclusive",
+    "not-comparable",
+    "new",
+    "improved",
+    "recorded",
+    "pass",
+    "measured",
+)
+"""What `verdict_of` gives, with what wants attention first."""
 
 
 def verdict_of(result: Result) -> str:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,29 +23,37 @@ from pytest_gputrain.report import document
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
+from pytest_gputrain.shelf import Shelf
 from pytest_gputrain.suites import whole_suite
 
 _SAVE_EVERY_SECONDS: Final = 30.0
+_LEAST_PAUSE: Final = 20.0
+"""Times what the last saving took: a file grows with the run, and every saving writes all of it."""
 
 
 class Book:
     """Collects results, stores baselines under the update options, writes the reports and the history.
 
-    Baselines are saved now and then and at the end, so that a run that is ended loses half a minute at most.
+    Baselines are saved now and then and at the end, so that a run that is ended loses half a minute at most, or a few where
+    saving takes seconds.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.results: list[Result] = []
+        self.results: Shelf[Result] = Shelf(Result)
         self.notes: list[str] = []
         self.failed = False
         """Whether something could not be saved."""
         self._session: Session | None = None
+        self._places: dict[tuple[str, str], int] = {}
+        """By test and case, where the last result stands."""
+        self._to_come: set[int] = set()
+        """Where results stand whose baselines wait for further runs."""
         self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
         self._stored: dict[tuple[str, str, str], Case] = {}
-        self._saved_at = time.monotonic()
+        self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS
 
     @property
     def session(self) -> Session:
@@ -60,27 +68,34 @@ class Book:
         Args:
             passed: whether its test did; figures of a test that failed otherwise become no baseline.
         """
+        self._places[result.nodeid, result.key] = len(self.results)
+        if not passed:
+            result = msgspec.structs.replace(result, to_come=0)
+        self._note_to_come(len(self.results), result)
+        self.results.append(result)
         if passed:
-            self.results.append(result)
             self._record_if_complete(result)
-        else:
-            self.results.append(msgspec.structs.replace(result, to_come=0))
-            if _is_recorded(result):
-                self.notes.append(f"not recorded: {result.case}, because its test failed")
+        elif _is_recorded(result):
+            self.notes.append(f"not recorded: {result.case}, because its test failed")
 
     def update(self, result: Result) -> None:
         """Take in a result again, with a further run of its baseline."""
-        at = [index for index, known in enumerate(self.results) if (known.nodeid, known.key) == (result.nodeid, result.key)]
-        for index in at[-1:]:
-            self.results[index] = result
-            self._record_if_complete(result)
-            if not _is_recorded(result):
-                self.notes.append(f"not recorded: {result.case}, because not all runs of its baseline gave figures")
+        place = self._places.get((result.nodeid, result.key))
+        if place is None:
+            return
+        self.results[place] = result
+        self._note_to_come(place, result)
+        self._record_if_complete(result)
+        if not _is_recorded(result):
+            self.notes.append(f"not recorded: {result.case}, because not all runs of its baseline gave figures")
+
+    def _note_to_come(self, place: int, result: Result) -> None:
+        (self._to_come.add if result.to_come else self._to_come.discard)(place)
 
     def _record_if_complete(self, result: Result) -> None:
         if _is_recorded(result) and not result.to_come:
             self._record(result)
-        if time.monotonic() - self._saved_at > _SAVE_EVERY_SECONDS:
+        if time.monotonic() > self._save_at:
             self._save_baselines()
 
     def _record(self, result: Result) -> None:
@@ -115,11 +130,11 @@ class Book:
             if file is not None:
                 report = self._report(exit_status)
                 try:
-                    write(report, file)
+                    write(report, file, self.results)
                 except OSError as error:
                     self._keep_aside(f"the report {file} cannot be written: {error.strerror}", report)
 
-    def _write_page(self, report: Report, path: Path) -> None:
+    def _write_page(self, report: Report, path: Path, results: Sequence[Result]) -> None:
         from pytest_gputrain.report.html import page
 
         past = None
@@ -128,7 +143,8 @@ class Book:
                 past = page.look_back([self.settings.history], self.notes.append)
             except history.HistoryError as error:
                 self.notes.append(f"{path} shows no trends: {error}")
-        page.write(path, [report], past, baseline_dir=self.settings.baseline_dir)
+        whole = msgspec.structs.replace(report, results=tuple(results))
+        page.write(path, [whole], past, baseline_dir=self.settings.baseline_dir)
 
     def _append_history(self) -> None:
         lines = history.lines_of(self.results, self.session) if self.settings.history and self.results else []
@@ -144,14 +160,16 @@ class Book:
 
     def _tell_unfinished(self) -> None:
         """Tell of baselines whose runs were not all there when the run was ended."""
-        unfinished = [result for result in self.results if result.to_come]
-        if not unfinished:
+        if not self._to_come:
             return
-        wanted = len(unfinished[0].replies) + unfinished[0].to_come
-        self.results = [
-            msgspec.structs.replace(result, verdict=None) if result.to_come else result for result in self.results
-        ]
-        trouble = f"not recorded: {count(len(unfinished), 'case')}, because the run was ended before all had {wanted} runs"
+        wanted = 0
+        for place in self._to_come:
+            result = self.results[place]
+            wanted = len(result.replies) + result.to_come
+            self.results[place] = msgspec.structs.replace(result, verdict=None)
+        trouble = (
+            f"not recorded: {count(len(self._to_come), 'case')}, because the run was ended before all had {wanted} runs"
+        )
         if self.settings.json is None:
             self._keep_aside(trouble, self._report(1))
         else:
@@ -164,7 +182,7 @@ class Book:
         return whole_suite(self.results, self.settings.time_tolerance)
 
     def _save_baselines(self) -> None:
-        self._saved_at = time.monotonic()
+        began = time.monotonic()
         measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
         pending, self._pending = self._pending, defaultdict(dict)
         for (device, suite), entries in pending.items():
@@ -172,6 +190,8 @@ class Book:
         foretold, self._predicted = self._predicted, defaultdict(dict)
         for (platform, suite), recorded in foretold.items():
             self._save(functools.partial(predicted.update, platform, suite, recorded), len(recorded))
+        ended = time.monotonic()
+        self._save_at = ended + max(_SAVE_EVERY_SECONDS, _LEAST_PAUSE * (ended - began))
 
     def _save(self, update: Callable[[], Path], count: int) -> None:
         try:
@@ -182,17 +202,18 @@ class Book:
             self._recorded[path] = self._recorded.get(path, 0) + count
 
     def _keep_aside(self, trouble: str, report: Report) -> None:
-        """Write ``report``, which holds every figure, somewhere else."""
+        """Write every figure somewhere else."""
         self.failed = True
         aside = Path(tempfile.gettempdir()) / f"gputrain-{report.session}.json"
         try:
-            document.write(report, aside)
+            document.write(report, aside, self.results)
         except OSError as error:
             self.notes.append(f"{trouble}; nor could the figures be kept in {aside}: {error.strerror}")
         else:
             self.notes.append(f"{trouble}; all figures are in {aside}")
 
     def _report(self, exit_status: int) -> Report:
+        """All but the results."""
         settings = msgspec.to_builtins(self.settings, enc_hook=str)
         return Report(
             generator=document.generator(),
@@ -204,7 +225,6 @@ class Book:
             settings=settings,
             exit_status=exit_status,
             notes=tuple(self.notes),
-            results=tuple(self.results),
         )
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pytest_gputrain import pretty
 from pytest_gputrain.files import write_atomically
-from pytest_gputrain.records import Report
+from pytest_gputrain.records import Report, Result
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: Report, path: Path, more: Iterable[Result] = ()) -> None:
     """Write ``report`` as indented JSON, whole or not at all.
+
+    Args:
+        more: results after those of the report; they need not be in memory all at once.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    results = itertools.chain(report.results, more)
+    write_atomically(path, pretty.document(msgspec.structs.replace(report, results=()), map(pretty.item, results)))
 
 
 def schema() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from pytest_gputrain import markdown
-from pytest_gputrain.exchange.points import latest, verdict_of
+from pytest_gputrain.exchange.points import BY_ATTENTION, latest, verdict_of
 from pytest_gputrain.files import write_atomically
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import comparison, terminal
@@ -21,19 +21,6 @@ from pytest_gputrain.units import format_bytes, format_seconds
 
 MOST_BYTES: Final = 1024 * 1024
 """Of all that the commands of a step write."""
-_ORDER: Final = (
-    "regressed",
-    "failed",
-    "over-limit",
-    "inconclusive",
-    "not-comparable",
-    "new",
-    "improved",
-    "recorded",
-    "pass",
-    "measured",
-)
-"""Verdicts, those that want attention first."""
 _HEADERS: Final = ("Verdict", "Suite", "Case", "Device", "Sec/step", "Δ time", "Peak memory", "Δ memory")
 _CUT: Final = "\n\nCut here, because GitHub shows 1 MiB of a step at most. The report of `--gpu-json` has all.\n"
 
@@ -64,14 +51,14 @@ def write(
 
 def lines(results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str]) -> list[str]:
     """The whole summary."""
-    cases = sorted(latest(results), key=lambda result: _ORDER.index(verdict_of(result)))
-    counts = Counter(map(verdict_of, cases))
-    told = ", ".join(f"{counts[status]} {status}" for status in _ORDER if counts[status])
+    cases = sorted(map(_row, latest(results)), key=lambda row: BY_ATTENTION.index(row[0]))
+    counts = Counter(row[0] for row in cases)
+    told = ", ".join(f"{counts[status]} {status}" for status in BY_ATTENTION if counts[status])
     found = [f"## gputrain: {told or 'no case has run'}", ""]
     found += [f"- **{markdown.escaped(failure.title)}** {markdown.escaped(failure.sentence)}" for failure in failures]
     found += [""] if failures else []
     if cases:
-        found += [*markdown.table(_HEADERS, map(_row, cases)), ""]
+        found += [*markdown.table(_HEADERS, cases), ""]
     return [*found, *(f"- {markdown.escaped(note)}" for note in notes), ""]
 
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.company import slowed_down
 from pytest_gputrain.dry_run.store import FOLDER
+from pytest_gputrain.exchange.points import BY_ATTENTION, verdict_of
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
 from pytest_gputrain.report import comparison, layout, predictions, studies
+from pytest_gputrain.shelf import Picked
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds, format_topology
 
 if TYPE_CHECKING:
@@ -31,16 +33,19 @@ _STYLES: Final = {
 _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": ""}
 
 
-def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
-    """A table per suite, device and scale."""
+def render(results: Sequence[Result], *, width: int, colour: bool, most: int | None = None) -> str:
+    """A table per suite, device and scale.
+
+    Args:
+        most: rows; of more those that want attention are shown, and how many others there are.
+    """
     from rich.text import Text
 
     groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
-    judged_keys = {(result.suite, result.key) for result in results if result.verdict}
-    for result in results:
-        # A case that another test only measured, too, is no news.
-        if result.verdict or (result.suite, result.key) not in judged_keys:
-            groups[result.suite, _device(result), result.scale].append(result)
+    rows = _rows(results)
+    shown = rows if most is None or len(rows) <= most else sorted(rows, key=rows.__getitem__)[:most]
+    for result in Picked(results, sorted(shown)):
+        groups[result.suite, _device(result), result.scale].append(result)
     console, file = layout.console(width, colour)
     for (suite, device, scale), members in groups.items():
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
@@ -61,45 +66,62 @@ def render(results: Sequence[Result], *, width: int, colour: bool) -> str:
             console.print(studies.search_table(searched, _names))
         if curved:
             console.print(studies.loss_table(curved, _names))
+    if len(shown) < len(rows):
+        console.print(Text(f"(and {len(rows) - len(shown):,} more cases; the JSON report has all)"))
     return file.getvalue().rstrip("\n")
+
+
+def _rows(results: Sequence[Result]) -> dict[int, int]:
+    """Where the results stand that the tables have, and how little attention each wants."""
+    judged_keys = {(result.suite, result.key) for result in results if result.verdict}
+    return {
+        index: BY_ATTENTION.index(verdict_of(result))
+        for index, result in enumerate(results)
+        # A case that another test only measured, too, is no news.
+        if result.verdict or (result.suite, result.key) not in judged_keys
+    }
 
 
 def explain(results: Sequence[Result]) -> list[str]:
     """Sentences for what passed or was skipped over without a full comparison; regressions have their failures."""
-    lines: list[str] = []
-    for status, what in (
-        ("inconclusive", "in doubt"),
-        ("new", "without a baseline"),
-        ("not-comparable", "not comparable with the baseline"),
-    ):
-        found = [result for result in results if result.verdict and result.verdict.status == status]
-        if found:
-            lines.append(f"{_cases(len(found))} {what}: {found[0].verdict.sentence}{_and_more(found)}")  # type: ignore[union-attr]
-    lines += predictions.explain(results)
+    doubts: defaultdict[str, list[str]] = defaultdict(list)
     reasons: defaultdict[str, int] = defaultdict(int)
+    changed: list[str] = []
+    apart: list[str] = []
+    slowed: list[str] = []
     for result in results:
+        if result.verdict:
+            doubts[result.verdict.status].append(result.verdict.sentence)
         for metric in result.verdict.metrics if result.verdict else ():
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
                 reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
         for limit in result.verdict.limits if result.verdict else ():
             if limit.status == "not-judged":
                 reasons[f"the limit of {_METRICS[limit.metric]} not judged: {limit.note}"] += 1
-    lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
-    noted = [
-        f"{result.case}: {_METRICS[metric.metric]} {metric.note}"
-        for result in results
-        if result.verdict and result.verdict.status == "pass"
-        for metric in result.verdict.metrics
-        if metric.status == "pass" and metric.note
+        if result.verdict and result.verdict.status == "pass":
+            notes = (metric for metric in result.verdict.metrics if metric.status == "pass" and metric.note)
+            changed += [f"{result.case}: {_METRICS[metric.metric]} {metric.note}" for metric in notes]
+        apart += [f"{result.case}: {how}" for how in _apart(result)]
+        slowed += [f"{result.case}: {why}"] if (why := _slowed_down(result)) else []
+    lines = [
+        f"{_cases(len(found))} {what}: {found[0]}{_and_more(found)}"
+        for status, what in _DOUBTS.items()
+        if (found := doubts[status])
     ]
-    noted += [f"{result.case}: {apart}" for result in results for apart in _apart(result)]
-    noted += [f"{result.case}: {why}" for result in results if (why := _slowed_down(result))]
+    lines += predictions.explain(results)
+    lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
+    noted = [*changed, *apart, *slowed]
     lines += noted[:_SHOWN_NOTES]
     if len(noted) > _SHOWN_NOTES:
         lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
     return lines
 
 
+_DOUBTS: Final = {
+    "inconclusive": "in doubt",
+    "new": "without a baseline",
+    "not-comparable": "not comparable with the baseline",
+}
 _DRY: Final = " (dry run)"
 _CHANGES: Final[dict[MetricName, str]] = {
     "peak_allocated_bytes": "Δ mem.",
@@ -256,5 +278,5 @@ def _cases(count: int) -> str:
     return f"{count} case{'' if count == 1 else 's'}"
 
 
-def _and_more(found: Sequence[Result]) -> str:
+def _and_more(found: Sequence[str]) -> str:
     return f" (and {len(found) - 1} more)" if len(found) > 1 else ""

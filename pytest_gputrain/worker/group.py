@@ -99,10 +99,9 @@ class Group:
         """Sets of names, each united over the processes that train; all of them must call this."""
         if self.size == 1:
             return names
-        import torch.distributed as dist
+        from pytest_gputrain.worker import words
 
-        given: list[Any] = [None] * self.size
-        dist.all_gather_object(given, names, group=self.trainers)
+        given = words.of_all(names, tuple[set[str], ...], self.trainers)
         return tuple(set().union(*sets) for sets in zip(*given, strict=True))
 
     def barrier(self) -> None:

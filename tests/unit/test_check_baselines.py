@@ -134,7 +134,7 @@ def test_an_environment_under_another_name_than_its_own_is_told(tmp_path: Path) 
         (lambda file: file["cases"][str(CASE)].update(scale="tiny"), f"LINE: gives {CASE} the scale tiny;"),
         (
             lambda file: file["cases"][str(CASE)].pop("case"),
-            "1: is not a baseline file: Object missing required field `case`",
+            "LINE: is not a baseline file: Object missing required field `case` in",
         ),
         (lambda file: file["environments"].clear(), "refers to the environment"),
     ],

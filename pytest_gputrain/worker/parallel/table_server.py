@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pytest_gputrain.worker import words
 from pytest_gputrain.worker.checks import CheckFailed, fingerprint
 from pytest_gputrain.worker.group import Group
 
 HEADER, ROWS, VALUES, TABLE, DONE = range(1, 6)
 """Tags: what kind of tensor is meant, so that a server that waits for anybody's header takes nothing else for one."""
 
-Layout = list[tuple[str, int, int, torch.dtype]]
+Layout = list[tuple[str, int, int, str]]
 """Name, rows, width and dtype of every shard, in order."""
 
 RowsOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -54,12 +55,9 @@ class TableServer:
         self._asynchronous = asynchronous
         self._pushes: dict[int, list[Tensor]] = {}
         self._number = group.rank - group.size
-        received: list[Any] = [None]
-        dist.recv_object_list(received, src=FIRST, device=torch.device("cpu"))
-        layout: Layout = received[0]
         self._shards = []
-        for name, rows, width, dtype in layout:
-            weight = torch.empty(rows, width, dtype=dtype)
+        for name, rows, width, dtype in words.receive(Layout, FIRST):
+            weight = torch.empty(rows, width, dtype=getattr(torch, dtype.removeprefix("torch.")))
             receive(weight, FIRST, TABLE)
             self._shards.append(Shard(name, weight, make_optimizer))
 

@@ -1,0 +1,42 @@
+"""JSON that people read and compare, written in parts: the last field of a document holds most of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+
+def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:
+    """The text of ``frame`` in parts, ``items`` in its last field.
+
+    Args:
+        frame: a record whose last field is an empty list or object.
+        items: what `item` gives for each that belongs there.
+    """
+    text = msgspec.json.format(msgspec.json.encode(frame), indent=1)
+    assert text.endswith((b"[]\n}", b"{}\n}")), "the last field is an empty list or object"
+    head, empty = text[:-4], text[-4:-2]
+    begin = head + empty[:1]
+    for one in items:
+        yield begin + b"\n" + one
+        begin = b","
+    yield (head + empty if begin != b"," else b"\n " + empty[1:]) + b"\n}\n"
+
+
+def item(value: Any, key: str | None = None) -> bytes:
+    """An element of a list in a document's last field, or of an object there, which has a key."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=1).replace(b"\n", b"\n  ")
+    return b"  " + (b"" if key is None else msgspec.json.encode(key) + b": ") + text
+
+
+def whole(record: msgspec.Struct) -> bytes:
+    """The text of a document that is not large, with short lists."""
+    return short_lists(msgspec.json.format(msgspec.json.encode(record), indent=1)) + b"\n"
+
+
+def short_lists(text: bytes) -> bytes:
+    """JSON with each list of numbers on one line, so that a re-recorded case is a few changed lines, not fifty."""
+    return re.sub(rb"\[\n\s+([-0-9.e+,\s]+?)\n\s*\]", lambda m: b"[" + re.sub(rb"\s+", b" ", m[1]) + b"]", text)
