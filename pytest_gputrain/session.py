@@ -48,6 +48,11 @@ class Session:
         )
 
 
+def in_ci() -> bool:
+    """Whether this is a run of continuous integration, which sets ``CI``."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
+
+
 def _branch_of_ci() -> str:
     named = {name: os.environ.get(name, "") for name in _BRANCHES}
     if os.environ.get("GITHUB_REF_TYPE") == "tag":

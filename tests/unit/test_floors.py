@@ -55,10 +55,13 @@ FLOORS = {
     "suites": 2,
     "exchange": 3,
     "launch": 3,
+    "here": 3,
     "measuring": 3,
+    "fleet": 3,
     "marks": 4,
     "studies": 4,
     "dry_run": 4,
+    "durations": 4,
     "outcome": 4,
     "history": 4,
     "rounds": 4,
@@ -128,7 +131,7 @@ def test_every_module_has_a_floor() -> None:
 
 
 def test_the_imports_were_found() -> None:
-    assert Import("pytest_gputrain.measuring", "pytest_gputrain.launch", "") in INSIDE
+    assert Import("pytest_gputrain.here", "pytest_gputrain.launch", "") in INSIDE
     assert Import("pytest_gputrain.launch", "torch", "inline") in IMPORTS
 
 
@@ -203,6 +206,7 @@ def test_public_names_are_these() -> None:
         "Environment",
         "GiB",
         "KiB",
+        "Lost",
         "Measurement",
         "MiB",
         "OutOfMemory",
