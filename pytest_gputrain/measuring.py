@@ -20,6 +20,7 @@ from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.hardware.watch import Watch as GpuWatch
 from pytest_gputrain.hardware.watch import watching
 from pytest_gputrain.records import Case, Event, Measurement, OutOfMemory, Reply, Scale, Task
+from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.scaling import one_worker
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.settings import Settings
@@ -39,8 +40,9 @@ class BadCase(Exception):
 class Bench:
     """Measures cases for one pytest process; a case is measured once however many tests ask for it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, resumption: Resumption | None = None) -> None:
         self.settings = settings
+        self._resumption = resumption
         self.watch: Watch = lambda case, event, run: None
         self._machine: Machine | None = None
         self.preloaded = launch.Preloaded() if settings.isolation == "auto" else None
@@ -92,11 +94,18 @@ class Bench:
         case = task.case
         identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))
         # An inline function has no address to be known by again.
-        replies = list(before or (() if builder is not None else self._replies.get(identity, ())))
+        known = () if builder is not None else self._replies.get(identity, ())
+        replies = list(before or known or self.taken(task, inline, builder).replies)
         while len(replies) < runs and all(isinstance(reply, Measurement | OutOfMemory) for reply in replies):
             replies.append(self._launch(task, inline, builder, len(replies) + 1))
         self._replies[identity] = tuple(replies)
         return self._replies[identity]
+
+    def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
+        """What an earlier report has of the case, where one is resumed."""
+        if self._resumption is None or builder is not None:
+            return Taken()
+        return self._resumption.of(task, inline=inline, device=self.machine.slug, nodes=self.nodes(task.case))
 
     def beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
         """The case's replies, each with what one worker alone takes in a fresh process, or why that is not known.
@@ -107,8 +116,13 @@ class Bench:
             return replies, ""
         case = one_worker(task.case)
         alone = msgspec.structs.replace(task, case=case, processes=self.processes(case.gpus))
-        beside = []
-        for reply, one in zip(replies, self.measure(alone, False, None, len(replies)), strict=False):
+        known = self.taken(task, False).one_worker_seconds
+        beside = [
+            msgspec.structs.replace(reply, one_worker_seconds=seconds)
+            for reply, seconds in zip(replies, known, strict=False)
+        ]
+        rest = replies[len(beside) :]
+        for reply, one in zip(rest, self.measure(alone, False, None, len(rest)) if rest else (), strict=False):
             if not isinstance(one, Measurement):
                 return replies, f"one worker alone {describe_failure(one)}"
             seconds = one.update_seconds(case.gradient_accumulation)

@@ -270,6 +270,12 @@ OPTIONS: Final = (
         name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"
     ),
     Option(
+        name="resume",
+        parse=Path,
+        metavar="REPORT",
+        help="take the figures that an earlier --gpu-json of the same code has, and measure only what it lacks",
+    ),
+    Option(
         name="history",
         parse=Path,
         metavar="FILE",

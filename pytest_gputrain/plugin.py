@@ -23,6 +23,7 @@ from pytest_gputrain.report import github
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.live import Live
+from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.runner import Expected, Runner, suite_of
 from pytest_gputrain.selection import platforms_named, platforms_of
 from pytest_gputrain.settings import Settings, read
@@ -60,10 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
             Store(settings.baseline_dir).check_writable()
         if settings.html is not None and on_controller:
             _check_installed()
-        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings)
+        resumption = None if settings.resume is None else Resumption.read(settings.resume, settings)
+        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, resumption)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
+    plugin = GpuTrainPlugin(config, runner, Book(settings, resumption) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
 
@@ -178,6 +180,8 @@ class GpuTrainPlugin:
         self.runner.expected = expected
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
+        if self.book is not None and self.book.writes:
+            self.config.add_cleanup(late.end_by_sigterm())
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         if self.book is None or terminal is None or not terminal.isatty:

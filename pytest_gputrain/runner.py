@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,10 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
+from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.rounds import Rounds
 from pytest_gputrain.selection import platforms_of, why_skipped
+from pytest_gputrain.session import in_ci
 from pytest_gputrain.settings import Settings
 from pytest_gputrain.studies import Study, record_losses, search_batch
 from pytest_gputrain.suites import Suites
@@ -82,12 +83,12 @@ class _Asked:
 class Runner:
     """Runs cases for the tests of one pytest process; a case is measured once however many tests ask for it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, resumption: Resumption | None = None) -> None:
         """Raises:
         BaselineError: the report or the published tables to compare with cannot be read.
         """
         self.settings = settings
-        self.bench = Bench(settings)
+        self.bench = Bench(settings, resumption)
         self.store = Store(settings.baseline_dir)
         published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
         self._published = PublishedStore.beside(settings.baseline_dir) if published else None
@@ -233,7 +234,9 @@ class Runner:
             platform=self.bench.machine.platform,
             device=self.bench.machine.slug,
             replies=replies,
-            summary=summarise(case, self.bench.machine, replies),
+            resumed=self.bench.taken(asked.task, asked.inline, asked.builder).origins,
+            inline=asked.inline,
+            summary=summarise(case, self.bench.machine.platform, replies),
             verdict=with_limits(case, verdict, limits),
             published=row,
             search=study.search,
@@ -247,7 +250,6 @@ class Runner:
 
     def _study(self, asked: _Asked, runs: int) -> Study:
         """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
-
         task, inline, builder = asked.task, asked.inline, asked.builder
 
         def launch(task: Task) -> Reply:
@@ -387,11 +389,6 @@ class Runner:
         what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
-
-
-def in_ci() -> bool:
-    """Whether this is a run of continuous integration, which sets ``CI``."""
-    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def suite_of(path: Path) -> str:

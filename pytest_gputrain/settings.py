@@ -51,6 +51,8 @@ class Settings:
     """``HOST`` or ``HOST:PORT`` of this node for the others; empty for its name, or for Slurm to start them all."""
     summary: Path | Literal["auto", "none"]
     json: Path | None
+    resume: Path | None
+    """Report of an earlier run whose figures are taken over."""
     history: Path | None
     """File that this run's cases are appended to."""
     html: Path | None
@@ -66,6 +68,12 @@ class Settings:
     root: Path
     typed: tuple[str, ...]
     """Names of the options that the command line gives: they count before what a test says of itself."""
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """Files and folders that a run changes."""
+        named = (self.baseline_dir, self.summary, self.json, self.history, self.html)
+        return tuple(path for path in named if isinstance(path, Path))
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
@@ -143,6 +151,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         rendezvous=values["rendezvous"] or "",
         summary=values["summary"].absolute() if isinstance(values["summary"], Path) else values["summary"],
         json=None if values["json"] is None else values["json"].absolute(),
+        resume=None if values["resume"] is None else values["resume"].absolute(),
         history=None if values["history"] is None else values["history"].absolute(),
         html=None if values["html"] is None else values["html"].absolute(),
         sweep=values["set"] or (),
@@ -173,6 +182,9 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"--gpu-dry-run and {other} contradict each other: it trains nothing, and compares with recorded predictions"
             )
+    if values["resume"] is not None:
+        for other in (name for name in ("dry-run", "find-batch", "loss") if values[name]):
+            raise ValueError(f"--gpu-resume and --gpu-{other} contradict each other: it takes over what cases measured")
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:

@@ -22,9 +22,10 @@ from pytest_gputrain.limits import NO_TERMS, Terms, foretold, with_limits
 from pytest_gputrain.measuring import BadCase
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Prediction, Result, Scale, Task, TimedOut, Verdict
-from pytest_gputrain.runner import CannotRun, Runner, in_ci
+from pytest_gputrain.runner import CannotRun, Runner
 from pytest_gputrain.selection import platforms_of, why_skipped
 from pytest_gputrain.sentences import describe_failure
+from pytest_gputrain.session import in_ci
 from pytest_gputrain.settings import Settings
 
 Failure = OutOfMemory | Crashed | TimedOut
