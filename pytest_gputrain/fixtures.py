@@ -13,8 +13,8 @@ from pytest_gputrain.cases import ALWAYS_IN_ID, did_you_mean
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.here import BadCase
 from pytest_gputrain.marks import terms_of
-from pytest_gputrain.measuring import BadCase
 from pytest_gputrain.outcome import detail_of, failure_of
 from pytest_gputrain.records import Case, Measurement, Prediction, Result, Scale
 from pytest_gputrain.runner import CannotRun, Runner, suite_of
@@ -96,7 +96,7 @@ class GpuTrain:
             if failure:
                 pytest.fail(failure, pytrace=False)
             return _figures(result)
-        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict()
+        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict(result.device)
         if verdict.status in _FAILING_STATUSES or strict:
             pytest.fail(f"{verdict.sentence}{' (strict)' if strict else ''}", pytrace=False)
         return _figures(result) if result.summary or result.prediction else None
@@ -241,6 +241,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     runner = request.config.stash[RUNNER]
     if runner.settings.dry_run:
         pytest.skip("a dry run lends no GPU")
+    if runner.settings.fleet is not None:
+        pytest.skip("--gpu-fleet runs cases on other machines, and lends no GPU of this one")
     try:
         machine = runner.bench.machine
     except BadCase as error:

@@ -17,6 +17,7 @@ from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.marks import HELP
+from pytest_gputrain.measuring import Bench
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report import github
@@ -24,8 +25,8 @@ from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.live import Live
 from pytest_gputrain.resuming import Resumption
-from pytest_gputrain.runner import Expected, Runner, suite_of
-from pytest_gputrain.selection import platforms_named, platforms_of
+from pytest_gputrain.runner import Runner, suite_of
+from pytest_gputrain.selection import Expected, platforms_named, platforms_of
 from pytest_gputrain.settings import Settings, read
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
@@ -56,13 +57,17 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         if settings.platform not in (None, *MARKERS):
             raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown; known: {', '.join(MARKERS)}")
+        for platform, _ in settings.fleet_args:
+            if platform and platform not in MARKERS:
+                raise ValueError(f"--gpu-fleet-args: {platform!r} is unknown; known: {', '.join(MARKERS)}")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
         if settings.html is not None and on_controller:
             _check_installed()
         resumption = None if settings.resume is None else Resumption.read(settings.resume, settings)
-        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, resumption)
+        bench = _fleet(config, settings, resumption) or Bench(settings, resumption)
+        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, bench)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
     plugin = GpuTrainPlugin(config, runner, Book(settings, resumption) if on_controller else None)
@@ -91,6 +96,22 @@ def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
     if settings.dry_run or settings.scale == "tiny" or len(named) != 1 or named[0] == CPU:
         return None
     return Forecast(settings.baseline_dir, named[0])
+
+
+def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | None) -> Bench | None:
+    """Where cases run that do not run on this machine.
+
+    Raises:
+        ValueError: it cannot be used, or several platforms are named.
+    """
+    if settings.fleet is None:
+        return None
+    named = _platforms(config, settings) or [CPU]
+    if len(named) != 1:
+        raise ValueError(f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(named)}; name one of them")
+    from pytest_gputrain.fleet.bench import FleetBench, engine_of
+
+    return FleetBench(settings, named[0], engine_of(settings, named[0]), resumption)
 
 
 def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
@@ -178,6 +199,8 @@ class GpuTrainPlugin:
                 suite = suite_of(item.path)
                 expected += [Expected(suite, case, markers, expression) for case in _cases_of(item)]
         self.runner.expected = expected
+        if self.book is not None:  # a worker of xdist submits what it runs
+            self.runner.look_ahead()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         if self.book is not None and self.book.writes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,20 @@ import msgspec
 
 from pytest_gputrain.baselines import BaselineError, read_report
 from pytest_gputrain.cases import versions
-from pytest_gputrain.records import Case, Environment, Measurement, Origin, OutOfMemory, Reply, Report, Result, Scale, Task
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.records import (
+    Case,
+    Environment,
+    Host,
+    Measurement,
+    Origin,
+    OutOfMemory,
+    Reply,
+    Report,
+    Result,
+    Scale,
+    Task,
+)
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
 
@@ -26,6 +40,8 @@ class Taken(NamedTuple):
     one_worker_seconds: tuple[float, ...] = ()
     """Of the first of them."""
     origins: tuple[Origin, ...] = ()
+    host: Host | None = None
+    """That the first is of."""
 
     @property
     def environments(self) -> list[Environment]:
@@ -43,12 +59,10 @@ class Resumption:
     def __init__(self, path: Path, report: Report) -> None:
         self.path = path
         self.report = report
-        self._found: dict[bytes, Taken] = {}
+        self._found: defaultdict[bytes, list[Taken]] = defaultdict(list)
         for result in report.results:
             if result.search is None and not result.loss_curves and (taken := _taken(result, report)).replies:
-                key = _key(result.case, result.scale, result.inline, result.device)
-                known = self._found.get(key, Taken())
-                self._found[key] = max(known, taken, key=lambda one: (len(one.replies), len(one.one_worker_seconds)))
+                self._found[_key(result.case, result.scale, result.inline)].append(taken)
 
     @classmethod
     def read(cls, path: Path, settings: Settings) -> Resumption:
@@ -63,16 +77,22 @@ class Resumption:
             raise BaselineError(f"--gpu-resume: {path} {why}, or leave --gpu-resume out to measure all cases")
         return cls(path, report)
 
-    def of(self, task: Task, *, inline: bool, device: str, nodes: int) -> Taken:
-        """Replies of the case that stand for as many fresh processes.
+    def of(self, task: Task, *, inline: bool, host: Host, nodes: int) -> Taken:
+        """Replies of the case that stand for as many fresh processes; those of the test that has most.
 
         Args:
-            device: slug of the machine that would run it.
+            host: the machine that would run it; one without a name may turn out to be any device of its platform.
             nodes: that it would take there.
         """
-        taken = self._found.get(_key(task.case, task.scale, inline, device), Taken())
-        same = ((environment.device_count, len(environment.hosts) or 1) for environment in taken.environments)
-        return taken if all(one == (task.processes + task.servers, nodes) for one in same) else Taken()
+        fitting = [
+            taken
+            for taken in self._found.get(_key(task.case, task.scale, inline), ())
+            if taken.host is not None
+            and taken.host.platform == host.platform
+            and (taken.host.device == host.device or not host.name)
+            and all(_shape(one) == (task.processes + task.servers, nodes) for one in taken.environments)
+        ]
+        return max(fitting, key=lambda one: (len(one.replies), len(one.one_worker_seconds)), default=Taken())
 
     def beyond(self, results: list[Result]) -> Iterator[Result]:
         """What the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses nothing."""
@@ -83,8 +103,13 @@ class Resumption:
                 yield msgspec.structs.replace(result, verdict=None, to_come=0, resumed=taken.origins)
 
 
-def _key(case: Case, scale: Scale, inline: bool, device: str) -> bytes:
-    return msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline, device))
+def _key(case: Case, scale: Scale, inline: bool) -> bytes:
+    return msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline))
+
+
+def _shape(environment: Environment) -> tuple[int, int]:
+    """Processes and nodes."""
+    return environment.device_count, len(environment.hosts) or 1
 
 
 def _taken(result: Result, report: Report) -> Taken:
@@ -101,7 +126,12 @@ def _taken(result: Result, report: Report) -> Taken:
         msgspec.structs.replace(reply, one_worker_seconds=None) if isinstance(reply, Measurement) else reply
         for reply in known
     ]
-    return Taken(tuple(bare), tuple(filter(None, alone)), (*result.resumed, here) if here.runs else result.resumed)
+    origins = (*result.resumed, here) if here.runs else result.resumed
+    taken = Taken(tuple(bare), tuple(filter(None, alone)), origins)
+    name = next((one.host for one in taken.environments), "")
+    return taken._replace(
+        host=Host(name=name, platform=result.platform, device=result.device, gpus=int(result.platform != CPU))
+    )
 
 
 def _has_figures(reply: Reply) -> bool:

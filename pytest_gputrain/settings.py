@@ -58,6 +58,15 @@ class Settings:
     html: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
+    fleet: Literal["slurm"] | None
+    """The engine that runs the cases; None for this machine."""
+    fleet_args: tuple[tuple[str, tuple[str, ...]], ...]
+    """What the engine is told beside: a catalog marker, empty for all platforms, and arguments."""
+    fleet_gpus: int
+    """GPUs of each node of the fleet."""
+    fleet_jobs: int
+    """Most jobs in the scheduler's queue."""
+    fleet_wait_seconds: float
     dry_run: bool
     """Whether cases are predicted instead of run."""
     find_batch: bool
@@ -155,6 +164,11 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         history=None if values["history"] is None else values["history"].absolute(),
         html=None if values["html"] is None else values["html"].absolute(),
         sweep=values["set"] or (),
+        fleet=values["fleet"],
+        fleet_args=values["fleet-args"] or (),
+        fleet_gpus=values["fleet-gpus"],
+        fleet_jobs=values["fleet-jobs"],
+        fleet_wait_seconds=values["fleet-wait"],
         dry_run=bool(values["dry-run"]),
         find_batch=bool(values["find-batch"]),
         find_batch_max=values["find-batch-max"],
@@ -170,6 +184,17 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
         if asked and values["nodes"] > 1:
             raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
+    if values["fleet"]:
+        against = {
+            "--gpu-dry-run": values["dry-run"],
+            "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-ids": values["ids"],
+            "--gpu-rendezvous": values["rendezvous"],
+        }
+        for other in (flag for flag, asked in against.items() if asked):
+            raise ValueError(
+                f"--gpu-fleet and {other} contradict each other: cases run on machines that a scheduler chooses"
+            )
     if values["dry-run"]:
         against = {
             "--gpu-find-batch": values["find-batch"],
@@ -177,14 +202,12 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-resume": values["resume"] is not None,
         }
         for other in (flag for flag, asked in against.items() if asked):
             raise ValueError(
                 f"--gpu-dry-run and {other} contradict each other: it trains nothing, and compares with recorded predictions"
             )
-    if values["resume"] is not None:
-        for other in (name for name in ("dry-run", "find-batch", "loss") if values[name]):
-            raise ValueError(f"--gpu-resume and --gpu-{other} contradict each other: it takes over what cases measured")
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:
@@ -195,6 +218,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-resume": values["resume"] is not None,
         }
         for other in (flag for flag, asked in against.items() if asked):
             raise ValueError(

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Result, TimedOut, Verdict
+from pytest_gputrain.records import Crashed, Lost, Measurement, OutOfMemory, Result, TimedOut, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +88,8 @@ def _outcome(replies: Sequence[object]) -> str:
                 return "timed out"
             case Crashed():
                 return "crashed"
+            case Lost():
+                return "was lost by the fleet"
     return "was not run"
 
 

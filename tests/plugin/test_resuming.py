@@ -261,7 +261,7 @@ def test_what_is_no_report_is_refused(suite: Project, text: str | None, sentence
     assert_refused(suite, f"--gpu-resume: {sentence}", "--gpu-resume=nothing.json")
 
 
-@pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20"])
+@pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20", "--gpu-dry-run"])
 def test_studies_are_not_resumed(suite: Project, study: str) -> None:
-    sentence = f"--gpu-resume and {study.partition('=')[0]} contradict each other: it takes over what cases measured"
+    sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
     assert_refused(suite, sentence, "--gpu-resume=report.json", study)

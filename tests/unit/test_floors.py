@@ -53,7 +53,9 @@ FLOORS = {
     "suites": 2,
     "exchange": 3,
     "launch": 3,
+    "here": 3,
     "measuring": 3,
+    "fleet": 3,
     "marks": 4,
     "studies": 4,
     "dry_run": 4,
@@ -126,7 +128,7 @@ def test_every_module_has_a_floor() -> None:
 
 
 def test_the_imports_were_found() -> None:
-    assert Import("pytest_gputrain.measuring", "pytest_gputrain.launch", "") in INSIDE
+    assert Import("pytest_gputrain.here", "pytest_gputrain.launch", "") in INSIDE
     assert Import("pytest_gputrain.launch", "torch", "inline") in IMPORTS
 
 
@@ -201,6 +203,7 @@ def test_public_names_are_these() -> None:
         "Environment",
         "GiB",
         "KiB",
+        "Lost",
         "Measurement",
         "MiB",
         "OutOfMemory",

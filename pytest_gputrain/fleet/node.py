@@ -1,0 +1,58 @@
+"""``python -m pytest_gputrain.fleet.node FOLDER``: does the order in a folder, here, and leaves the delivery there."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from pytest_gputrain.fleet.engine import DELIVERY, ORDER
+from pytest_gputrain.hardware.devices import HardwareError
+from pytest_gputrain.here import BadCase, Here
+from pytest_gputrain.nodes import tell
+from pytest_gputrain.records import Delivery, Host, Order
+
+
+def deliver(folder: Path, rendezvous: str = "") -> None:
+    """Do the order in ``folder``.
+
+    Args:
+        rendezvous: this node as the others of the case reach it, where no scheduler starts their agents.
+
+    Raises:
+        OSError, msgspec.DecodeError: the order cannot be read, or the delivery not be written.
+    """
+    order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
+    with contextlib.suppress(FileNotFoundError):  # nobody waits any more
+        tell(folder / DELIVERY, _done(order, folder, rendezvous))
+
+
+def _done(order: Order, folder: Path, rendezvous: str) -> Delivery:
+    conditions = order.conditions
+    conditions = msgspec.structs.replace(conditions, shared=str(folder), rendezvous=rendezvous or conditions.rendezvous)
+    here = Here(conditions)
+    unknown = Host(name=socket.gethostname(), platform=conditions.platform or "unknown", device="", gpus=0)
+    try:
+        host = here.machine.host
+    except HardwareError as error:
+        return Delivery(host=unknown, unfit=str(error))
+    if host.gpus < order.gpus:
+        return Delivery(host=host, unfit=f"the case takes {order.gpus} GPUs of a node, and it sees {host.gpus}")
+    try:
+        return Delivery(host=host, reply=here.run(order.task, nodes=order.nodes, watch=lambda event: None))
+    except BadCase as error:
+        return Delivery(host=host, refusal=str(error))
+
+
+def main(folder: Path) -> None:
+    # A scheduler ends a job so. What is open is then closed, and no folder of the case stays on the node.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    deliver(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
