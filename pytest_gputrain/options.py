@@ -276,8 +276,8 @@ OPTIONS: Final = (
     ),
     Option(
         name="fleet",
-        parse=_one_of("slurm"),
-        metavar="slurm",
+        parse=_one_of("slurm", "ray"),
+        metavar="slurm|ray",
         help="run every case as a job of this scheduler, on machines of the platform that -m or --gpu-platform names",
     ),
     Option(

@@ -30,9 +30,13 @@ def engine_of(settings: Settings, platform: str) -> Engine:
     Raises:
         ValueError: it is not there; the sentence to say so.
     """
+    arguments = [one for of, some in settings.fleet_args if of in ("", platform) for one in some]
+    if settings.fleet == "ray":
+        from pytest_gputrain.fleet.ray import Ray
+
+        return Ray(arguments)
     from pytest_gputrain.fleet.slurm import Slurm
 
-    arguments = [one for of, some in settings.fleet_args if of in ("", platform) for one in some]
     return Slurm(arguments)
 
 
