@@ -109,9 +109,11 @@ def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | N
     named = _platforms(config, settings) or [CPU]
     if len(named) != 1:
         raise ValueError(f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(named)}; name one of them")
+    from pytest_gputrain.durations import Durations
     from pytest_gputrain.fleet.bench import FleetBench, engine_of
 
-    return FleetBench(settings, named[0], engine_of(settings, named[0]), resumption)
+    durations = Durations(named[0], settings.history, _forecast(config, settings))
+    return FleetBench(settings, named[0], engine_of(settings, named[0]), durations.of, resumption)
 
 
 def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:

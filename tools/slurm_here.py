@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
+
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "srun")
 _PLACES = "/usr/sbin:/sbin"
 _START_SECONDS = 30.0
@@ -107,16 +109,17 @@ class SlurmHere:
         self._run("slurmctld", "-D", "-i")
         for node in ("n1", "n2"):
             self.start_node(node)
-        self._wait(
-            "slurmctld",
-            lambda: (
-                self.command("sinfo", "--Node", "--noheader", "--partition=low", "--format=%T").split() == ["idle", "idle"]
-            ),
-        )
+        self._wait("slurmctld", lambda: set(self._states("n1,n2")) == {"idle"})
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node."""
         self._run(f"slurmd-{node}", "-D", "-N", node)
+
+    def revive_node(self, node: str) -> None:
+        """Start a node that died, and have it take jobs again."""
+        self.start_node(node)
+        self.command("scontrol", "update", f"nodename={node}", "state=resume")
+        self._wait("slurmctld", lambda: set(self._states(node)) == {"idle"})
 
     def kill_node(self, node: str) -> None:
         """Have a node die: its slurmd at once, and slurmctld takes note."""
@@ -124,6 +127,7 @@ class SlurmHere:
         process.kill()
         process.wait()
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=died")
+        self._kill_steps(node)
 
     def command(self, *words: str) -> str:
         """What a command of Slurm prints; an empty text where it fails."""
@@ -146,13 +150,28 @@ class SlurmHere:
                 process.kill()
                 process.wait()
         self._processes.clear()
+        self._kill_steps("n1", "n2")
+
+    def _kill_steps(self, *nodes: str) -> None:
+        """The daemons that slurmd leaves to watch jobs, known by their sockets, and all below them."""
+        spools = tuple(str(self._folder / f"spool-{node}") for node in nodes)
+        for daemon in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if daemon.name().startswith("slurmstepd") and any(
+                    end.laddr.startswith(spools) for end in daemon.net_connections("unix")
+                ):
+                    for process in (*daemon.children(recursive=True), daemon):
+                        process.kill()
+
+    def _states(self, nodes: str) -> list[str]:
+        return self.command("sinfo", "--Node", "--noheader", f"--nodes={nodes}", "--format=%T").split()
 
     def _run(self, name: str, *options: str) -> None:
         program = shutil.which(name.partition("-")[0], path=_path())
         assert program is not None, lacking()
         with open(self._folder / f"{name}.out", "ab") as output:
             self._processes[name] = subprocess.Popen(
-                [program, *options],
+                ["setpriv", "--pdeathsig=KILL", "--", program, *options],  # whatever becomes of this process
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

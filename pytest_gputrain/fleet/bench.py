@@ -16,7 +16,7 @@ from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.here import BadCase
 from pytest_gputrain.measuring import Bench, conditions_of
-from pytest_gputrain.records import Case, Host, Lost, Order, Reply, Task
+from pytest_gputrain.records import Case, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
 from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.settings import Settings
 
@@ -45,13 +45,20 @@ class FleetBench(Bench):
 
     Args:
         platform: catalog marker of the machines.
-        seconds_of: about what a run of a task takes, 0 where that is not known: the longest are submitted first.
+        seconds_of: about what a run of a task of a suite takes, 0 where that is not known: the longest are submitted first.
     """
 
-    def __init__(self, settings: Settings, platform: str, engine: Engine, resumption: Resumption | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        platform: str,
+        engine: Engine,
+        seconds_of: Callable[[str, Task], float] = lambda suite, task: 0.0,
+        resumption: Resumption | None = None,
+    ) -> None:
         super().__init__(settings, resumption)
         self._began = False
-        self.seconds_of: Callable[[str, Task], float] = lambda suite, task: 0.0
+        self._seconds_of = seconds_of
         gpus = 0 if platform == catalog.CPU else settings.fleet_gpus
         # What kind of H100 it is, its delivery will tell.
         self._asked = Host(name="", platform=platform, device=catalog.slug(platform), gpus=gpus)
@@ -76,8 +83,9 @@ class FleetBench(Bench):
         return self._hosts.get(_key(task), self._asked)
 
     def expect(self, task: Task, runs: int) -> None:
-        have = len(self.measure(task, False, None, 1))
-        self._fleet.expect([self._order(task)] * (runs - have))
+        have = self.measure(task, False, None, 1)
+        if all(isinstance(reply, Measurement | OutOfMemory) for reply in have):
+            self._fleet.expect([self._order(task)] * (runs - len(have)))
 
     def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
         taken = super().taken(task, inline, builder)
@@ -118,7 +126,7 @@ class FleetBench(Bench):
             return
         self._began = True
         missing = [(suite, task) for suite, task in self.ahead() if not self.taken(task, False).replies]
-        orders = {_key(task): (self.seconds_of(suite, task), task) for suite, task in missing}
+        orders = {_key(task): (self._seconds_of(suite, task), task) for suite, task in missing}
         longest_first = sorted(orders.values(), key=lambda known: -known[0])
         self._fleet.expect([self._order(task) for _, task in longest_first])
 

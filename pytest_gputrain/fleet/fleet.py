@@ -223,6 +223,8 @@ class Fleet:
         scheduler, named = self._engine.name, f"{self._engine.name}'s job {ticket.job}"
         why = f" ({job.why})" if job.why else ""
         on = f" on {ticket.seen.host}" if ticket.seen.host else ""
+        told = ", ".join(filter(None, (ticket.seen.host, job.why)))
+        there = f" ({told})" if told else ""
         if job.doing in ("waiting", "held"):
             # What waits for its turn waits for others of this fleet, too, as long as these get on.
             if now - (max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since) < self._wait_seconds:
@@ -236,7 +238,7 @@ class Fleet:
                 return
             ticket.ended = now if ticket.ended is None else ticket.ended
             if job.doing == "node_died":
-                self._lose(ticket, "node_died", f"the node died that {named} ran on{on}{why}; {_AGAIN}")
+                self._lose(ticket, "node_died", f"the node died that {named} ran on{there}; {_AGAIN}")
             elif job.doing == "preempted":
                 self._lose(ticket, "preempted", f"{named} was ended for the sake of another{on}{why}; {_AGAIN}")
             elif job.doing == "cancelled":

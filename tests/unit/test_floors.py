@@ -59,6 +59,7 @@ FLOORS = {
     "marks": 4,
     "studies": 4,
     "dry_run": 4,
+    "durations": 4,
     "outcome": 4,
     "history": 4,
     "rounds": 4,
