@@ -236,6 +236,17 @@ def libraries(case: Case) -> tuple[str, ...]:
     return tuple(name for name in LIBRARIES if name in used)
 
 
+def versions() -> dict[str, str]:
+    """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
+    from importlib import metadata
+
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def library_versions(case: Case) -> dict[str, str]:
     """Version of each of the case's libraries that is installed, without local label (``+cu130``), which tells the hardware
     they were built for."""

@@ -14,6 +14,7 @@ from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.here import BadCase, Here
 from pytest_gputrain.records import Case, Conditions, Event, Host, Measurement, OutOfMemory, Reply, Scale, Task
+from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.scaling import one_worker
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.settings import Settings
@@ -38,8 +39,9 @@ def conditions_of(settings: Settings) -> Conditions:
 class Bench:
     """Measures cases for one pytest process; a case is measured once however many tests ask for it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, resumption: Resumption | None = None) -> None:
         self.settings = settings
+        self._resumption = resumption
         self.watch: Watch = lambda case, event, run: None
         self.preloaded = launch.Preloaded() if settings.isolation == "auto" else None
         self._here = Here(conditions_of(settings), self.preloaded)
@@ -112,12 +114,19 @@ class Bench:
         identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))
         # An inline function has no address to be known by again.
         known = before or (() if builder is not None else self._replies.get(identity, ()))
+        known = known or self.taken(task, inline, builder).replies
         replies = list(known)
         while len(replies) < runs and all(isinstance(reply, Measurement | OutOfMemory) for reply in replies):
             replies.append(self._launch(task, inline, builder, len(replies) + 1))
         if builder is None and len(replies) > len(known):
             self._replies[identity] = tuple(replies)
         return tuple(replies)
+
+    def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
+        """What an earlier report has of the case, where one is resumed."""
+        if self._resumption is None or builder is not None:
+            return Taken()
+        return self._resumption.of(task, inline=inline, host=self.host, nodes=self.nodes(task.case))
 
     def beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
         """The case's replies, each with what one worker alone takes in a fresh process, or why that is not known.
@@ -127,8 +136,13 @@ class Bench:
         if not all(isinstance(reply, Measurement) for reply in replies):
             return replies, ""
         case, alone = task.case, self.alone(task)
-        beside = []
-        for reply, one in zip(replies, self.measure(alone, False, None, len(replies)), strict=False):
+        known = self.taken(task, False).one_worker_seconds
+        beside = [
+            msgspec.structs.replace(reply, one_worker_seconds=seconds)
+            for reply, seconds in zip(replies, known, strict=False)
+        ]
+        rest = replies[len(beside) :]
+        for reply, one in zip(rest, self.measure(alone, False, None, len(rest)) if rest else (), strict=False):
             if not isinstance(one, Measurement):
                 return replies, f"one worker alone {describe_failure(one)}"
             seconds = one.update_seconds(case.gradient_accumulation)

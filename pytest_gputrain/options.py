@@ -276,8 +276,8 @@ OPTIONS: Final = (
     ),
     Option(
         name="fleet",
-        parse=_one_of("slurm"),
-        metavar="slurm",
+        parse=_one_of("slurm", "ray"),
+        metavar="slurm|ray",
         help="run every case as a job of this scheduler, on machines of the platform that -m or --gpu-platform names",
     ),
     Option(
@@ -314,6 +314,12 @@ OPTIONS: Final = (
     ),
     Option(
         name="json", parse=Path, metavar="FILE", help="write environment, cases, measurements and verdicts to this JSON file"
+    ),
+    Option(
+        name="resume",
+        parse=Path,
+        metavar="REPORT",
+        help="take the figures that an earlier --gpu-json of the same code has, and measure only what it lacks",
     ),
     Option(
         name="history",

@@ -25,6 +25,7 @@ from pytest_gputrain.report import github
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.live import Live
+from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.runner import Runner, suite_of
 from pytest_gputrain.selection import Expected, platforms_named, platforms_of
 from pytest_gputrain.settings import Settings, read
@@ -65,10 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
             Store(settings.baseline_dir).check_writable()
         if settings.html is not None and on_controller:
             _check_installed()
-        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, _fleet(config, settings))
+        resumption = None if settings.resume is None else Resumption.read(settings.resume, settings)
+        bench = _fleet(config, settings, resumption) or Bench(settings, resumption)
+        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, bench)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
+    plugin = GpuTrainPlugin(config, runner, Book(settings, resumption) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
     ending = contextlib.ExitStack()
@@ -99,7 +102,7 @@ def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
     return Forecast(settings.baseline_dir, named[0])
 
 
-def _fleet(config: pytest.Config, settings: Settings) -> Bench | None:
+def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | None) -> Bench | None:
     """Where cases run that do not run on this machine.
 
     Raises:
@@ -114,7 +117,7 @@ def _fleet(config: pytest.Config, settings: Settings) -> Bench | None:
     from pytest_gputrain.fleet.bench import FleetBench, engine_of
 
     durations = Durations(named[0], settings.history, _forecast(config, settings))
-    return FleetBench(settings, named[0], engine_of(settings, named[0]), durations.of)
+    return FleetBench(settings, named[0], engine_of(settings, named[0]), durations.of, resumption)
 
 
 def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
@@ -211,6 +214,8 @@ class GpuTrainPlugin:
             self.runner.look_ahead()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
+        if self.book is not None and self.book.writes:
+            self.config.add_cleanup(late.end_by_sigterm())
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         if self.book is None or terminal is None or not terminal.isatty:

@@ -226,7 +226,9 @@ class Runner:
             platform=asked.host.platform,
             device=asked.host.device,
             replies=replies,
-            summary=summarise(case, asked.host, replies),
+            resumed=self.bench.taken(asked.task, asked.inline, asked.builder).origins,
+            inline=asked.inline,
+            summary=summarise(case, asked.host.platform, replies),
             verdict=with_limits(case, verdict, limits),
             published=row,
             search=study.search,
@@ -240,7 +242,6 @@ class Runner:
 
     def _study(self, asked: _Asked, runs: int) -> Study:
         """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
-
         task, inline, builder = asked.task, asked.inline, asked.builder
 
         def launch(task: Task) -> Reply:

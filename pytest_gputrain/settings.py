@@ -51,12 +51,14 @@ class Settings:
     """``HOST`` or ``HOST:PORT`` of this node for the others; empty for its name, or for Slurm to start them all."""
     summary: Path | Literal["auto", "none"]
     json: Path | None
+    resume: Path | None
+    """Report of an earlier run whose figures are taken over."""
     history: Path | None
     """File that this run's cases are appended to."""
     html: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
-    fleet: Literal["slurm"] | None
+    fleet: Literal["slurm", "ray"] | None
     """The engine that runs the cases; None for this machine."""
     fleet_args: tuple[tuple[str, tuple[str, ...]], ...]
     """What the engine is told beside: a catalog marker, empty for all platforms, and arguments."""
@@ -75,6 +77,12 @@ class Settings:
     root: Path
     typed: tuple[str, ...]
     """Names of the options that the command line gives: they count before what a test says of itself."""
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """Files and folders that a run changes."""
+        named = (self.baseline_dir, self.summary, self.json, self.history, self.html)
+        return tuple(path for path in named if isinstance(path, Path))
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
@@ -152,6 +160,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         rendezvous=values["rendezvous"] or "",
         summary=values["summary"].absolute() if isinstance(values["summary"], Path) else values["summary"],
         json=None if values["json"] is None else values["json"].absolute(),
+        resume=None if values["resume"] is None else values["resume"].absolute(),
         history=None if values["history"] is None else values["history"].absolute(),
         html=None if values["html"] is None else values["html"].absolute(),
         sweep=values["set"] or (),
@@ -193,6 +202,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-resume": values["resume"] is not None,
         }
         for other in (flag for flag, asked in against.items() if asked):
             raise ValueError(
@@ -208,6 +218,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-resume": values["resume"] is not None,
         }
         for other in (flag for flag, asked in against.items() if asked):
             raise ValueError(

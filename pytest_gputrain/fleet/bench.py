@@ -17,6 +17,7 @@ from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.here import BadCase
 from pytest_gputrain.measuring import Bench, conditions_of
 from pytest_gputrain.records import Case, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
+from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.settings import Settings
 
 CPUS_OF_A_GPU: Final = 4
@@ -29,9 +30,13 @@ def engine_of(settings: Settings, platform: str) -> Engine:
     Raises:
         ValueError: it is not there; the sentence to say so.
     """
+    arguments = [one for of, some in settings.fleet_args if of in ("", platform) for one in some]
+    if settings.fleet == "ray":
+        from pytest_gputrain.fleet.ray import Ray
+
+        return Ray(arguments)
     from pytest_gputrain.fleet.slurm import Slurm
 
-    arguments = [one for of, some in settings.fleet_args if of in ("", platform) for one in some]
     return Slurm(arguments)
 
 
@@ -49,8 +54,9 @@ class FleetBench(Bench):
         platform: str,
         engine: Engine,
         seconds_of: Callable[[str, Task], float] = lambda suite, task: 0.0,
+        resumption: Resumption | None = None,
     ) -> None:
-        super().__init__(settings)
+        super().__init__(settings, resumption)
         self._began = False
         self._seconds_of = seconds_of
         gpus = 0 if platform == catalog.CPU else settings.fleet_gpus
@@ -80,6 +86,12 @@ class FleetBench(Bench):
         have = self.measure(task, False, None, 1)
         if all(isinstance(reply, Measurement | OutOfMemory) for reply in have):
             self._fleet.expect([self._order(task)] * (runs - len(have)))
+
+    def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
+        taken = super().taken(task, inline, builder)
+        if taken.host is not None:
+            self._hosts.setdefault(_key(task), taken.host)
+        return taken
 
     def beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
         beside, why_not = super().beside_one_worker(task, replies)
@@ -113,7 +125,8 @@ class FleetBench(Bench):
         if self._began:
             return
         self._began = True
-        orders = {_key(task): (self._seconds_of(suite, task), task) for suite, task in self.ahead()}
+        missing = [(suite, task) for suite, task in self.ahead() if not self.taken(task, False).replies]
+        orders = {_key(task): (self._seconds_of(suite, task), task) for suite, task in missing}
         longest_first = sorted(orders.values(), key=lambda known: -known[0])
         self._fleet.expect([self._order(task) for _, task in longest_first])
 

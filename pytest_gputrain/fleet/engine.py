@@ -29,6 +29,8 @@ class Job(NamedTuple):
     """The scheduler's own words for it: a reason, an exit code."""
     host: str = ""
     """Where it runs or ran; empty where that is not known."""
+    final: bool = False
+    """Of one that ended: whether a delivery that is not there will not come any more."""
 
 
 class NotNow(Exception):
@@ -48,8 +50,11 @@ class Engine(Protocol):
 
     name: str
     """As sentences call it."""
-    remedies: Mapping[Literal["held", "refused", "unreachable"], str]
-    """What to do about jobs that do not start, are not taken, or nobody answers for: ends of sentences."""
+    ask_seconds: float
+    """Between questions, at least: what the scheduler bears."""
+    remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str]
+    """What to do about jobs that do not start, are not taken, nobody answers for, or end without a delivery: ends of
+    sentences."""
 
     def submit(self, order: Order, folder: Path) -> str:
         """Have ``python -P -m pytest_gputrain.fleet.node folder`` run once, on the first of as many nodes as the order

@@ -24,7 +24,7 @@ LOOK_SECONDS: Final = 0.25
 """Between looks for the delivery that a test waits for."""
 
 ASK_SECONDS: Final = 4.0
-"""Between questions to the scheduler, and between attempts to submit to a full queue."""
+"""Between questions to the scheduler, at most, and between attempts to submit to a full queue."""
 
 GRACE_SECONDS: Final = 75.0
 """From the end of a job until its delivery must be seen: network file systems look again after up to a minute."""
@@ -137,7 +137,7 @@ class Fleet:
         """Submit what there is room for, and see what has become of the rest."""
         now = self._now()
         if now >= self._ask_at:
-            self._ask_at = now + ASK_SECONDS
+            self._ask_at = now + min(ASK_SECONDS, self._engine.ask_seconds)
             self._ask()
         if now >= self._submit_at:
             self._submit()
@@ -243,12 +243,9 @@ class Fleet:
                 self._lose(ticket, "preempted", f"{named} was ended for the sake of another{on}{why}; {_AGAIN}")
             elif job.doing == "cancelled":
                 self._lose(ticket, "cancelled", f"{named} was cancelled{on}{why}; {_AGAIN}")
-            elif now - ticket.ended >= GRACE_SECONDS:
-                sentence = (
-                    f"{named} ended{on}{why} without a delivery in {ticket.folder}; all machines need this folder "
-                    "(--gpu-shared), and the same Python environment, under the same path"
-                )
-                self._lose(ticket, "no_delivery", sentence)
+            elif job.final or now - ticket.ended >= GRACE_SECONDS:
+                remedy = self._engine.remedies["undelivered"]
+                self._lose(ticket, "no_delivery", f"{named} ended{on}{why} without a delivery; {remedy}")
 
     def _collect(self, ticket: _Ticket) -> None:
         """Take the delivery in, if it is there."""

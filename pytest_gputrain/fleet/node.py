@@ -1,4 +1,7 @@
-"""``python -m pytest_gputrain.fleet.node FOLDER``: does the order in a folder, here, and leaves the delivery there."""
+"""``python -m pytest_gputrain.fleet.node FOLDER [HOST [seat]]``: does the order in a folder, and leaves the delivery there.
+
+HOST is this node as the others reach it, where the scheduler starts no agents; ``seat`` makes it one of the others.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import msgspec
 from pytest_gputrain.fleet.engine import DELIVERY, ORDER
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.here import BadCase, Here
+from pytest_gputrain.kernel import die_with_parent
+from pytest_gputrain.launch.node import serve
 from pytest_gputrain.nodes import tell
 from pytest_gputrain.records import Delivery, Host, Order
 
@@ -48,11 +53,16 @@ def _done(order: Order, folder: Path, rendezvous: str) -> Delivery:
         return Delivery(host=host, refusal=str(error))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, host: str = "", seat: str = "") -> None:
     # A scheduler ends a job so. What is open is then closed, and no folder of the case stays on the node.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    deliver(folder)
+    if host:  # started by a process of the scheduler's that may be killed, which srun and its kin look after
+        die_with_parent()
+    if seat:
+        serve(folder, host, print)
+    else:
+        deliver(folder, host)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

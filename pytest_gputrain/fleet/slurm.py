@@ -57,10 +57,14 @@ class Slurm:
     """
 
     name = "Slurm"
-    remedies: Mapping[Literal["held", "refused", "unreachable"], str] = {
+    ask_seconds = 4.0
+    remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str] = {
         "held": "see `scontrol show partition`, and --gpu-fleet-args for what is asked",
         "refused": "see --gpu-fleet-args for what is asked of the site",
         "unreachable": "see `scontrol ping`",
+        "undelivered": (
+            "all machines need the folder of --gpu-shared, and the same Python environment, under the same path"
+        ),
     }
 
     def __init__(self, arguments: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Report, Result
 from pytest_gputrain.report import document
+from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
@@ -27,19 +29,22 @@ from pytest_gputrain.shelf import Shelf
 from pytest_gputrain.suites import whole_suite
 
 _SAVE_EVERY_SECONDS: Final = 30.0
-_LEAST_PAUSE: Final = 20.0
-"""Times what the last saving took: a file grows with the run, and every saving writes all of it."""
+_LEAST_PAUSE: Final = 20
+"""Times what the last saving took: files grow with the run, and every saving writes all of them."""
+_NOT_ENDED: Final = 2
+"""pytest's exit status of a run that was interrupted."""
 
 
 class Book:
     """Collects results, stores baselines under the update options, writes the reports and the history.
 
-    Baselines are saved now and then and at the end, so that a run that is ended loses half a minute at most, or a few where
-    saving takes seconds.
+    Baselines and the report are saved now and then and at the end, so that a run that is killed loses half a minute of
+    cases, or a few where saving takes seconds.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, resumption: Resumption | None = None) -> None:
         self.settings = settings
+        self._resumption = resumption
         self.results: Shelf[Result] = Shelf(Result)
         self.notes: list[str] = []
         self.failed = False
@@ -59,8 +64,14 @@ class Book:
     def session(self) -> Session:
         """Looked up with the first result: a run without any needs no git."""
         if self._session is None:
-            self._session = Session.begin(self.settings.root)
+            self._session = Session.begin(self.settings.root, self.settings.written)
         return self._session
+
+    @property
+    def writes(self) -> bool:
+        """Whether the run leaves files."""
+        files = (self.settings.json, self.settings.history, self.settings.html)
+        return any(files) or self.settings.baseline_update != "no"
 
     def add(self, result: Result, *, passed: bool) -> None:
         """Take in the next result.
@@ -96,7 +107,7 @@ class Book:
         if _is_recorded(result) and not result.to_come:
             self._record(result)
         if time.monotonic() > self._save_at:
-            self._save_baselines()
+            self._save_so_far()
 
     def _record(self, result: Result) -> None:
         first = self._stored.setdefault((result.device, result.suite, result.key), result.case)
@@ -118,6 +129,7 @@ class Book:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
         self._save_baselines()
         self._tell_unfinished()
+        self._tell_resumed()
         self._append_history()
         if sentence := self.shift()[1]:
             self.notes.append(sentence)
@@ -143,20 +155,23 @@ class Book:
                 past = page.look_back([self.settings.history], self.notes.append)
             except history.HistoryError as error:
                 self.notes.append(f"{path} shows no trends: {error}")
-        whole = msgspec.structs.replace(report, results=tuple(results))
+        whole = msgspec.structs.replace(report, results=(*report.results, *results))
         page.write(path, [whole], past, baseline_dir=self.settings.baseline_dir)
 
     def _append_history(self) -> None:
-        lines = history.lines_of(self.results, self.session) if self.settings.history and self.results else []
-        if self.settings.history is None or not lines:
+        path = self.settings.history
+        if path is None or not self.results:
             return
         try:
-            repaired = history.append(self.settings.history, lines)
+            lines = history.unwritten(path, history.lines_of(self.results, self.session), self.session)
+            repaired = history.append(path, lines) if lines else ""
+        except history.HistoryError as error:
+            self._keep_aside(f"nothing is appended to the history: {error}", self._report(1))
         except OSError as error:
-            trouble = f"the history {self.settings.history} cannot be written: {error.strerror}"
-            self._keep_aside(trouble, self._report(1))
+            self._keep_aside(f"the history {path} cannot be written: {error.strerror}", self._report(1))
         else:
-            self.notes += [*filter(None, [repaired]), f"{count(len(lines), 'line')} appended to {self.settings.history}"]
+            appended = f"{count(len(lines), 'line')} appended to {path}" if lines else ""
+            self.notes += filter(None, [repaired, appended])
 
     def _tell_unfinished(self) -> None:
         """Tell of baselines whose runs were not all there when the run was ended."""
@@ -175,14 +190,33 @@ class Book:
         else:
             self.notes.append(f"{trouble}; all figures are in {self.settings.json}")
 
+    def _tell_resumed(self) -> None:
+        if self._resumption is None:
+            return
+        cases = {(result.device, result.suite, result.key) for result in self.results if result.resumed}
+        told = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumption.path}"
+        unknown = (
+            "" if self._resumption.report.commit and self.session.commit else "; nothing tells whether the code is the same"
+        )
+        self.notes.append(told + unknown)
+
     def shift(self) -> tuple[bool, str]:
         """Whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
         if self.settings.baseline_update == "all":
             return False, ""
         return whole_suite(self.results, self.settings.time_tolerance)
 
-    def _save_baselines(self) -> None:
+    def _save_so_far(self) -> None:
+        """What a power cut would take; of a report that cannot be written the end will tell."""
         began = time.monotonic()
+        self._save_baselines()
+        if self.settings.json is not None:
+            with contextlib.suppress(OSError):
+                document.write(self._report(_NOT_ENDED), self.settings.json, self.results)
+        ended = time.monotonic()
+        self._save_at = ended + max(_SAVE_EVERY_SECONDS, _LEAST_PAUSE * (ended - began))
+
+    def _save_baselines(self) -> None:
         measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
         pending, self._pending = self._pending, defaultdict(dict)
         for (device, suite), entries in pending.items():
@@ -190,8 +224,6 @@ class Book:
         foretold, self._predicted = self._predicted, defaultdict(dict)
         for (platform, suite), recorded in foretold.items():
             self._save(functools.partial(predicted.update, platform, suite, recorded), len(recorded))
-        ended = time.monotonic()
-        self._save_at = ended + max(_SAVE_EVERY_SECONDS, _LEAST_PAUSE * (ended - began))
 
     def _save(self, update: Callable[[], Path], count: int) -> None:
         try:
@@ -213,18 +245,20 @@ class Book:
             self.notes.append(f"{trouble}; all figures are in {aside}")
 
     def _report(self, exit_status: int) -> Report:
-        """All but the results."""
+        """All but this run's results."""
         settings = msgspec.to_builtins(self.settings, enc_hook=str)
         return Report(
             generator=document.generator(),
             created=self.session.created,
             session=self.session.id,
             commit=self.session.commit,
+            changes=self.session.changes,
             branch=self.session.branch,
             arguments=tuple(sys.argv[1:]),
             settings=settings,
             exit_status=exit_status,
             notes=tuple(self.notes),
+            results=tuple(self._resumption.beyond(self.results)) if self._resumption else (),
         )
 
 

@@ -28,7 +28,13 @@ class Scheduler:
     """Holds jobs by the name of their model, and says of them what a test wants."""
 
     name = "Test"
-    remedies = {"held": "wait", "refused": "ask otherwise", "unreachable": "call"}  # noqa: RUF012  # as the protocol has it
+    ask_seconds = ASK_SECONDS
+    remedies = {  # noqa: RUF012  # as the protocol has it
+        "held": "wait",
+        "refused": "ask otherwise",
+        "unreachable": "call",
+        "undelivered": "share --gpu-shared",
+    }
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -151,6 +157,12 @@ def test_a_delivery_may_come_late_but_not_later_than_the_grace(fleet: Fleet, sch
     assert outcome.cause == "no_delivery"
     assert GRACE_SECONDS <= scheduler.now - began <= GRACE_SECONDS + 3 * ASK_SECONDS
     assert "--gpu-shared" in outcome.sentence
+
+
+def test_a_delivery_that_cannot_come_any_more_is_not_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:
+    scheduler.says["a"] = Job("ended", "killed", "n7", final=True)
+    assert lost(fleet.run(order("a"))).cause == "no_delivery"
+    assert scheduler.now <= 2 * ASK_SECONDS
 
 
 def test_a_job_that_the_scheduler_has_forgotten_has_ended(fleet: Fleet, scheduler: Scheduler) -> None:

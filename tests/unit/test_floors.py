@@ -51,6 +51,7 @@ FLOORS = {
     "baselines": 2,
     "published": 2,
     "reproduction": 2,
+    "resuming": 2,
     "selection": 2,
     "suites": 2,
     "exchange": 3,

@@ -96,6 +96,7 @@ LAYERS = [
     Layers("loss", "loss_steps", ("1500", 1500), ("20", 20), None),
     Layers("summary", "summary", ("/typed.md", Path("/typed.md")), ("none", "none"), "auto"),
     Layers("json", "json", ("/typed.json", Path("/typed.json")), ("/ini.json", Path("/ini.json")), None),
+    Layers("resume", "resume", ("/typed.json", Path("/typed.json")), ("/ini.json", Path("/ini.json")), None),
     Layers("history", "history", ("/typed.jsonl", Path("/typed.jsonl")), ("/ini.jsonl", Path("/ini.jsonl")), None),
     Layers("html", "html", ("/typed.html", Path("/typed.html")), ("/ini.html", Path("/ini.html")), None),
 ]
