@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Final, NoReturn
+from typing import Final
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -26,17 +27,22 @@ def terminable() -> Iterator[None]:
         yield
         return
     free = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    mine = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == mine:
+            raise Terminated(f"ended by {signal.Signals(number).name}")
+        # A process that was forked from this one ends as it would have without us.
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
     for number in free:
-        signal.signal(number, _raise)
+        signal.signal(number, end)
     try:
         yield
     finally:
         for number in free:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated(f"ended by {signal.Signals(number).name}")
 
 
 @contextlib.contextmanager

@@ -109,6 +109,9 @@ class Bench:
 
         Args:
             before: replies of the same test that are there already.
+
+        Raises:
+            BadCase: no process can be started.
         """
         case = task.case
         identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))
@@ -117,7 +120,10 @@ class Bench:
         known = known or self.taken(task, inline, builder).replies
         replies = list(known)
         while len(replies) < runs and all(isinstance(reply, Measurement | OutOfMemory) for reply in replies):
-            replies.append(self._launch(task, inline, builder, len(replies) + 1))
+            try:
+                replies.append(self._launch(task, inline, builder, len(replies) + 1))
+            except OSError as error:
+                raise BadCase(refused(case, error)) from None
         if builder is None and len(replies) > len(known):
             self._replies[identity] = tuple(replies)
         return tuple(replies)
@@ -177,3 +183,11 @@ class Bench:
         if self.settings.scale != "auto":
             return self.settings.scale
         return "full" if self.host.gpus else "tiny"
+
+
+def refused(case: Case, error: OSError) -> str:
+    """Why no process of a case could be started, as a sentence."""
+    return (
+        f"{case} was not measured, because its process could not be started: {error}; is there room in the folder for "
+        "temporary files (TMPDIR), and do the limits of this user (ulimit -a) allow it?"
+    )

@@ -74,9 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = GpuTrainPlugin(config, runner, Book(settings, resumption) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
-    ending = contextlib.ExitStack()
-    ending.enter_context(terminable())
-    config.add_cleanup(ending.close)
+    config.add_cleanup(plugin.ending.close)
 
 
 def _check_installed() -> None:
@@ -167,6 +165,8 @@ class GpuTrainPlugin:
         self._told: list[str] | None = None
         """Of all results, once there will be no more."""
         self._interrupted = False
+        self.ending = contextlib.ExitStack()
+        self._is_terminable = False
         self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
@@ -257,6 +257,8 @@ class GpuTrainPlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if "gputrain" in getattr(item, "fixturenames", ()):
+            self._be_terminable()
         try:
             return (yield)
         finally:
@@ -284,6 +286,8 @@ class GpuTrainPlugin:
             self._live.clear()
         if self.book is None:
             return
+        if hasattr(report, "gputrain"):  # under xdist, the first that is heard of a case
+            self._be_terminable()
         results = self._measured[report.nodeid]
         results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
         if results:
@@ -296,6 +300,12 @@ class GpuTrainPlugin:
             with undisturbed():
                 for result in self._measured.pop(report.nodeid):
                     self.book.add(result, passed=report.nodeid not in self._failed)
+
+    def _be_terminable(self) -> None:
+        """From the first case on, and not before: runs without cases end as they would without this plugin."""
+        if not self._is_terminable:
+            self._is_terminable = True
+            self.ending.enter_context(terminable())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self) -> None:

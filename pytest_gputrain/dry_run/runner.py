@@ -20,6 +20,7 @@ from pytest_gputrain.hardware.lease import lease_cores
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.here import BadCase
 from pytest_gputrain.limits import NO_TERMS, Terms, foretold, with_limits
+from pytest_gputrain.measuring import refused
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Prediction, Result, Scale, Task, TimedOut, Verdict
 from pytest_gputrain.runner import CannotRun, Runner
@@ -166,10 +167,13 @@ class DryRunner(Runner):
         def watch(event: Event) -> None:
             self.bench.watch(task.case, event, 1)
 
-        with lease_cores(1):
-            return launch.predict(
-                task, timeout_seconds=self.settings.timeout_seconds, watch=watch, preloaded=self.bench.preloaded
-            )
+        try:
+            with lease_cores(1):
+                return launch.predict(
+                    task, timeout_seconds=self.settings.timeout_seconds, watch=watch, preloaded=self.bench.preloaded
+                )
+        except OSError as error:
+            raise BadCase(refused(task.case, error)) from None
 
     def _task(self, case: Case, module: str) -> Task:
         on_gpus = self._platform != catalog.CPU

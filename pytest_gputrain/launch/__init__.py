@@ -15,7 +15,7 @@ from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.interrupts import undisturbed
 from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
 from pytest_gputrain.launch.preloaded import Preloaded
-from pytest_gputrain.launch.processes import CASE_FOLDER, Process, end_all_of, start
+from pytest_gputrain.launch.processes import CASE_FOLDER, Process, start
 from pytest_gputrain.launch.ranks import Rank, folder_of, follow
 from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Crashed, Event, Lost, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
@@ -83,7 +83,6 @@ def _launched(
             with undisturbed():
                 for rank in ranks:
                     rank.process.end()
-                end_all_of(folder)
 
 
 def inline(task: Task, builder: Any = None) -> Reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -19,7 +20,7 @@ from msgspec import Struct
 from pytest_gputrain.interrupts import undisturbed
 from pytest_gputrain.kernel import oom_kills
 from pytest_gputrain.launch.merge import merge
-from pytest_gputrain.launch.processes import Process
+from pytest_gputrain.launch.processes import Process, end_all_of
 from pytest_gputrain.records import (
     FORMAT,
     Crashed,
@@ -45,18 +46,36 @@ _SCARCE_BYTES: Final = 1 << 20
 
 @contextlib.contextmanager
 def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
-    """A folder for the case, with the task in it, that is gone afterwards.
+    """A folder for the case, with the task in it, that is gone afterwards, and with it all that its workers started.
 
     Args:
         shared: where to make it; a place of this machine for temporary files by default.
     """
     folder = Path(tempfile.mkdtemp(prefix="gputrain-", dir=shared))
+    _running.add(folder)
     try:
         (folder / "case.json").write_bytes(msgspec.json.encode(task))
         yield folder
     finally:
         with undisturbed():
-            shutil.rmtree(folder, ignore_errors=True)
+            _clear(folder)
+
+
+_running: Final[set[Path]] = set()
+"""Folders of cases that are not over."""
+
+
+def _clear(folder: Path) -> None:
+    end_all_of(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    _running.discard(folder)
+
+
+@atexit.register
+def _clear_all() -> None:
+    """For cases whose end was itself interrupted: a second Ctrl-C may come at any moment."""
+    for folder in list(_running):
+        _clear(folder)
 
 
 class Rank:

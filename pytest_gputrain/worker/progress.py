@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -38,4 +39,5 @@ class Progress:
 
     def _write(self, event: Event) -> None:
         if self._file is not None:
-            os.write(self._file, msgspec.json.encode(event) + b"\n")
+            with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case
+                os.write(self._file, msgspec.json.encode(event) + b"\n")

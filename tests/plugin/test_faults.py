@@ -105,6 +105,12 @@ ENDED = {
         "Path('counters').write_text('oom_kill 8'); os.kill(os.getpid(), signal.SIGKILL)",
         r"ran out of host memory \(count\): killed by the kernel's OOM killer; if that is .+",
     ),
+    # As on a full disk, but for any user.
+    "may_not_write": (
+        "pass",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
+        rf"{NO} \(count\): the worker ended with exit code 1 without a reply",
+    ),
     "memory_error": ("pass", "raise MemoryError", r"ran out of host memory \(count\): no message; if that is expected, .+"),
     "allocator": ("pass", "torch.empty(2**50)", r"ran out of host memory \(count\): .*DefaultCPUAllocator.+; if that is .+"),
     "limited": (
@@ -260,17 +266,29 @@ def _assert_all_is_kept(project: Project, faults: Iterable[str], sound: Iterable
     assert {line["model"]: line["outcome"] for line in lines} == outcomes
 
 
-def test_a_hang_is_ended_and_told_with_phase_step_and_stacks(project: Project) -> None:
+HANGS = {
     # Steps longer than the pause between two progress events: every step is told.
-    step = "time.sleep(0.3 if len(calls) < 6 else 600)"
-    project.write(test_broken_code=FAULTY.format(build="Path('pid.txt').write_text(str(os.getpid()))", step=step))
-    result = project.run("--gpu-timeout=10s")
-    result.assert_outcomes(passed=1, failed=1)
-    assert only_sentence(result, "test_faulty") == (
-        "faulty-fp32 was ended after 10.0 s (measure in step 3); --gpu-timeout allows more"
-    )
-    result.stdout.fnmatch_lines(["*worker of faulty-fp32*", '*test_broken_code.py", line * in step'])
-    assert not psutil.pid_exists(int((project.path / "pid.txt").read_text()))
+    "in_a_step": ("pass", "time.sleep(0.3 if len(calls) < 6 else 600)", "measure in step 3"),
+    "at_exit": ("import threading; threading.Thread(target=lambda: time.sleep(600)).start()", "pass", "reply"),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "pass", "build"),
+}
+"""Build, step, place."""
+
+
+@pytest.mark.slow
+def test_hangs_are_ended_in_time_and_told_with_phase_step_and_stacks(project: Project, leftovers: Leftovers) -> None:
+    tests = [_tests(name, build, step) for name, (build, step, _) in HANGS.items()]
+    project.write(test_broken_code="\n\n".join([FAULTY.partition("def faulty")[0], *tests, _tests("healthy", "pass")]))
+    result = project.run("--gpu-timeout=10s", "--gpu-json=report.json")
+    result.assert_outcomes(passed=1, failed=len(HANGS))
+    assert {name: text.strip() for name, text in failures(result).items()} == {
+        f"test_{name}": f"{name}-fp32 was ended after 10.0 s ({place}); --gpu-timeout allows more"
+        for name, (_, _, place) in HANGS.items()
+    }
+    result.stdout.fnmatch_lines(["*worker of in_a_step-fp32*", '*test_broken_code.py", line * in step'])
+    assert max(report.duration for report in result.reprec.getreports("pytest_runtest_logreport")) < 20
+    assert leftovers.all() == []
+    assert [kept["replies"][0]["outcome"] for kept in project.report()["results"]] == [*["timed_out"] * 3, "measured"]
 
 
 def test_a_syntax_error_in_a_file_the_worker_alone_reads_is_told(project: Project) -> None:

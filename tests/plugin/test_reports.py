@@ -240,7 +240,8 @@ def test_the_exit_status_in_the_report_is_that_of_the_run(suite: Project, monkey
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(project: Project) -> None:
+@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGINT)], ids=["Ctrl-C", "SIGTERM, Ctrl-C"])
+def test_what_ends_a_run_keeps_what_was_measured_and_leaves_no_process(project: Project, signals: tuple[int, ...]) -> None:
     project.write(test_hanging=HANGING)
     pids = project.path / "pids.txt"
     run = subprocess.Popen(
@@ -255,13 +256,14 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(project: Project) 
     try:
         _wait_for(pids.exists)
         worker, child = map(int, pids.read_text().split())
-        run.send_signal(signal.SIGINT)
+        for number in signals:
+            run.send_signal(number)
         output, _ = run.communicate(timeout=60)
     finally:
         run.kill()
         run.wait()
     _wait_for(lambda: not psutil.pid_exists(worker) and not psutil.pid_exists(child))
-    assert run.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert run.returncode == pytest.ExitCode.INTERRUPTED or len(signals) > 1, output
     jsonschema.validate(project.report(), document.schema())
     assert project.verdicts() == {"build-fp32@tiny": "new"}
     assert project.report()["exit_status"] == pytest.ExitCode.INTERRUPTED

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -202,6 +204,29 @@ def test_an_update_that_stops_at_a_failure_records_nothing_half(suite: Project) 
     assert len(suite.launches) == 2
     result.stdout.fnmatch_lines(["not recorded: 1 case, because the run was ended before all had 5 runs; all figures *"])
     assert not suite.baseline_file("tuning", H100_FOLDER).exists()
+
+
+_MEET = """
+            (HERE / f"here-{__import__('os').getpid()}").touch()
+            while len(list(HERE.glob("here-*"))) < 3:
+                __import__("time").sleep(0.01)
+"""
+
+
+def test_several_runs_at_once_lose_no_baseline(suite: Project) -> None:
+    suite.machine(H100, gpus=3)
+    _end_in_the_launch(suite, 1, _MEET.strip())
+    names = ("llama-3", "gemma", "llama-2")
+    command = [sys.executable, "-m", "pytest", "-q", "--gpu-baseline-update", "--gpu-history=history.jsonl", "--gpu-runs=1"]
+    runs = [subprocess.Popen([*command, "-k", name], cwd=suite.path, stdout=subprocess.DEVNULL) for name in names]
+    try:
+        assert [run.wait(60) for run in runs] == [0, 0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, GEMMA, LLAMA_2])
+    assert len((suite.path / "history.jsonl").read_text().splitlines()) == 3
 
 
 def test_an_inline_case_has_all_its_runs_in_its_test(project: Project) -> None:

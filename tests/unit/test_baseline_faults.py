@@ -293,7 +293,7 @@ def test_a_full_disk_leaves_the_old_files(tmp_path: Path) -> None:
         assert done.stdout.count("No space left on device") == 2
         assert _files(disk) == before
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])

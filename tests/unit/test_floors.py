@@ -234,3 +234,19 @@ def test_no_two_test_modules_share_a_name() -> None:
     names = [path.name for folder in ("tests", "benchmarks") for path in repository.glob(f"{folder}/**/test_*.py")]
     assert len(names) > 50
     assert sorted(names) == sorted(set(names))
+
+
+def test_wall_clocks_are_read_only_for_the_date_of_a_run() -> None:
+    """They jump: no duration and no time-out may hang on one."""
+    of_walls = {("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "ctime")}
+    of_walls |= {(name, method) for name in ("datetime", "date") for method in ("now", "utcnow", "today")}
+    found = set()
+    for module, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+                owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+                if (owner, node.attr) in of_walls:
+                    found.add((module, node.attr))
+            elif isinstance(node, ast.ImportFrom) and node.module == "time":
+                found |= {(module, alias.name) for alias in node.names if ("time", alias.name) in of_walls}
+    assert found == {("pytest_gputrain.session", "now")}

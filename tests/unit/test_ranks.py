@@ -12,6 +12,7 @@ from unit_examples import crashed, gpu_environment, measurement
 from pytest_gputrain.launch.processes import Process
 from pytest_gputrain.launch.ranks import Rank, follow, merge
 from pytest_gputrain.records import Crashed, Measurement
+from pytest_gputrain.worker.progress import Progress
 
 
 def test_nodes_are_named_in_the_order_of_their_ranks() -> None:
@@ -80,3 +81,11 @@ def test_the_first_bad_news_are_the_cause(tmp_path: Path, polls: int, sentence: 
     )
     assert isinstance(reply, Crashed)
     assert reply.sentence == sentence
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_progress_that_cannot_be_written_ends_no_case() -> None:
+    progress = Progress(Path("/dev/full"))
+    progress.enter("measure")
+    progress.stepped(1, 0.5, None)
+    assert (progress.phase, progress.step) == ("measure", 1)

@@ -1,0 +1,218 @@
+"""A run that is ended from outside, or that finds no room: what was measured so far is kept, and no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from leftovers import Leftovers, wait_for
+from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, Project, failures
+
+SUITE = """
+from pytest_gputrain import Case
+
+LLAMA = Case(model="llama-3.1-8b", method="lora", sequence_length=64)
+
+
+def test_first(gputrain):
+    gputrain.check(LLAMA)
+
+
+def test_two(gputrain):
+    gputrain.measure(LLAMA.replace(model="gemma-7b"))
+    gputrain.check(LLAMA.replace(model="llama-2-13b"))
+
+
+def test_never(gputrain):
+    gputrain.check(LLAMA.replace(model="llama-3-8b"))
+"""
+OPTIONS = ("--gpu-json=report.json", "--gpu-history=history.jsonl")
+
+
+def _hang(project: Project, name: str) -> None:
+    """From now on, the launch of a case does not come to an end."""
+    conftest = project.path / "conftest.py"
+    text = conftest.read_text()
+    at = "        name = str(task.case)\n"
+    assert at in text
+    hang = f"        if name == {name!r}:\n            Path('hangs').touch()\n            __import__('time').sleep(600)\n"
+    conftest.write_text(text.replace(at, at + hang))
+
+
+def _ended(project: Project, *arguments: str, by: tuple[int, ...], group: bool = False) -> tuple[int, str, float]:
+    """How a pytest ends that is sent signals when its case hangs, what it says, and how long that takes.
+
+    Args:
+        group: all processes of the terminal get them.
+    """
+    run = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *OPTIONS, *arguments],
+        cwd=project.path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads are here
+    )
+    try:
+        wait_for(project.path / "hangs", seconds=60)
+        began = time.monotonic()
+        for number in by:
+            (os.killpg if group else os.kill)(run.pid, number)
+            time.sleep(0.02)
+        output, _ = run.communicate(timeout=60)
+        return run.returncode, output, time.monotonic() - began
+    finally:
+        run.kill()
+        run.wait()
+
+
+def _kept(project: Project) -> set[str]:
+    """The cases of the report, which are those of the history."""
+    lines = map(json.loads, (project.path / "history.jsonl").read_text().splitlines())
+    assert {line["key"] for line in lines} == {result["key"] for result in project.report()["results"]}
+    assert project.report()["exit_status"] == pytest.ExitCode.INTERRUPTED
+    return {result["key"] for result in project.report()["results"]}
+
+
+@pytest.fixture
+def hanging(h100: Project) -> Project:
+    h100.write(test_tuning=SUITE)
+    _hang(h100, LLAMA_2)
+    return h100
+
+
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT,) * 3, (signal.SIGTERM,) * 3], ids=str
+)
+def test_what_ends_a_run_ends_it_at_once_with_all_that_was_measured(hanging: Project, signals: tuple[int, ...]) -> None:
+    status, output, seconds = _ended(hanging, by=signals)
+    assert _kept(hanging) == {LLAMA, GEMMA}, output
+    if len(signals) == 1:
+        assert status == pytest.ExitCode.INTERRUPTED, output
+        assert f"ended by {signal.Signals(signals[0]).name}" in output
+        assert "2 lines appended to" in output
+    assert seconds < 10
+
+
+def test_a_run_without_cases_ends_as_ever(project: Project) -> None:
+    project.write(
+        test_plain="import signal\n\n\ndef test_it():\n    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+    )
+    project.spawn().assert_outcomes(passed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "SIGTERM"])
+def test_under_two_workers_the_tests_that_were_over_are_kept(hanging: Project, number: int, group: bool) -> None:
+    pytest.importorskip("xdist")
+    status, output, seconds = _ended(hanging, "-n2", "--dist=loadfile", by=(number,), group=group)
+    assert _kept(hanging) == {LLAMA}, output
+    assert status == pytest.ExitCode.INTERRUPTED, output
+    assert seconds < 20
+
+
+# No room
+
+FILLING = f"""{BUILD}
+import sys
+import tempfile
+from pathlib import Path
+
+def fill(path):
+    with open(path, "wb", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                pass
+
+
+def filling(setup):
+    made = build(setup)
+    fill(Path(sys.argv[1], "full"))
+    return made
+
+
+def test_full_in_the_worker(gputrain):
+    gputrain.check(filling, precision="fp32", steps=2)
+
+
+def test_full_before_the_worker(gputrain):
+    fill(Path(tempfile.gettempdir(), "full"))
+    gputrain.check(build, precision="fp32", steps=2, model="other")
+
+
+def full_for_a_while(setup):
+    made, calls, path = build(setup), [], Path(sys.argv[1], "full")
+
+    def step():
+        calls.append(1)
+        if len(calls) == 2:
+            fill(path)
+        if len(calls) == 6:
+            path.unlink()
+        return made()
+
+    return step
+
+
+def test_room_again(gputrain):
+    Path(tempfile.gettempdir(), "full").unlink()
+    gputrain.check(full_for_a_while, precision="fp32", steps=2, warmup=3)
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files on a disk of its own."""
+    leftovers = Leftovers(tmp_path, monkeypatch)
+    disk = Path(tempfile.gettempdir())
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        yield disk
+        assert leftovers.all() == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_is_told_and_the_next_case_has_room(project: Project, small_disk: Path) -> None:
+    project.write(test_filling=FILLING)
+    result = project.run(*OPTIONS)
+    result.assert_outcomes(passed=1, failed=2)
+    told = failures(result)
+    without = r"filling-fp32 gave no measurement \(\w+\): the worker ended with exit code 1 without a reply; 0 B is free in "
+    assert re.fullmatch(without + str(small_disk), told["test_full_in_the_worker"].strip()), told
+    sentence = told["test_full_before_the_worker"].strip()
+    assert sentence.startswith("other-fp32 was not measured, because its process could not be started: [Errno 28] No space")
+    assert "TMPDIR" in sentence
+    assert "\n" not in sentence
+    assert project.verdicts() == {"filling-fp32@tiny": "failed", "full_for_a_while-fp32@tiny": "new"}
+    assert len((project.path / "history.jsonl").read_text().splitlines()) == 2
+
+
+def test_where_no_disk_has_room_that_is_told(suite: Project, small_disk: Path) -> None:
+    """Neither for the report, nor for what is kept aside."""
+    suite.run().assert_outcomes(passed=3)
+    suite.write(
+        test_zz=f"from pathlib import Path\n\n\ndef test_zz():\n    Path({str(small_disk)!r}, 'x').write_bytes(b'x' * 10**6)"
+    )
+    result = suite.run(f"--gpu-json={small_disk}/report.json")
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(
+        ["the report *report.json cannot be written: No space *; nor could the figures be kept in *: No space*"]
+    )
+    assert [path.name for path in small_disk.iterdir() if "report" in path.name or path.suffix == ".part"] == []
+    (small_disk / "x").unlink()
