@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -66,7 +64,6 @@ class FleetBench(Bench):
         self._fleet = Fleet(engine, settings.shared, most_jobs=settings.fleet_jobs, wait_seconds=settings.fleet_wait_seconds)
         self._hosts: dict[bytes, Host] = {}
         """The first that ran each task."""
-        self._handlers = _ended_by_signals()
 
     @property
     def machine(self) -> Machine:
@@ -103,8 +100,6 @@ class FleetBench(Bench):
     def close(self) -> None:
         super().close()
         self._fleet.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def _launch(self, task: Task, inline: bool, builder: Any, run: int) -> Reply:
         self._begin()
@@ -166,15 +161,3 @@ class FleetBench(Bench):
 
 def _key(task: Task) -> bytes:
     return msgspec.json.encode(task)
-
-
-def _ended_by_signals() -> dict[signal.Signals, Any]:
-    """Have what would end this process at once interrupt it like Ctrl-C, so that its jobs are cancelled.
-
-    Returns:
-        The handlers before.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    return {number: signal.signal(number, signal.default_int_handler) for number in numbers}
