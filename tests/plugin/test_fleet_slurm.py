@@ -272,14 +272,16 @@ def test_an_end_by_a_signal_cancels_the_jobs(project: Project, used: SlurmHere, 
     assert not {"RUNNING", "PENDING"} & set(states())
     assert list((project.path / ".gputrain").iterdir()) == []
     deadline = time.monotonic() + 20
-    while (left := workers()) and time.monotonic() < deadline:
+    while (left := workers(project.path)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []
 
 
-def workers() -> list[str]:
+def workers(below: Path) -> list[str]:
+    """Nodes' programs of jobs in a folder."""
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     return [
-        " ".join(process.info["cmdline"])
-        for process in psutil.process_iter(["cmdline"])
-        if "pytest_gputrain.fleet.node" in (process.info["cmdline"] or ())
+        " ".join(command)
+        for command in commands
+        if "pytest_gputrain.fleet.node" in command and Path(command[-1]).is_relative_to(below)
     ]
