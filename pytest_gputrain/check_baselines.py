@@ -19,6 +19,7 @@ from pytest_gputrain.dry_run import store as predictions
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.files import conflicts
 from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.harmless import shown
 from pytest_gputrain.records import Baseline, Case, Scale, knob_text
 from pytest_gputrain.sentences import count
 
@@ -50,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
         return 2
     found = list(check(folder))
     for finding in found:
-        print(finding)
+        screen.put(shown(str(finding)))
     return int(any(finding.error for finding in found))
 
 

@@ -16,6 +16,7 @@ from pytest_gputrain.ab import command as ab
 from pytest_gputrain.ab import compare
 from pytest_gputrain.baselines import BaselineError, read_report
 from pytest_gputrain.exchange import command as export
+from pytest_gputrain.harmless import shown
 from pytest_gputrain.published import PublishedStore, PublishedTable
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import sheet, terminal
@@ -48,7 +49,7 @@ def _serve(options: argparse.Namespace) -> int:
     from pytest_gputrain.launch.node import serve
 
     with contextlib.suppress(KeyboardInterrupt):
-        serve(options.shared.absolute(), options.host, lambda line: print(f"gputrain: {line}", flush=True))
+        serve(options.shared.absolute(), options.host, lambda line: screen.put(f"gputrain: {shown(line)}"))
     return 0
 
 

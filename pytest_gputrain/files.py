@@ -8,6 +8,7 @@ import glob
 import hashlib
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Final
 
 _PART: Final = ".part"
 _WRITABLE: Final = 0o222
-_MARKER: Final = re.compile(rb"(<{7}|\|{7}|={7}|>{7})( |$)")
+_WRITABLE_BY_OTHERS: Final = 0o022
+_MARKER: Final = re.compile(rb"^(?:<{7}|\|{7}|={7}|>{7})(?=[ \r\n]|\Z)", re.MULTILINE)
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
@@ -72,7 +74,22 @@ def within(folder: Path, *names: str) -> Path:
 
 def conflicts(data: bytes) -> list[int]:
     """Numbers of the lines that a merge left for somebody to resolve."""
-    return [number for number, line in enumerate(data.splitlines(), 1) if _MARKER.match(line)]
+    signs = (7 * sign for sign in (b"<", b"|", b"=", b">"))
+    found = (line.start() for line in _MARKER.finditer(data)) if any(sign in data for sign in signs) else ()
+    return [1 + data.count(b"\n", 0, begin) for begin in found]
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder that nobody else can put links into.
+
+    Raises:
+        OSError: it is there, and another user's or open to others.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS:
+        raise PermissionError(errno.EACCES, "it is not a folder of this user alone; remove it")
 
 
 @contextlib.contextmanager
@@ -90,7 +107,7 @@ def locked(path: Path) -> Iterator[None]:
     locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.getuid()}"
     lock = FileLock(locks / hashlib.sha256(os.fsencode(path.resolve())).hexdigest())
     try:
-        locks.mkdir(parents=True, exist_ok=True)
+        _make_own(locks)
         lock.acquire()
     except OSError as error:
         raise OSError(error.errno, f"no lock in {locks}: {error.strerror}") from error

@@ -13,6 +13,7 @@ from pytest_gputrain.cases import ALWAYS_IN_ID, did_you_mean
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.harmless import shown
 from pytest_gputrain.here import BadCase
 from pytest_gputrain.marks import terms_of
 from pytest_gputrain.outcome import detail_of, failure_of
@@ -48,7 +49,7 @@ class GpuTrain:
         try:
             return self._runner.scale()
         except BadCase as error:
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _failed(error) from None
 
     def measure(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement:
         """The figures of a case, or of a function that builds a step, without judging them.
@@ -70,7 +71,7 @@ class GpuTrain:
         if not failure and result.verdict is not None and result.verdict.status == "over-limit":
             failure = result.verdict.sentence
         if failure:
-            pytest.fail(failure, pytrace=False)
+            raise _failed(failure)
         return _figures(result)
 
     def check(
@@ -94,11 +95,11 @@ class GpuTrain:
         if verdict is None:  # of a search or of loss curves, which no baseline knows
             failure = failure_of(result) or diverged(result.case, result.loss_curves)
             if failure:
-                pytest.fail(failure, pytrace=False)
+                raise _failed(failure)
             return _figures(result)
         strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict(result.device)
         if verdict.status in _FAILING_STATUSES or strict:
-            pytest.fail(f"{verdict.sentence}{' (strict)' if strict else ''}", pytrace=False)
+            raise _failed(f"{verdict.sentence}{' (strict)' if strict else ''}")
         return _figures(result) if result.summary or result.prediction else None
 
     def _run(
@@ -123,10 +124,10 @@ class GpuTrain:
                 terms=terms_of(self._item),
             )
         except CannotRun as reason:
-            raise pytest.skip.Exception(str(reason), _use_item_location=True) from None
+            raise pytest.skip.Exception(shown(str(reason)), _use_item_location=True) from None
         except BadCase as error:
             # Without the cause: pytest would tell the sentence twice.
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _failed(error) from None
         self._note(result)
         return result
 
@@ -178,6 +179,11 @@ class GpuTrain:
         detail = detail_of(result)
         if detail:
             self._item.add_report_section("call", f"worker of {result.case}", detail)
+
+
+def _failed(why: object) -> BaseException:
+    """What fails the test with this sentence."""
+    return pytest.fail.Exception(shown(str(why)), pytrace=False)
 
 
 def _address(function: StepBuilder, root: Path) -> str:
@@ -246,7 +252,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     try:
         machine = runner.bench.machine
     except BadCase as error:
-        raise pytest.fail.Exception(str(error), pytrace=False) from None
+        raise _failed(error) from None
     if not machine.gpus:
         pytest.skip(f"needs a GPU, found {CPU}")
     with lease(machine.gpus, 1) as (device,):

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
+from pytest_gputrain.harmless import shown
 from pytest_gputrain.outcome import detail_of
 from pytest_gputrain.records import Result
 from pytest_gputrain.report.github import Failure
@@ -67,7 +68,7 @@ def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | Non
         location=(path, None, name.replace("::", ".")),
         keywords={},
         outcome="failed",
-        longrepr=sentence,
+        longrepr=shown(sentence),
         when="call",
         sections=[(f"worker of {result.case}", detail)] if result is not None and detail else [],
     )

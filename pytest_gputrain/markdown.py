@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from pytest_gputrain.harmless import shown
+
 
 def escaped(text: str) -> str:
     """``text`` in one line, none of it markup."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", " ".join(text.split()))
+    line = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", " ".join(shown(text).split()))
+    # What would begin a list or be a rule.
+    return re.sub(r"^(\d*)([-+.)])(?=\s|-|$)", r"\1\\\2", line)
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

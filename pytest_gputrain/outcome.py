@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pytest_gputrain import spread
 from pytest_gputrain.hardware import catalog
+from pytest_gputrain.harmless import shown
 from pytest_gputrain.records import Case, Measurement, Reply, Result, Summary
 from pytest_gputrain.scaling import efficiency
 from pytest_gputrain.sentences import describe_failure
@@ -76,5 +77,5 @@ def detail_of(result: Result) -> str:
     for reply in result.replies:
         detail: str = getattr(reply, "detail", "")
         if detail:
-            return "\n".join(detail.rstrip().splitlines()[-_DETAIL_LINES:])
+            return shown("\n".join(detail.rstrip().splitlines()[-_DETAIL_LINES:]))
     return ""

@@ -16,6 +16,7 @@ from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.harmless import shown
 from pytest_gputrain.interrupts import terminable, undisturbed
 from pytest_gputrain.marks import HELP
 from pytest_gputrain.measuring import Bench
@@ -354,7 +355,7 @@ class GpuTrainPlugin:
             table = terminal.render(self.book.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
             terminalreporter.write_line(table)
         for line in self._notes(self.book):
-            terminalreporter.write_line(line)
+            terminalreporter.write_line(shown(line))
 
     def _annotates(self) -> bool:
         """Unless another plugin annotates every failure."""

@@ -7,6 +7,8 @@ import shutil
 import sys
 from typing import Final, NamedTuple
 
+from pytest_gputrain.harmless import shown
+
 _UNBOUNDED: Final = 1000
 
 
@@ -34,4 +36,4 @@ def put(text: str, *, end: str = "\n") -> None:
 
 def say(sentence: object) -> None:
     """Tell the user, beside what is printed."""
-    print(f"gputrain: {sentence}", file=sys.stderr, flush=True)
+    print(f"gputrain: {shown(str(sentence))}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from pytest_gputrain import screen
+from pytest_gputrain.harmless import shown
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import terminal
 
@@ -21,5 +22,5 @@ def tell(results: Sequence[Result], more: Iterable[str]) -> tuple[str, ...]:
         if result.verdict is not None and result.verdict.status in (*FAILING, "improved")
     ]
     notes = (*terminal.explain(results), *more)
-    screen.put("\n".join([terminal.render(results, width=width, colour=colour), *changed, *notes]))
+    screen.put("\n".join([terminal.render(results, width=width, colour=colour), *map(shown, changed), *map(shown, notes)]))
     return notes

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pytest_gputrain.exchange.points import Point, file_names, points
+from pytest_gputrain.harmless import spreadsheet
 from pytest_gputrain.records import Report
 
 CONFIG: Final = "otava.yaml"
@@ -36,7 +37,7 @@ def _csv(rows: Sequence[tuple[Report, Point]]) -> str:
     writer.writerow(_HEADER)
     for report, point in rows:
         figures = (point.median_step_seconds, point.peak_allocated_bytes)
-        writer.writerow((report.created, report.commit, report.branch, *figures))
+        writer.writerow(map(spreadsheet, (report.created, report.commit, report.branch, *figures)))
     return file.getvalue()
 
 

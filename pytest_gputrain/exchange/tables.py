@@ -9,6 +9,7 @@ from typing import Final
 
 from pytest_gputrain import markdown
 from pytest_gputrain.exchange.points import Point, latest, points, verdict_of
+from pytest_gputrain.harmless import spreadsheet
 from pytest_gputrain.records import Report, Result
 from pytest_gputrain.units import format_bytes, format_seconds
 
@@ -47,7 +48,8 @@ def to_csv(reports: Sequence[Report]) -> str:
     writer.writeheader()
     for report in reports:
         figures = _points(report)
-        writer.writerows(_row(report, result, figures.get(id(result))) for result in latest(report.results))
+        rows = (_row(report, result, figures.get(id(result))) for result in latest(report.results))
+        writer.writerows({name: spreadsheet(cell) for name, cell in row.items()} for row in rows)
     return file.getvalue()
 
 
@@ -105,5 +107,5 @@ def _markdown(report: Report) -> str:
                 verdict_of(result),
             )
         )
-    title = f"## Run of {report.commit} on {report.created}" if report.commit else f"## Run on {report.created}"
-    return "\n".join([title, "", *markdown.table(headers, rows), ""])
+    title = f"Run of {report.commit} on {report.created}" if report.commit else f"Run on {report.created}"
+    return "\n".join([f"## {markdown.escaped(title)}", "", *markdown.table(headers, rows), ""])

@@ -80,9 +80,7 @@ def held_locks() -> tuple[int, ...]:
 @contextlib.contextmanager
 def _locked(pool: str, names: Sequence[str], count: int, folder: Path | None) -> Iterator[set[str]]:
     folder = folder or Path(tempfile.gettempdir()) / "gputrain-leases"
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(PermissionError):  # another user made it, for all
-        folder.chmod(0o1777)
+    _make_common(folder)
     taken: dict[str, int] = {}
     try:
         # Who gathers several devices goes first: two cases taking one each of two GPUs would wait for each other.
@@ -107,15 +105,34 @@ def _locked(pool: str, names: Sequence[str], count: int, folder: Path | None) ->
             os.close(descriptor)
 
 
+def _make_common(folder: Path) -> None:
+    """Make a folder in which every user of the host can make files, and nobody can remove those of others.
+
+    Raises:
+        HardwareError: something else has its name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        # By its descriptor: through a link, another folder would be opened to all.
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise HardwareError(f"{folder} is not a folder of leases ({error.strerror}); remove it") from None
+    try:
+        with contextlib.suppress(PermissionError):  # another user made it, for all
+            os.fchmod(descriptor, 0o1777)
+    finally:
+        os.close(descriptor)
+
+
 def _lock(path: Path, *, wait: bool = False) -> int | None:
-    """The open and locked file; None where another holds it and ``wait`` is not asked for."""
+    """The open and locked file; None where another holds it and ``wait`` is not asked for. A link is not followed."""
     import fcntl
 
     try:
         # Without O_CREAT first: Linux refuses it for another user's file in a folder like /tmp.
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(PermissionError):
             os.fchmod(descriptor, 0o666)  # whatever the umask says: the lock is every user's
     try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +26,9 @@ _POLL_SECONDS: Final = 0.2
 
 
 def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
-    """Take a seat in every case that appears in ``shared``, until interrupted.
+    """Take a seat in every case of this user that appears in ``shared``, until interrupted.
+
+    A case is code that this process runs, so those of others are left alone.
 
     Args:
         host: name or address that the other nodes reach this one by.
@@ -31,12 +36,14 @@ def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
     """
     refuse_recursion()
     shared.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=shared) as own:
+        owner = os.stat(own).st_uid  # the file server may give files other owners than the process has
     seats: dict[Path, _Seat] = {}
     say(f"{host} waits for cases in {shared}; Ctrl-C ends it")
     try:
         while True:
             for folder in (file.parent for file in shared.glob(f"*/{NODES}")):
-                if folder not in seats and (number := _take_seat(folder)) is not None:
+                if folder not in seats and _is_of(folder, owner) and (number := _take_seat(folder)) is not None:
                     seats[folder] = _Seat(folder, number, host)
                     say(seats[folder].title)
             seats = {folder: seat for folder, seat in seats.items() if seat.is_taken()}
@@ -44,6 +51,15 @@ def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
     finally:
         for seat in seats.values():
             seat.leave()
+
+
+def _is_of(folder: Path, owner: int) -> bool:
+    """Whether nobody but ``owner`` can have made the folder and what is in it."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == owner and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _take_seat(folder: Path) -> int | None:

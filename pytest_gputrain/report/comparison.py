@@ -142,8 +142,6 @@ def outcome(result: Result) -> str:
 
 def table(results: Sequence[Result], verdict: Callable[[Result], Text]) -> Table:
     """A line for each case with its verdict, below it one for each figure; readable at 80 columns."""
-    from rich.text import Text
-
     shown = layout.table()
     shown.add_column("Case", overflow="fold")
     for header in ("Published", "Measured", "Ratio"):
@@ -151,10 +149,11 @@ def table(results: Sequence[Result], verdict: Callable[[Result], Text]) -> Table
     shown.add_column("Verdict", no_wrap=True)
     for result in results:
         row = result.published
-        shown.add_row(Text(str(result.case)), "", "", "", verdict(result))
+        shown.add_row(layout.text(str(result.case)), "", "", "", verdict(result))
         several = row is not None and len(row.figures) > 1
         found = lines(row, result) if row else [Line("sec/step", "", "", _shown(METRICS[0], result), "")]
         for line in found:
             framework = f", {FRAMEWORKS.get(line.framework, line.framework)}" if several and line.framework else ""
-            shown.add_row(Text(f"  {line.metric}{framework}"), line.published, line.measured, line.ratio, "")
+            cells = (f"  {line.metric}{framework}", line.published, line.measured, line.ratio)
+            shown.add_row(*map(layout.text, cells), "")
     return shown

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from pytest_gputrain.harmless import shown
+
 MOST: Final = 10
 """Errors that GitHub shows of one step; it drops the rest without a word."""
 
@@ -58,7 +60,7 @@ def _in_repository(path: Path | None) -> str:
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return shown(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+from pytest_gputrain.harmless import shown
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 
 def console(width: int, colour: bool) -> tuple[Console, io.StringIO]:
@@ -17,6 +20,13 @@ def console(width: int, colour: bool) -> tuple[Console, io.StringIO]:
     file = io.StringIO()
     made = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False, legacy_windows=False)
     return made, file
+
+
+def text(data: str, style: str = "") -> Text:
+    """What a table or a line shows; as a plain string, rich would take its brackets for markup."""
+    from rich.text import Text
+
+    return Text(shown(data), style=style)
 
 
 def table(*, gap: int = 1) -> Table:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from pytest_gputrain.harmless import shown
 from pytest_gputrain.records import Case, Event
 from pytest_gputrain.units import format_bytes, format_seconds
 
@@ -72,4 +73,4 @@ def describe(case: Case, event: Event, run: int = 1) -> str:
         parts.append(f"{format_seconds(event.step_seconds)}/step")
     if event.allocated_bytes is not None:
         parts.append(format_bytes(event.allocated_bytes))
-    return "  ".join(parts)
+    return shown("  ".join(parts))

@@ -25,8 +25,6 @@ def table(
     results: Sequence[Result], names: Callable[[Result], Sequence[str]], verdict: Callable[[Result], Text], width: int
 ) -> Table:
     """A row for each case: memory as the driver shows it, allocated, FLOPs and the least time of a step, whether it fits."""
-    from rich.text import Text
-
     figures: dict[str, Callable[[Prediction], str]] = {
         "Memory": _memory,
         "Allocated": lambda one: format_bytes(one.peak_allocated_bytes),
@@ -45,7 +43,7 @@ def table(
     made.add_column("Verdict", no_wrap=True)
     for result in results:
         cells = [show(result.prediction) if result.prediction else "" for show in figures.values()]
-        made.add_row(*map(Text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
+        made.add_row(*map(layout.text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
     return made
 
 

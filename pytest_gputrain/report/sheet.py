@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from pytest_gputrain import markdown
 from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.harmless import spreadsheet
 from pytest_gputrain.published import PublishedTable
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import layout
@@ -130,7 +131,7 @@ def _csv(sheet: Sheet) -> str:
     writer = csv.writer(file, lineterminator="\n")
     width = len(sheet.keys[0]) if sheet.keys else 0
     writer.writerow([*KEYS[:width], *sheet.headers])
-    writer.writerows([*key, *row] for key, row in zip(sheet.keys, sheet.rows, strict=True))
+    writer.writerows(map(spreadsheet, [*key, *row]) for key, row in zip(sheet.keys, sheet.rows, strict=True))
     return file.getvalue()
 
 
@@ -142,28 +143,26 @@ def _markdown(sheet: Sheet) -> str:
 
 
 def _terminal(sheet: Sheet, *, width: int, colour: bool) -> str:
-    from rich.text import Text
-
     console, file = layout.console(width, colour)
-    console.print(Text(sheet.title, style="bold"))
+    console.print(layout.text(sheet.title, style="bold"))
     for line in sheet.about:
-        console.print(Text(line, style="dim"))
+        console.print(layout.text(line, style="dim"))
     if width < _LEAST_COLUMN * len(sheet.headers):
         for row in sheet.rows:
             first, *others = [
                 (header, cell) for header, cell in zip(sheet.headers, row, strict=True) if cell not in ("", "-")
             ]
-            console.print(Text(f"\n{first[1]}", style="bold"))
-            console.print(Text("  ".join(f"{header}: {cell}" for header, cell in others)))
+            console.print(layout.text(f"\n{first[1]}", style="bold"))
+            console.print(layout.text("  ".join(f"{header}: {cell}" for header, cell in others)))
     else:
         table = layout.table()
         for header in sheet.headers:
-            table.add_column(Text(header), overflow="fold")
+            table.add_column(layout.text(header), overflow="fold")
         for row in sheet.rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*map(layout.text, row))
         console.print(table)
     for line in sheet.notes:
-        console.print(Text(line, style="dim"))
+        console.print(layout.text(line, style="dim"))
     return file.getvalue()
 
 

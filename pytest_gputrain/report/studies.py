@@ -78,11 +78,9 @@ def _table(*figures: str, last: str) -> Table:
 
 
 def _add_row(table: Table, *cells: str) -> None:
-    from rich.text import Text
-
     # Text throughout: names come from users, and rich would take their brackets for markup.
     *others, last = cells
-    table.add_row(*map(Text, others), Text(last, style=_STYLES.get(last, "red")))
+    table.add_row(*map(layout.text, others), layout.text(last, style=_STYLES.get(last, "red")))
 
 
 def _as(result: Result, case: Case) -> Result:

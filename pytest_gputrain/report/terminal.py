@@ -39,8 +39,6 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
     Args:
         most: rows; of more those that want attention are shown, and how many others there are.
     """
-    from rich.text import Text
-
     groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
     rows = _rows(results)
     shown = rows if most is None or len(rows) <= most else sorted(rows, key=rows.__getitem__)[:most]
@@ -50,9 +48,9 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
     for (suite, device, scale), members in groups.items():
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
-        console.print(Text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
+        console.print(layout.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
         for line in _links(members):
-            console.print(Text(line, style="dim"))
+            console.print(layout.text(line, style="dim"))
         searched = [result for result in members if result.search is not None]
         curved = [result for result in members if result.loss_curves]
         judged = [result for result in members if result.search is None and not result.loss_curves]
@@ -67,7 +65,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
         if curved:
             console.print(studies.loss_table(curved, _names))
     if len(shown) < len(rows):
-        console.print(Text(f"(and {len(rows) - len(shown):,} more cases; the JSON report has all)"))
+        console.print(layout.text(f"(and {len(rows) - len(shown):,} more cases; the JSON report has all)"))
     return file.getvalue().rstrip("\n")
 
 
@@ -162,8 +160,6 @@ _METRICS: Final[dict[MetricName, str]] = {
 
 
 def _table(results: Sequence[Result], width: int) -> Table:
-    from rich.text import Text
-
     figures: dict[str, Callable[[Result], str]] = {"Peak mem.": _peak, "(Model)": _model, "Sec/step": _seconds}
     changes = {header: functools.partial(change, name) for name, header in _CHANGES.items()}
     compared = {header: change for header, change in changes.items() if any(map(change, results))}
@@ -192,15 +188,13 @@ def _table(results: Sequence[Result], width: int) -> Table:
     for result in results:
         names = [" ".join(filter(None, _names(result)))] if joined else [*_names(result)]
         cells = [*names, *(show(result) for show in figures.values())]
-        table.add_row(*map(Text, cells), _verdict(result))
+        table.add_row(*map(layout.text, cells), _verdict(result))
     return table
 
 
 def _verdict(result: Result) -> Text:
-    from rich.text import Text
-
     status = result.verdict.status if result.verdict else "measured" if result.summary else "failed"
-    return Text(status, style=_STYLES.get(status, "red"))
+    return layout.text(status, style=_STYLES.get(status, "red"))
 
 
 def _names(result: Result) -> tuple[str, str, str]:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Protocol
@@ -245,10 +246,14 @@ def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
             siblings.
 
     Raises:
-        CheckFailed: the file has no such function.
+        CheckFailed: the file has no such function, or is not below ``root``, whatever links lead to it.
     """
     file, _, name = code.partition("::")
     path = (root / file).resolve()
+    if Path(file).is_absolute() or ".." in Path(file).parts or not path.is_relative_to(root.resolve()):
+        raise CheckFailed(f"{file} does not lie below {root}, so the worker does not run it")
+    if path.suffix != ".py" or not path.is_file() or not name.isidentifier():
+        raise CheckFailed(f"{code} is not a function of a Python file, as tests/test_mine.py::my_step")
     builder = getattr(_imported(module_name, path) or _loaded(path), name, None)
     if not callable(builder):
         raise CheckFailed(f"{file} has no function {name!r} at module level")
@@ -258,15 +263,25 @@ def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
 
 def _imported(module_name: str, path: Path) -> ModuleType | None:
     """The module of that name if it is the file, None if the name leads elsewhere or nowhere."""
-    if not module_name or module_name == "__main__":
+    top, *below = module_name.split(".")
+    if not top or top == "__main__":
         return None
     try:
+        # To look for a module of a package imports the package: not one that the file is not in.
+        package = importlib.util.find_spec(top) if below else None
+        if below and not any(path.is_relative_to(Path(place).resolve()) for place in _places(package)):
+            return None
         spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError):
         return None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
         return None
     return importlib.import_module(module_name)
+
+
+def _places(package: ModuleSpec | None) -> list[str]:
+    """Folders that the modules of a package are in."""
+    return list((package and package.submodule_search_locations) or ())
 
 
 def _loaded(path: Path) -> ModuleType:

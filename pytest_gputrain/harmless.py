@@ -1,0 +1,42 @@
+"""Text that comes from data, made harmless for what shows it."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Final
+
+_COMMANDS: Final = (
+    "add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|notice|remove-matcher|save-state|set-env|set-output|"
+    "stop-commands|warning"
+)
+"""Of GitHub's workflows: https://docs.github.com/actions/reference/workflow-commands-for-github-actions."""
+
+_COMMAND: Final = re.compile(rf":(?=:(?:{_COMMANDS})\b)|##(?=\[)", re.I)
+"""In the log of a job the runner obeys a line that begins with ``::error``, and what follows ``##[`` anywhere."""
+
+_FIGURE: Final = re.compile(r"[-+]?[\d.,]*\s?%?")
+
+
+def shown(text: str) -> str:
+    """``text`` for a terminal or a log: nothing in it moves a cursor, sets a title, turns the text around or is a command.
+
+    Line ends and tabs stay.
+    """
+    if not text.isprintable():
+        text = "".join(map(_shown, text))
+    return _COMMAND.sub(lambda found: f"{found[0]} ", text)
+
+
+def _shown(letter: str) -> str:
+    fine = letter.isprintable() or letter in "\n\t" or unicodedata.category(letter) == "Zs"
+    return letter if fine else "\N{REPLACEMENT CHARACTER}"
+
+
+def spreadsheet(cell: object) -> object:
+    """A cell of CSV that no spreadsheet takes for a formula: a quotation mark before it says that it is text."""
+    if not isinstance(cell, str):
+        return cell
+    text = shown(cell)
+    formula = text[:1] in ("=", "+", "-", "@", "\t", "\r") and not _FIGURE.fullmatch(text)
+    return f"'{text}" if formula else text

@@ -1,0 +1,207 @@
+"""What data must not do to whoever reads it: run, lead elsewhere, or pose as something else (docs/security.md)."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from unit_examples import CASE, result
+
+import pytest_gputrain
+from pytest_gputrain import markdown
+from pytest_gputrain.files import locked
+from pytest_gputrain.hardware.devices import HardwareError
+from pytest_gputrain.hardware.lease import lease_cores
+from pytest_gputrain.harmless import shown, spreadsheet
+from pytest_gputrain.launch import node
+from pytest_gputrain.records import Verdict
+from pytest_gputrain.report import github, terminal
+
+ROOT = Path(pytest_gputrain.__file__).parent
+SOURCES = [*sorted(ROOT.rglob("*.py")), *sorted((ROOT.parent / "tools").glob("*.py"))]
+
+UNPICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing"}
+"""Modules that make objects, and with them calls, of bytes."""
+UNPICKLING_CALLS = re.compile(
+    r"torch\.load|(np|numpy)\.(load|fromfile)|.*\.(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"
+    r"|yaml\.(unsafe_|full_)?load|eval|exec|os\.(system|popen)|subprocess\.(getoutput|getstatusoutput)"
+)
+
+
+def _dotted(called: ast.AST) -> str:
+    match called:
+        case ast.Name():
+            return called.id
+        case ast.Attribute():
+            return f"{_dotted(called.value)}.{called.attr}"
+    return ""
+
+
+def _found(tree: ast.AST) -> Iterator[str]:
+    for part in ast.walk(tree):
+        match part:
+            case ast.Import():
+                yield from (alias.name for alias in part.names if alias.name.split(".")[0] in UNPICKLING)
+            case ast.ImportFrom() if part.module and part.module.split(".")[0] in UNPICKLING:
+                yield part.module
+            case ast.Call():
+                name = _dotted(part.func)
+                if UNPICKLING_CALLS.fullmatch(name):
+                    yield name
+                for keyword in part.keywords:
+                    if keyword.arg in ("shell", "allow_pickle"):
+                        yield f"{name}({keyword.arg}=...)"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from multiprocessing import Queue",
+        "torch.load(path)",
+        "dist.all_gather_object(found, one)",
+        "torch.distributed.recv_object_list(found, src=0)",
+        "numpy.load(path)",
+        "np.frombuffer(data, allow_pickle=True)",
+        "subprocess.run(command, shell=True)",
+        "os.system(command)",
+        "eval(text)",
+    ],
+)
+def test_what_must_not_be_there_would_be_found(code: str) -> None:
+    assert list(_found(ast.parse(code)))
+
+
+def test_nothing_is_unpickled_and_no_shell_is_run() -> None:
+    assert len(SOURCES) > 150
+    assert {
+        str(path.relative_to(ROOT.parent)): names for path in SOURCES if (names := [*_found(ast.parse(path.read_text()))])
+    } == {}
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202emoc.live\r\x00\ud800"
+
+
+@given(st.text())
+@example(HOSTILE)
+@example("::error::made up")
+@example("##[error]made up")
+@example(":::stop-commands::x")
+def test_nothing_shown_moves_the_cursor_or_commands_the_runner(text: str) -> None:
+    found = shown(text)
+    assert re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", found) is None
+    assert re.search(r"::(error|add-mask|stop-commands)|##\[", found) is None
+    assert found.count("\n") == text.count("\n")
+    found.encode()
+
+
+@given(st.text(st.characters(categories=("L", "N", "P", "S", "Zs"))))
+def test_what_does_no_harm_is_shown_as_it_is(text: str) -> None:
+    if "::" not in text and "##" not in text:
+        assert shown(text) == text
+    assert shown("tests/test_a.py::TestB::test_c") == "tests/test_a.py::TestB::test_c"
+
+
+@pytest.mark.parametrize("cell", ["=1+1", "+SUM(A1)", "-2+3|cmd", "@SUM(A1)", "\t=1", "\r=1"])
+def test_no_cell_is_a_formula(cell: str) -> None:
+    file = io.StringIO()
+    csv.writer(file).writerow([spreadsheet(cell)])
+    assert next(csv.reader(io.StringIO(file.getvalue())))[0][0] not in "=+-@\t\r"
+
+
+@pytest.mark.parametrize("cell", ["-", "-1.5", "+0.4 %", "-12,000", "a=b", "", 5, -1.5, None])
+def test_figures_and_names_stay_what_they_are(cell: object) -> None:
+    assert spreadsheet(cell) == cell
+
+
+@given(st.text())
+@example("<script>alert(1)</script>")
+@example("[text](javascript:alert(1))")
+@example("![](http://example.invalid/a.png)")
+@example("&lt;b&gt; &#124; a | b")
+@example("- list")
+@example("1. list")
+@example("+ list")
+@example("===")
+@example("| a |\n|---|")
+def test_no_text_is_markup(text: str) -> None:
+    """By CommonMark with tables, as rich's dependency reads it."""
+    parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
+    escaped = markdown.escaped(text)
+    tokens = parser.parse(escaped)
+    assert [token.type for token in tokens] in ([], ["paragraph_open", "inline", "paragraph_close"])
+    inline = [child for token in tokens if token.children for child in token.children]
+    assert {child.type for child in inline} <= {"text"}
+    assert "".join(child.content for child in inline) == " ".join(shown(text).split())
+
+
+def test_tables_of_the_terminal_show_no_controls_and_no_markup() -> None:
+    hostile = result(CASE.replace(model=f"[bold]{HOSTILE}[/bold]"), verdict=Verdict(status="new", sentence=HOSTILE))
+    plain = terminal.render([hostile], width=200, colour=False)
+    assert "[bold]" in plain
+    assert re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", plain) is None
+    coloured = terminal.render([hostile], width=200, colour=True)
+    assert set(re.findall(r"\x1b.[^m]*.", coloured)) == set(re.findall(r"\x1b\[[0-9;]*m", coloured)), "its own colours only"
+
+
+def test_no_failure_ends_the_annotation_that_tells_of_it() -> None:
+    failure = github.Failure(None, None, "a,title=b::", "first\n::stop-commands::x\r##[add-mask]y\x1b[2J")
+    (line,) = github.commands([failure])
+    assert line.startswith("::error title=a%2Ctitle=b%3A%3A::first%0A")
+    assert "\n" not in line
+    assert "\x1b" not in line
+    assert "##[" not in line
+    assert "::stop-commands" not in line
+
+
+def test_locks_are_in_a_folder_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of somebody else a link would have the lock made, and its target emptied, anywhere."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    locks = tmp_path / f"gputrain-locks-{os.getuid()}"
+    with locked(tmp_path / "file"):
+        assert stat.S_IMODE(locks.stat().st_mode) == 0o700
+    locks.chmod(0o777)
+    with pytest.raises(OSError, match="not a folder of this user alone"), locked(tmp_path / "file"):
+        pass
+    locks.rename(tmp_path / "elsewhere")
+    locks.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="not a folder of this user alone"), locked(tmp_path / "file"):
+        pass
+
+
+def test_leases_follow_no_link(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    (tmp_path / "leases").symlink_to(own)
+    with pytest.raises(HardwareError, match="is not a folder of leases"), lease_cores(1, tmp_path / "leases"):
+        pass
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    common = tmp_path / "common"
+    common.mkdir()
+    (common / "core-queue.lock").symlink_to(tmp_path / "made")
+    with pytest.raises(OSError, match="symbolic links"), lease_cores(1, common):
+        pass
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_node_takes_part_in_cases_of_its_own_user_only(tmp_path: Path) -> None:
+    folder = tmp_path / "case"
+    folder.mkdir(mode=0o700)
+    assert node._is_of(folder, os.getuid())
+    assert not node._is_of(folder, os.getuid() + 1)
+    folder.chmod(0o770)
+    assert not node._is_of(folder, os.getuid())
+    link = tmp_path / "link"
+    folder.chmod(0o700)
+    link.symlink_to(folder)
+    assert not node._is_of(link, os.getuid())
+    assert not node._is_of(tmp_path / "gone", os.getuid())

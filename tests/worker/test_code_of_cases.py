@@ -1,0 +1,66 @@
+"""Which code a case file can name: functions of Python files below the root, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.recipe import load_builder
+
+FILE = "def step(setup):\n    return 'here'\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A project, beside it a file that is none of it, and links from the one to the other."""
+    project = tmp_path / "project"
+    (project / "tests").mkdir(parents=True)
+    (project / "tests" / "test_mine.py").write_text(FILE)
+    (project / "tests" / "notes.txt").write_text(FILE)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "test_other.py").write_text("raise SystemExit('it was run')")
+    (project / "tests" / "test_link.py").symlink_to(tmp_path / "outside" / "test_other.py")
+    (project / "linked").symlink_to(tmp_path / "outside")
+    return project
+
+
+def test_a_function_below_the_root_is_found(root: Path) -> None:
+    assert load_builder("tests/test_mine.py::step", root)(None) == "here"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "../outside/test_other.py::step",
+        "tests/../../outside/test_other.py::step",
+        "tests/../tests/test_mine.py::step",
+        "{outside}/test_other.py::step",
+        "{root}/tests/test_mine.py::step",
+        "tests/test_link.py::step",
+        "linked/test_other.py::step",
+    ],
+)
+def test_no_other_code_is_run(root: Path, code: str) -> None:
+    code = code.format(root=root, outside=root.parent / "outside")
+    with pytest.raises(CheckFailed, match="does not lie below"):
+        load_builder(code, root)
+
+
+@pytest.mark.parametrize(
+    "code", ["tests/test_none.py::step", "tests/notes.txt::step", "tests::step", "tests/test_mine.py::__class__.x", "", "::"]
+)
+def test_what_is_no_function_of_a_file_is_told(root: Path, code: str) -> None:
+    with pytest.raises(CheckFailed, match="is not a function of a Python file"):
+        load_builder(code, root)
+
+
+def test_a_module_name_imports_no_package_that_the_file_is_not_in(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = root.parent / "outside" / "package_of_others"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.syspath_prepend(root.parent / "outside")
+    assert load_builder("tests/test_mine.py::step", root, "package_of_others.test_mine")(None) == "here"  # type: ignore[arg-type]
+    assert "package_of_others" not in sys.modules
