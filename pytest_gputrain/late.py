@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -23,28 +21,6 @@ ALL_CASES: Final = "gputrain::all_cases_together"
 """Id of the failure of a suite that is slower as a whole."""
 
 _OUTPUT: Final = "gputrain"
-
-
-def end_by_sigterm() -> Callable[[], None]:
-    """From now on SIGTERM, which schedulers send before they kill, ends pytest as Ctrl-C does: its reports are written.
-
-    Returns:
-        What undoes that; nothing is done, or undone, where somebody else listens to the signal.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would cut off what the first has saved
-        raise KeyboardInterrupt("SIGTERM")
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return lambda: None
-    signal.signal(signal.SIGTERM, interrupt)
-
-    def undo() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    return undo
 
 
 def announce(config: pytest.Config, rounds: Rounds) -> None:

@@ -215,8 +215,6 @@ class GpuTrainPlugin:
             self.runner.look_ahead()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        if self.book is not None and self.book.writes:
-            self.config.add_cleanup(late.end_by_sigterm())
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         if self.book is None or terminal is None or not terminal.isatty:

@@ -99,8 +99,9 @@ class Resumption:
         there = {(result.nodeid, result.key, result.device) for result in results}
         for result in self.report.results:
             taken = _taken(result, self.report)
-            if (result.nodeid, result.key, result.device) not in there and 0 < len(result.replies) == len(taken.replies):
-                yield msgspec.structs.replace(result, verdict=None, to_come=0, resumed=taken.origins)
+            if taken.replies and (result.nodeid, result.key, result.device) not in there:
+                replies = result.replies[: len(taken.replies)]
+                yield msgspec.structs.replace(result, replies=replies, verdict=None, to_come=0, resumed=taken.origins)
 
 
 def _key(case: Case, scale: Scale, inline: bool) -> bytes:

@@ -80,8 +80,8 @@ class Settings:
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """Files and folders that a run changes."""
-        named = (self.baseline_dir, self.summary, self.json, self.history, self.html)
+        """Files and folders that a run changes, or that the one it resumes has changed."""
+        named = (self.baseline_dir, self.summary, self.json, self.history, self.html, self.resume)
         return tuple(path for path in named if isinstance(path, Path))
 
 

@@ -58,6 +58,8 @@ class Book:
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
         self._stored: dict[tuple[str, str, str], Case] = {}
+        self._records_resumed = False
+        """Whether a baseline has runs of an earlier session."""
         self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS
 
     @property
@@ -66,12 +68,6 @@ class Book:
         if self._session is None:
             self._session = Session.begin(self.settings.root, self.settings.written)
         return self._session
-
-    @property
-    def writes(self) -> bool:
-        """Whether the run leaves files."""
-        files = (self.settings.json, self.settings.history, self.settings.html)
-        return any(files) or self.settings.baseline_update != "no"
 
     def add(self, result: Result, *, passed: bool) -> None:
         """Take in the next result.
@@ -121,6 +117,7 @@ class Book:
             entry = Recorded(case=case, scale=result.scale, predictions=(result.prediction,))
             self._predicted[result.platform, result.suite][result.key] = entry
             return
+        self._records_resumed = self._records_resumed or bool(result.resumed)
         session = self.session
         baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
         self._pending[result.device, result.suite][result.key] = baseline
@@ -136,7 +133,8 @@ class Book:
         exit_status = exit_status or int(self.failed)
         for path, number in self._recorded.items():
             self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
-        if any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded):
+        on_gpus = any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded)
+        if on_gpus and not self._records_resumed:
             self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
         for file, write in ((self.settings.json, document.write), (self.settings.html, self._write_page)):
             if file is not None:
