@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -33,6 +32,8 @@ _LEAST_PAUSE: Final = 20
 """Times what the last saving took: files grow with the run, and every saving writes all of them."""
 _NOT_ENDED: Final = 2
 """pytest's exit status of a run that was interrupted."""
+
+_Entry = TypeVar("_Entry", Baseline, Recorded)
 
 
 class Book:
@@ -84,6 +85,7 @@ class Book:
             self._record_if_complete(result)
         elif _is_recorded(result):
             self.notes.append(f"not recorded: {result.case}, because its test failed")
+        self._save_now_and_then()
 
     def update(self, result: Result) -> None:
         """Take in a result again, with a further run of its baseline."""
@@ -95,6 +97,7 @@ class Book:
         self._record_if_complete(result)
         if not _is_recorded(result):
             self.notes.append(f"not recorded: {result.case}, because not all runs of its baseline gave figures")
+        self._save_now_and_then()
 
     def _note_to_come(self, place: int, result: Result) -> None:
         (self._to_come.add if result.to_come else self._to_come.discard)(place)
@@ -102,8 +105,6 @@ class Book:
     def _record_if_complete(self, result: Result) -> None:
         if _is_recorded(result) and not result.to_come:
             self._record(result)
-        if time.monotonic() > self._save_at:
-            self._save_so_far()
 
     def _record(self, result: Result) -> None:
         first = self._stored.setdefault((result.device, result.suite, result.key), result.case)
@@ -124,7 +125,8 @@ class Book:
 
     def close(self, exit_status: int) -> None:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
-        self._save_baselines()
+        if trouble := self._save_baselines():
+            self._keep_aside("; ".join(trouble), self._report(1))
         self._tell_unfinished()
         self._tell_resumed()
         self._append_history()
@@ -204,9 +206,11 @@ class Book:
             return False, ""
         return whole_suite(self.results, self.settings.time_tolerance)
 
-    def _save_so_far(self) -> None:
-        """What a power cut would take; of a report that cannot be written the end will tell."""
+    def _save_now_and_then(self) -> None:
+        """What a power cut would take; of what cannot be written the end will tell, when there may be room again."""
         began = time.monotonic()
+        if began <= self._save_at:
+            return
         self._save_baselines()
         if self.settings.json is not None:
             with contextlib.suppress(OSError):
@@ -214,22 +218,21 @@ class Book:
         ended = time.monotonic()
         self._save_at = ended + max(_SAVE_EVERY_SECONDS, _LEAST_PAUSE * (ended - began))
 
-    def _save_baselines(self) -> None:
+    def _save_baselines(self) -> list[str]:
+        """What kept some from being saved, which wait for the next time."""
         measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
-        pending, self._pending = self._pending, defaultdict(dict)
-        for (device, suite), entries in pending.items():
-            self._save(functools.partial(measured.update, device, suite, entries), len(entries))
-        foretold, self._predicted = self._predicted, defaultdict(dict)
-        for (platform, suite), recorded in foretold.items():
-            self._save(functools.partial(predicted.update, platform, suite, recorded), len(recorded))
+        return [*self._save(measured.update, self._pending), *self._save(predicted.update, self._predicted)]
 
-    def _save(self, update: Callable[[], Path], count: int) -> None:
-        try:
-            path = update()
-        except BaselineError as error:
-            self._keep_aside(str(error), self._report(1))
-        else:
-            self._recorded[path] = self._recorded.get(path, 0) + count
+    def _save(
+        self, update: Callable[[str, str, dict[str, _Entry]], Path], waiting: dict[tuple[str, str], dict[str, _Entry]]
+    ) -> Iterator[str]:
+        for place, entries in list(waiting.items()):
+            try:
+                path = update(*place, entries)
+            except BaselineError as error:
+                yield str(error)
+            else:
+                self._recorded[path] = self._recorded.get(path, 0) + len(waiting.pop(place))
 
     def _keep_aside(self, trouble: str, report: Report) -> None:
         """Write every figure somewhere else."""
@@ -251,13 +254,18 @@ class Book:
             session=self.session.id,
             commit=self.session.commit,
             changes=self.session.changes,
-            branch=self.session.branch,
-            arguments=tuple(sys.argv[1:]),
-            settings=settings,
+            branch=_utf8(self.session.branch),
+            arguments=tuple(map(_utf8, sys.argv[1:])),
+            settings={name: _utf8(value) if isinstance(value, str) else value for name, value in settings.items()},
             exit_status=exit_status,
             notes=tuple(self.notes),
             results=tuple(self._resumption.beyond(self.results)) if self._resumption else (),
         )
+
+
+def _utf8(text: str) -> str:
+    """Whatever the operating system calls a file, JSON can say."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _is_recorded(result: Result) -> bool:
