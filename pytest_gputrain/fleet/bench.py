@@ -16,7 +16,7 @@ from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.here import BadCase
 from pytest_gputrain.measuring import Bench, conditions_of
-from pytest_gputrain.records import Case, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
+from pytest_gputrain.records import Case, Delivery, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
 from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.settings import Settings
 
@@ -109,12 +109,23 @@ class FleetBench(Bench):
     def _launch(self, task: Task, inline: bool, builder: Any, run: int) -> Reply:
         self._begin()
         order = self._order(task)
-        outcome = self._fleet.run(order)
-        if isinstance(outcome, Lost):
+        try:
+            reply = self._reply(task, self._fleet.run(order))
+        except BadCase:
             self._fleet.drop(order)
+            raise
+        if not isinstance(reply, Measurement | OutOfMemory):
+            self._fleet.drop(order)  # what was to follow
+        return reply
+
+    def _reply(self, task: Task, outcome: Delivery | Lost) -> Reply:
+        """
+        Raises:
+            BadCase: the node refused the case, or is another one than an earlier run's.
+        """
+        if isinstance(outcome, Lost):
             return outcome
         if outcome.reply is None:
-            self._fleet.drop(order)
             raise BadCase(f"{outcome.refusal} (on {outcome.host.name})")
         first = self._hosts.setdefault(_key(task), outcome.host)
         self._check_device(task.case, first, outcome.host)

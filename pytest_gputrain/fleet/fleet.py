@@ -29,6 +29,9 @@ ASK_SECONDS: Final = 4.0
 GRACE_SECONDS: Final = 75.0
 """From the end of a job until its delivery must be seen: network file systems look again after up to a minute."""
 
+LEAST_WAITING: Final = 8
+"""Jobs that may wait in the scheduler's queue however few run."""
+
 _AGAIN: Final = "pytest --lf runs it again"
 
 _DETAIL_BYTES: Final = 8_000
@@ -153,7 +156,7 @@ class Fleet:
         return ticket
 
     def _submit(self) -> None:
-        while self._to_submit and len(self._live) < self._most_jobs:
+        while self._to_submit and self._has_room():
             ticket = self._to_submit[0]
             ticket.folder.mkdir(exist_ok=True)
             tell(ticket.folder / ORDER, ticket.order)
@@ -170,6 +173,15 @@ class Fleet:
             self._live.append(ticket)
             self._refused = None
             ticket.since = self._progress = self._now()
+
+    def _has_room(self) -> bool:
+        """Whether the scheduler's queue should hold another job.
+
+        As many may wait as run: that keeps the machines busy. With more, a test that asks for a further run would wait for
+        all cases of the tests after it.
+        """
+        running = sum(ticket.seen is not None and ticket.seen.doing == "running" for ticket in self._live)
+        return len(self._live) < min(self._most_jobs, running + max(running, LEAST_WAITING))
 
     def _put_off(self, refusal: NotNow | Unreachable) -> None:
         """Try again later, unless nothing has got on for too long: all that wait have waited as long then."""

@@ -181,12 +181,12 @@ def main(arguments: list[str]) -> NoReturn:
     die_with_parent()
     folder, *seat = arguments
     if not seat:
-        host = _reachable(os.environ.get("SLURMD_NODENAME", ""))
+        host = reachable(os.environ.get("SLURMD_NODENAME", ""))
         seat = [os.environ["SLURM_PROCID"], host]
     Agent(Path(folder), int(seat[0]), seat[1]).run()
 
 
-def _reachable(name: str) -> str:
+def reachable(name: str) -> str:
     """Slurm's name of this node; that of the host where it is none, or is known to Slurm only."""
     with contextlib.suppress(OSError):
         if name and socket.getaddrinfo(name, None):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 import numpy  # noqa: F401  # a process can import it only once, and what tests import is taken out again
 import pytest
+from at_once import stand_in
 from documents import PAGES, ROOT, Command, blocks, commands
 from packaging.requirements import Requirement
 from plugin_project import H100, RECORDED, Project
@@ -92,6 +93,7 @@ def place(project: Project, monkeypatch: pytest.MonkeyPatch) -> Place:
     prediction = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
     monkeypatch.setattr(launch, "predict", lambda task, **others: prediction)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    stand_in(monkeypatch)
     return Place(project)
 
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from unit_examples import CASE
 
+from pytest_gputrain.fleet.bench import engine_of
 from pytest_gputrain.fleet.engine import Job, NeverSo, NotNow, Unreachable
 from pytest_gputrain.fleet.slurm import Slurm
 from pytest_gputrain.records import Conditions, Order, Task
@@ -194,6 +196,15 @@ def test_a_site_asks_in_its_own_words(commands: Commands, tmp_path: Path) -> Non
     site = ("--partition=gpu", "--gres=gpu:h100:{gpus}")
     asked = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=4", "--partition=gpu", "--gres=gpu:h100:2"]
     assert options(commands, tmp_path, *site, gpus=2) == asked
+
+
+def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Path) -> None:
+    given = (("", ("--account=x",)), ("h100", ("--partition=a",)), ("a100", ("--partition=b",)))
+    engine = engine_of(SimpleNamespace(fleet_args=given), "h100")  # type: ignore[arg-type]
+    commands.answer("sbatch", "17\n")
+    engine.submit(order(), tmp_path / "1")
+    (words,) = commands.calls("sbatch")
+    assert [word for word in words if word.startswith(("--account", "--partition"))] == ["--account=x", "--partition=a"]
 
 
 @pytest.mark.parametrize("argument", ["--gres={gpu}", "--comment={", "--x={}"])

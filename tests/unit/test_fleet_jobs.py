@@ -9,7 +9,7 @@ import pytest
 from unit_examples import CASE, measurement
 
 from pytest_gputrain.fleet.engine import DELIVERY, OUTPUT, Doing, Job, NeverSo, NotNow, Unreachable
-from pytest_gputrain.fleet.fleet import ASK_SECONDS, GRACE_SECONDS, Fleet
+from pytest_gputrain.fleet.fleet import ASK_SECONDS, GRACE_SECONDS, LEAST_WAITING, Fleet
 from pytest_gputrain.nodes import tell
 from pytest_gputrain.records import Conditions, Delivery, Host, Lost, Order, Task
 
@@ -105,6 +105,19 @@ def test_what_is_expected_is_submitted_in_its_order_as_far_as_the_window_reaches
     fleet.step()
     assert scheduler.submitted == ["a", "b", "c", "d"]
     assert scheduler.most <= 3
+
+
+def test_as_many_wait_as_run(scheduler: Scheduler, tmp_path: Path) -> None:
+    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
+    fleet = Fleet(scheduler, tmp_path, most_jobs=40, wait_seconds=WAIT, **clock)  # type: ignore[arg-type]
+    fleet.expect(order(f"case-{number}-") for number in range(100))
+    sizes = []
+    for _ in range(4):
+        sizes.append(len(scheduler.submitted))
+        scheduler.says = dict.fromkeys(scheduler.submitted, Job("running"))
+        scheduler.now += ASK_SECONDS
+        fleet.step()
+    assert sizes == [LEAST_WAITING, 2 * LEAST_WAITING, 4 * LEAST_WAITING, 40]
 
 
 def test_a_test_that_waits_goes_before_what_is_only_expected(fleet: Fleet, scheduler: Scheduler) -> None:
