@@ -105,8 +105,10 @@ def _site_arguments(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Catalog marker, empty for all platforms, and arguments of each line."""
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
-        platform, colon, rest = ("", "", line) if line.startswith("-") else line.partition(":")
-        if not colon and not line.startswith("-"):
+        platform, colon, rest = line.partition(":")
+        if platform.startswith("-") or "=" in platform:
+            platform, rest = "", line
+        elif not colon:
             raise ValueError(f"{line!r} is neither arguments nor a platform with some, as 'h100: --partition=gpu'")
         try:
             found.append((platform.strip(), tuple(shlex.split(rest))))
@@ -286,8 +288,8 @@ OPTIONS: Final = (
         repeated=True,
         metavar="[PLATFORM:] ARGUMENTS",
         help=(
-            "what the scheduler is to be told beside, such as 'h100: --partition=gpu --gres=gpu:h100:{gpus}'; without a "
-            "platform, for all; one a line in the ini file"
+            "what the scheduler is to be told beside, such as 'h100: --partition=gpu --gres=gpu:h100:{gpus}', or of Ray "
+            "'h100: h100={gpus}'; without a platform, for all; one a line in the ini file"
         ),
     ),
     Option(name="fleet-gpus", parse=_whole(1), default="8", metavar="N", help="GPUs of each node of the fleet (default: 8)"),

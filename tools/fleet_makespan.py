@@ -7,9 +7,9 @@ takes as long to start as `START_SECONDS` and `START_SECONDS_OF_A_BILLION` say, 
 many times the predicted least time as a case took that is drawn from those that were also published, two to eleven times.
 With ``--history`` the steps take what the latest lines of that file say. The fleet knows the predictions, nothing else.
 
-pytest keeps as many jobs in the queue as the window allows, one after the other, and sees every few seconds which of them
-have ended. The scheduler starts them in the order of their arrival; one that does not fit yet holds up all that follow.
-Where a setting says so, a share of the cases is in doubt after the first run and has further ones.
+pytest submits one job after the other, so that as many wait as run, up to the window, and asks every few seconds which of
+them run and have ended. The scheduler starts them in the order of their arrival; one that does not fit yet holds up all
+that follow. Where a setting says so, a share of the cases is in doubt after the first run and has further ones.
 
 A makespan is told as its excess over the least that any order can reach: all work spread over the nodes, or the longest
 case. A claim holds where it does for 99 suites in 100. ``--rule`` takes another order than the product's, to see that claims
@@ -19,6 +19,7 @@ can fail.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import sys
 from collections import deque
@@ -33,6 +34,7 @@ from claims import Row, parser, report
 
 from pytest_gputrain.baselines import key_of
 from pytest_gputrain.dry_run.store import PredictionStore
+from pytest_gputrain.fleet.fleet import ASK_SECONDS, LEAST_WAITING
 from pytest_gputrain.history import read
 from pytest_gputrain.published import PublishedStore
 
@@ -45,8 +47,6 @@ START_SECONDS_OF_A_BILLION: Final = 2.0
 """Assumed: to make the weights of so many parameters."""
 SUBMIT_SECONDS: Final = 0.05
 """Of one job: a command of the scheduler's."""
-ASK_SECONDS: Final = 4.0
-"""Between looks at which jobs have ended, as in `pytest_gputrain.fleet.fleet`."""
 WINDOW: Final = 256
 """Jobs in the queue at most: the default of --gpu-fleet-jobs."""
 IN_DOUBT: Final = 0.11
@@ -164,6 +164,7 @@ class Fleet:
     window: int = WINDOW
     submit_seconds: float = SUBMIT_SECONDS
     ask_seconds: float = ASK_SECONDS
+    least_waiting: int = LEAST_WAITING
     doubts: bool = False
     """Whether cases in doubt have further runs."""
     at_once: bool = False
@@ -172,50 +173,43 @@ class Fleet:
     def makespan(self, jobs: Sequence[Job], order: Sequence[int]) -> float:
         """Seconds until the last test of the suite has what it asks for."""
         to_submit, queued = deque(order), deque[int]()
-        events: list[tuple[float, int, str, int]] = []
-        free, live, clock, last, idle_at, test, left = self.nodes, 0, 0.0, 0.0, 0.0, 0, dict[int, int]()
-        delivered: list[int] = [0] * len(jobs)
-        number = 0
+        events: list[tuple[float, int, str, int]] = [(0.0, 0, "asks", 0)]
+        numbers = itertools.count(1)
+        free, running, submitted, ended = self.nodes, 0, 0, 0
+        seen_running = seen_ended = 0
+        clock = last = idle_at = 0.0
+        test, further, delivered = 0, [0] * len(jobs), [0] * len(jobs)
 
-        def at(time: float, what: str, job: int) -> None:
-            nonlocal number
-            number += 1
-            heapq.heappush(events, (time, number, what, job))
+        def at(time: float, what: str, job: int = 0) -> None:
+            heapq.heappush(events, (time, next(numbers), what, job))
 
-        def submit() -> None:
-            nonlocal live, idle_at
-            while to_submit and live < self.window:
-                live, idle_at = live + 1, max(clock, idle_at) + self.submit_seconds
-                at(idle_at, "arrives", to_submit.popleft())
-
-        def ask_again(job: int, runs: int) -> None:
-            left[job] = left.get(job, 0) + runs
-            to_submit.extendleft([job] * runs)
-
-        submit()
         while events:
             clock, _, what, job = heapq.heappop(events)
             if what == "arrives":
                 queued.append(job)
-            elif what == "seen":
-                live -= 1
+            elif what == "asks":
+                seen_running, seen_ended = running, ended
+                if to_submit or ended < submitted:
+                    at(clock + self.ask_seconds, "asks")
             else:
                 last = clock
-                free += jobs[job].nodes
+                free, running, ended = free + jobs[job].nodes, running - 1, ended + 1
                 delivered[job] += 1
-                seen = math.ceil(clock / self.ask_seconds) * self.ask_seconds if self.ask_seconds else clock
-                at(seen, "seen", job)
                 if self.doubts and self.at_once and jobs[job].in_doubt and delivered[job] == 1:
-                    ask_again(job, RUNS_OF_DOUBT)
-            while self.doubts and not self.at_once and test < len(jobs) and delivered[test] > left.get(test, 0):
-                if jobs[test].in_doubt and delivered[test] <= RUNS_OF_DOUBT:
-                    ask_again(test, 1)
+                    to_submit.extendleft([job] * RUNS_OF_DOUBT)
+            while self.doubts and not self.at_once and test < len(jobs) and delivered[test] > further[test]:
+                if jobs[test].in_doubt and further[test] < RUNS_OF_DOUBT:
+                    further[test] += 1
+                    to_submit.appendleft(test)
                 else:
                     test += 1
-            submit()
+            room = min(self.window, seen_running + max(seen_running, self.least_waiting))
+            while to_submit and submitted - seen_ended < room:
+                submitted, idle_at = submitted + 1, max(clock, idle_at) + self.submit_seconds
+                at(idle_at, "arrives", to_submit.popleft())
             while queued and jobs[queued[0]].nodes <= free:
                 started = queued.popleft()
-                free -= jobs[started].nodes
+                free, running = free - jobs[started].nodes, running + 1
                 at(clock + jobs[started].seconds, "ends", started)
         return last
 

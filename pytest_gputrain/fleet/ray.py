@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from pytest_gputrain.records import Order
 _ADDRESS: Final = "--address="
 _NODE_SECONDS: Final = 30.0
 """From a task's end for no reason of its own until its node counts as alive: Ray takes some time to miss one."""
+_CONNECT_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 25.0
 """For cancelled tasks to leave nothing on their nodes."""
 
@@ -85,23 +87,20 @@ class Ray:
         group, seats = None, []
         shared = str(folder) if order.nodes > 1 else ""
         with self._answering():
-            options = _options(asked)
+            options = {**_options(asked), "max_retries": 0}
             if order.nodes > 1:
                 from ray.util.placement_group import placement_group
                 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
                 group = placement_group([dict(asked)] * order.nodes, strategy="STRICT_SPREAD")
-                # A task takes nothing of a bundle but what it asks for, and the node is the whole bundle's.
-                seat = self._ray.remote(ray_task.sit).options(**options, max_retries=0)
+                places = [PlacementGroupSchedulingStrategy(group, at) for at in range(order.nodes)]
+                sit = self._ray.remote(ray_task.sit)
                 seats = [
-                    seat.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, at)).remote(
-                        sys.executable, shared
-                    )
-                    for at in range(1, order.nodes)
+                    sit.options(**options, scheduling_strategy=place).remote(sys.executable, shared) for place in places[1:]
                 ]
-                options |= {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
-            first = self._ray.remote(ray_task.do).options(**options, max_retries=0, num_returns="streaming")
-            answers = first.remote(sys.executable, msgspec.json.encode(order), shared)
+                options["scheduling_strategy"] = places[0]
+            do = self._ray.remote(ray_task.do).options(**options, num_returns="streaming")
+            answers = do.remote(sys.executable, msgspec.json.encode(order), shared)
         number = str(next(self._numbers))
         self._runs[number] = _Run(answers=answers, folder=folder, asked=asked, nodes=order.nodes, group=group, seats=seats)
         return number
@@ -133,13 +132,19 @@ class Ray:
             raise ValueError(
                 f"--gpu-fleet=ray: {address} is for Ray's client; start pytest on a node of the cluster, without RAY_ADDRESS"
             )
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal():
+            try:  # Ray itself tries for minutes
+                socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+            except OSError as error:
+                raise ValueError(f"--gpu-fleet=ray finds no cluster at {address}: {error.strerror or error}") from None
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self._ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
         except Exception as error:
             why = " ".join(str(error).split())
-            raise ValueError(f"--gpu-fleet=ray finds no cluster at {address}: {why}; see `ray status`") from None
+            raise ValueError(f"--gpu-fleet=ray finds no cluster at {address}: {why}") from None
         finally:
             if in_main_thread:  # Ray's own would end pytest without a report
                 signal.signal(signal.SIGTERM, handler)

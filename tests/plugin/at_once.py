@@ -21,6 +21,7 @@ class AtOnce:
     """Stands in for every engine of ``--gpu-fleet``."""
 
     name = "Slurm"
+    ask_seconds = 4.0
     remedies: Mapping[Any, str] = {"held": "wait", "refused": "ask otherwise", "unreachable": "call"}
 
     def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import fleet_makespan
 import pytest
@@ -42,7 +43,7 @@ def job(seconds: float, nodes: int = 1, *, in_doubt: bool = False) -> Job:
     return Job(seconds, nodes, seconds, in_doubt)
 
 
-AT_ONCE = {"submit_seconds": 0.0, "ask_seconds": 0.0}
+AT_ONCE: dict[str, Any] = {"submit_seconds": 0.0, "ask_seconds": 0.5}
 
 
 def test_a_schedule_that_can_be_worked_out_by_hand() -> None:
@@ -52,7 +53,9 @@ def test_a_schedule_that_can_be_worked_out_by_hand() -> None:
     assert Fleet(nodes=2, **AT_ONCE).makespan(jobs, [0, 1, 2, 3]) == 6
     # The second takes both nodes, so the third waits for it although one node is free.
     assert Fleet(nodes=2, **AT_ONCE).makespan([job(4), job(1, 2), job(2)], [0, 1, 2]) == 7
-    assert Fleet(nodes=2, submit_seconds=0.5, ask_seconds=0).makespan([job(2), job(2)], [0, 1]) == 3
+    assert Fleet(nodes=2, submit_seconds=0.5).makespan([job(2), job(2)], [0, 1]) == 3
+    # Eight wait until 4, when two are seen to run; the window has more.
+    assert Fleet(nodes=2, submit_seconds=0).makespan([job(1)] * 10, list(range(10))) == 5
     # One job in the queue at a time, whose end is seen at 4 and 8.
     assert Fleet(nodes=2, window=1, submit_seconds=0, ask_seconds=4).makespan([job(3), job(3), job(3)], [0, 1, 2]) == 11
 

@@ -75,7 +75,10 @@ LAYERS = [
         "fleet-args",
         "fleet_args",
         (["h100: --partition='a b'", "--account=x"], (("h100", ("--partition=a b",)), ("", ("--account=x",)))),
-        ("\n--qos=low\ncpu: --mem=8G --exclusive", (("", ("--qos=low",)), ("cpu", ("--mem=8G", "--exclusive")))),
+        (
+            "\n--qos=low\ncpu: --mem=8G --exclusive\nrack=1 CPU=2",
+            (("", ("--qos=low",)), ("cpu", ("--mem=8G", "--exclusive")), ("", ("rack=1", "CPU=2"))),
+        ),
         (),
     ),
     Layers("fleet-gpus", "fleet_gpus", ("4", 4), ("16", 16), 8),
