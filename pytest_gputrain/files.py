@@ -93,9 +93,6 @@ def _make_own(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & _WRITABLE_BY_OTHERS:
-        folder.chmod(0o700)  # made by an earlier version, under a mask that leaves it to the group
-        found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS:
         raise PermissionError(errno.EACCES, "it is not a folder of this user alone; remove it")
 

@@ -200,7 +200,7 @@ def test_a_site_asks_in_its_own_words(commands: Commands, tmp_path: Path) -> Non
 
 def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Path) -> None:
     given = (("", ("--account=x",)), ("h100", ("--partition=a",)), ("a100", ("--partition=b",)))
-    engine = engine_of(SimpleNamespace(fleet_args=given), "h100")  # type: ignore[arg-type]
+    engine = engine_of(SimpleNamespace(fleet="slurm", fleet_args=given), "h100")  # type: ignore[arg-type]
     commands.answer("sbatch", "17\n")
     engine.submit(order(), tmp_path / "1")
     (words,) = commands.calls("sbatch")
