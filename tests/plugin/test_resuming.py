@@ -102,6 +102,9 @@ def test_other_steps_scales_and_machines_are_measured(suite: Project) -> None:
         before = len(suite.launches)
         suite.run("--gpu-resume=report.json", *arguments).stdout.fnmatch_lines(["no case taken from *"])
         assert len(suite.launches) == before + 3
+    suite.answer(ours(device_count=4))  # as if of more processes than the case has now
+    suite.run("--gpu-json=wide.json").assert_outcomes(passed=3)
+    suite.run("--gpu-resume=wide.json").stdout.fnmatch_lines(["no case taken from *"])
     suite.machine("NVIDIA A100-SXM4-80GB")
     suite.answer(ours(device_name="NVIDIA A100-SXM4-80GB"))
     before = len(suite.launches)

@@ -1,4 +1,4 @@
-"""What Ray is asked for and what is said of it, by a stand-in for its module; ``test_fleet_ray.py`` has a real one."""
+"""What Ray is asked for, by a stand-in for its module; ``tests/plugin/test_fleet_ray.py`` has a real one."""
 
 from __future__ import annotations
 
