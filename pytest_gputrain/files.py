@@ -93,7 +93,7 @@ def _make_own(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
         raise PermissionError(errno.EACCES, "it is not a folder of this user alone; remove it")
 
 
@@ -113,7 +113,7 @@ def locked(path: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     # Outside of the file's folder: it would be committed with it.
-    locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.getuid()}"
+    locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.geteuid()}"
     lock = FileLock(locks / hashlib.sha256(os.fsencode(path.resolve())).hexdigest())
     try:
         _make_own(locks)

@@ -160,3 +160,11 @@ def _family() -> set[int]:
     me = psutil.Process()
     root = (me.parent() or me) if "PYTEST_XDIST_WORKER" in os.environ else me
     return {me.pid, root.pid, *(child.pid for child in root.children(recursive=True))}
+
+
+def refused(case: Case, error: OSError) -> str:
+    """Why no process of a case could be started, as a sentence."""
+    return (
+        f"{case} was not measured, because its process could not be started: {error}; is there room in the folder for "
+        "temporary files (TMPDIR), and do the limits of this user (ulimit -a) allow it?"
+    )

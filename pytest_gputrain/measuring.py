@@ -12,7 +12,7 @@ import msgspec
 from pytest_gputrain import company, launch
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
-from pytest_gputrain.here import BadCase, Here
+from pytest_gputrain.here import BadCase, Here, refused
 from pytest_gputrain.records import Case, Conditions, Event, Host, Measurement, OutOfMemory, Reply, Scale, Task
 from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.scaling import one_worker
@@ -113,8 +113,7 @@ class Bench:
         Raises:
             BadCase: no process can be started.
         """
-        case = task.case
-        identity = msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))
+        case, identity = task.case, identity_of(task, inline)
         # An inline function has no address to be known by again.
         known = before or (() if builder is not None else self._replies.get(identity, ()))
         known = known or self.taken(task, inline, builder).replies
@@ -185,9 +184,7 @@ class Bench:
         return "full" if self.host.gpus else "tiny"
 
 
-def refused(case: Case, error: OSError) -> str:
-    """Why no process of a case could be started, as a sentence."""
-    return (
-        f"{case} was not measured, because its process could not be started: {error}; is there room in the folder for "
-        "temporary files (TMPDIR), and do the limits of this user (ulimit -a) allow it?"
-    )
+def identity_of(task: Task, inline: bool = False) -> bytes:
+    """What tells a task from those that measure something else."""
+    case = task.case
+    return msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))

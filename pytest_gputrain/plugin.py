@@ -338,7 +338,8 @@ class GpuTrainPlugin:
             book.notes.append(f"the summary cannot be written: {error}")
 
     def pytest_unconfigure(self) -> None:
-        self.runner.bench.close()
+        with undisturbed(to_the_end=True):
+            self.runner.bench.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for command in github.commands(self._failures) if self._annotates() else ():

@@ -18,9 +18,8 @@ from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.lease import lease_cores
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.here import BadCase
+from pytest_gputrain.here import BadCase, refused
 from pytest_gputrain.limits import NO_TERMS, Terms, foretold, with_limits
-from pytest_gputrain.measuring import refused
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Prediction, Result, Scale, Task, TimedOut, Verdict
 from pytest_gputrain.runner import CannotRun, Runner

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,7 @@ from pytest_gputrain.fleet.fleet import Fleet
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.here import BadCase
-from pytest_gputrain.measuring import Bench, conditions_of
+from pytest_gputrain.measuring import Bench, conditions_of, identity_of
 from pytest_gputrain.records import Case, Delivery, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
 from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.settings import Settings
@@ -77,24 +78,25 @@ class FleetBench(Bench):
         if inline:
             raise BadCase(f"{task.case} runs inline, in the pytest process, and --gpu-fleet elsewhere; deselect its test")
         self.measure(task, False, None, 1)
-        return self._hosts.get(_key(task), self._asked)
+        return self._hosts.get(identity_of(task), self._asked)
 
     def expect(self, task: Task, runs: int) -> None:
         have = self.measure(task, False, None, 1)
         if all(isinstance(reply, Measurement | OutOfMemory) for reply in have):
-            self._fleet.expect([self._order(task)] * (runs - len(have)))
+            with _shared():
+                self._fleet.expect([self._order(task)] * (runs - len(have)))
 
     def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
         taken = super().taken(task, inline, builder)
         if taken.host is not None:
-            self._hosts.setdefault(_key(task), taken.host)
+            self._hosts.setdefault(identity_of(task), taken.host)
         return taken
 
     def beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
         beside, why_not = super().beside_one_worker(task, replies)
-        alone = self._hosts.get(_key(self.alone(task)))
+        alone = self._hosts.get(identity_of(self.alone(task)))
         if not why_not and alone is not None:
-            self._check_device(task.case, self._hosts[_key(task)], alone)
+            self._check_device(task.case, self._hosts[identity_of(task)], alone)
         return beside, why_not
 
     def close(self) -> None:
@@ -102,10 +104,12 @@ class FleetBench(Bench):
         self._fleet.close()
 
     def _launch(self, task: Task, inline: bool, builder: Any, run: int) -> Reply:
-        self._begin()
         order = self._order(task)
         try:
-            reply = self._reply(task, self._fleet.run(order))
+            with _shared():
+                self._begin()
+                outcome = self._fleet.run(order)
+            reply = self._reply(task, outcome)
         except BadCase:
             self._fleet.drop(order)
             raise
@@ -122,7 +126,7 @@ class FleetBench(Bench):
             return outcome
         if outcome.reply is None:
             raise BadCase(f"{outcome.refusal} (on {outcome.host.name})")
-        first = self._hosts.setdefault(_key(task), outcome.host)
+        first = self._hosts.setdefault(identity_of(task), outcome.host)
         self._check_device(task.case, first, outcome.host)
         return outcome.reply
 
@@ -132,7 +136,7 @@ class FleetBench(Bench):
             return
         self._began = True
         missing = [(suite, task) for suite, task in self.ahead() if not self.taken(task, False).replies]
-        orders = {_key(task): (self._seconds_of(suite, task), task) for suite, task in missing}
+        orders = {identity_of(task): (self._seconds_of(suite, task), task) for suite, task in missing}
         longest_first = sorted(orders.values(), key=lambda known: -known[0])
         self._fleet.expect([self._order(task) for _, task in longest_first])
 
@@ -159,5 +163,15 @@ class FleetBench(Bench):
             )
 
 
-def _key(task: Task) -> bytes:
-    return msgspec.json.encode(task)
+@contextlib.contextmanager
+def _shared() -> Iterator[None]:
+    """
+    Raises:
+        BadCase: instead of what the folder that all machines share raises.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BadCase(
+            f"the folder of --gpu-shared cannot be used: {error}; name one that this machine can write to"
+        ) from None

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.fleet.engine import DELIVERY, ORDER, OUTPUT, Engine, Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.interrupts import undisturbed
 from pytest_gputrain.nodes import tell
 from pytest_gputrain.records import Cause, Delivery, Lost, Order
 from pytest_gputrain.units import format_seconds
@@ -35,6 +36,8 @@ LEAST_WAITING: Final = 8
 _AGAIN: Final = "pytest --lf runs it again"
 
 _DETAIL_BYTES: Final = 8_000
+
+_NOT_BEGUN: Final = ("waiting", "held")
 
 
 @dataclass(eq=False, slots=True)
@@ -158,10 +161,16 @@ class Fleet:
     def _submit(self) -> None:
         while self._to_submit and self._has_room():
             ticket = self._to_submit[0]
-            ticket.folder.mkdir(exist_ok=True)
-            tell(ticket.folder / ORDER, ticket.order)
             try:
-                ticket.job = self._engine.submit(ticket.order, ticket.folder)
+                with undisturbed():  # what the scheduler has taken has to be known, or nobody cancels it
+                    ticket.folder.mkdir(exist_ok=True)
+                    tell(ticket.folder / ORDER, ticket.order)
+                    ticket.job = self._engine.submit(ticket.order, ticket.folder)
+                    self._live.append(ticket)
+            except OSError as error:
+                self._to_submit.popleft()
+                self._lose(ticket, "not_scheduled", f"its order cannot be written: {error}; see the folder of --gpu-shared")
+                continue
             except NeverSo as refusal:
                 self._to_submit.popleft()
                 self._lose(ticket, "not_scheduled", f"{refusal}; {self._engine.remedies['refused']}")
@@ -170,7 +179,6 @@ class Fleet:
                 self._put_off(refusal)
                 return
             self._to_submit.popleft()
-            self._live.append(ticket)
             self._refused = None
             ticket.since = self._progress = self._now()
 
@@ -229,15 +237,16 @@ class Fleet:
         """Draw the conclusion from what a job does."""
         now, before = self._now(), ticket.seen
         if before is None or before.doing != job.doing:
-            self._progress = now if job.doing not in ("waiting", "held") else self._progress
-            ticket.since = now if before is not None else ticket.since
+            self._progress = now if job.doing not in _NOT_BEGUN else self._progress
+            had_begun = before is not None and before.doing not in _NOT_BEGUN
+            ticket.since = now if had_begun else ticket.since
         ticket.seen = job if job.host or before is None else job._replace(host=before.host)
         scheduler, named = self._engine.name, f"{self._engine.name}'s job {ticket.job}"
         why = f" ({job.why})" if job.why else ""
         on = f" on {ticket.seen.host}" if ticket.seen.host else ""
         told = ", ".join(filter(None, (ticket.seen.host, job.why)))
         there = f" ({told})" if told else ""
-        if job.doing in ("waiting", "held"):
+        if job.doing in _NOT_BEGUN:
             # What waits for its turn waits for others of this fleet, too, as long as these get on.
             if now - (max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since) < self._wait_seconds:
                 return
@@ -263,9 +272,9 @@ class Fleet:
         """Take the delivery in, if it is there."""
         try:
             delivery = msgspec.json.decode((ticket.folder / DELIVERY).read_bytes(), type=Delivery)
-        except FileNotFoundError:
+        except OSError:  # not there yet, or a network file system is not
             return
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._lose(ticket, "no_delivery", f"its delivery cannot be read: {error}; is the same version on all machines?")
             return
         self._progress = self._now()

@@ -15,7 +15,7 @@ import msgspec
 
 from pytest_gputrain.fleet.engine import DELIVERY, ORDER
 from pytest_gputrain.hardware.devices import HardwareError
-from pytest_gputrain.here import BadCase, Here
+from pytest_gputrain.here import BadCase, Here, refused
 from pytest_gputrain.kernel import die_with_parent
 from pytest_gputrain.launch.node import serve
 from pytest_gputrain.nodes import tell
@@ -32,8 +32,9 @@ def deliver(folder: Path, rendezvous: str = "") -> None:
         OSError, msgspec.DecodeError: the order cannot be read, or the delivery not be written.
     """
     order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
+    delivery = _done(order, folder, rendezvous)
     with contextlib.suppress(FileNotFoundError):  # nobody waits any more
-        tell(folder / DELIVERY, _done(order, folder, rendezvous))
+        tell(folder / DELIVERY, delivery)
 
 
 def _done(order: Order, folder: Path, rendezvous: str) -> Delivery:
@@ -51,6 +52,8 @@ def _done(order: Order, folder: Path, rendezvous: str) -> Delivery:
         return Delivery(host=host, reply=here.run(order.task, nodes=order.nodes, watch=lambda event: None))
     except BadCase as error:
         return Delivery(host=host, refusal=str(error))
+    except OSError as error:
+        return Delivery(host=host, refusal=refused(order.task.case, error))
 
 
 def main(folder: Path, host: str = "", seat: str = "") -> None:

@@ -109,6 +109,8 @@ class Ray:
         with self._answering():
             nodes = self._ray.nodes()
         alive = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
+        for run in self._runs.values():  # those that nobody asks for any more give their nodes back, too
+            self._is_over(run)
         return {number: self._job(self._runs[number], alive) for number in ids if number in self._runs}
 
     def cancel(self, ids: Sequence[str]) -> None:
@@ -209,11 +211,12 @@ class Ray:
             case [str(begun)]:
                 run.node, _, run.host = begun.partition(" ")
             case [_, bytes(delivery), str(how), bytes(output)]:
-                (run.folder / OUTPUT).write_bytes(output)
-                if delivery:
-                    part = run.folder / f"{DELIVERY}.part"
-                    part.write_bytes(delivery)
-                    part.rename(run.folder / DELIVERY)
+                with contextlib.suppress(OSError):  # nobody waits for it any more
+                    (run.folder / OUTPUT).write_bytes(output)
+                    if delivery:
+                        part = run.folder / f"{DELIVERY}.part"
+                        part.write_bytes(delivery)
+                        part.rename(run.folder / DELIVERY)
                 run.over = ("ended", how)
 
     def _leave(self, run: _Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,9 @@ _NO_ANSWER: Final = ("contact slurm controller", "socket timed out", "unable to 
 
 _ITS_TURN: Final = frozenset({"None", "Priority", "Resources"})
 """Reasons of a job that only waits for others."""
+
+_OF_ALL_JOBS: Final = re.compile(r"Licenses|(?:QOS|Assoc)(?!.*Per(?:Job|Node))")
+"""Likewise: a limit on what a user or an account runs at once, but not one on what a job may ask for."""
 
 _STATES: Final[Mapping[str, Doing]] = {
     **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING"), "running"),
@@ -204,6 +208,6 @@ def _read(lines: str) -> dict[str, Job]:
 
 def _job(state: str, nodes: str, reason: str) -> Job:
     if state not in _STATES:
-        return Job("waiting" if reason in _ITS_TURN else "held", reason)
+        return Job("waiting" if reason in _ITS_TURN or _OF_ALL_JOBS.match(reason) else "held", reason)
     why = state if reason in ("", "None") else f"{state}, {reason}"
     return Job(_STATES[state], "" if state == "COMPLETED" else why, nodes)

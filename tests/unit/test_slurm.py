@@ -15,7 +15,7 @@ from unit_examples import CASE
 
 from pytest_gputrain.fleet.bench import engine_of
 from pytest_gputrain.fleet.engine import Job, NeverSo, NotNow, Unreachable
-from pytest_gputrain.fleet.slurm import Slurm
+from pytest_gputrain.fleet.slurm import Slurm, _job
 from pytest_gputrain.records import Conditions, Order, Task
 
 FULL = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
@@ -238,3 +238,18 @@ def test_a_job_of_pytest_s_own_lends_no_wishes_to_those_of_cases(
 def test_only_named_jobs_are_cancelled(commands: Commands) -> None:
     Slurm(()).cancel(["1", "2"])
     assert commands.calls("scancel") == [["--quiet", "1", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "doing"),
+    [
+        ("QOSMaxJobsPerUserLimit", "waiting"),
+        ("AssocGrpCpuLimit", "waiting"),
+        ("Licenses", "waiting"),
+        ("QOSMaxWallDurationPerJobLimit", "held"),
+        ("AssocMaxGRESPerNode", "held"),
+        ("ReqNodeNotAvail", "held"),
+    ],
+)
+def test_a_limit_on_all_jobs_of_a_user_is_a_turn_and_one_on_a_job_is_not(reason: str, doing: str) -> None:
+    assert _job("PENDING", "", reason).doing == doing
