@@ -230,6 +230,13 @@ def test_a_full_queue_is_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:
     assert fleet.run(order()) == DONE
 
 
+def test_a_full_queue_is_waited_for_however_late_the_first_job_is_asked_for(fleet: Fleet, scheduler: Scheduler) -> None:
+    scheduler.now = began = 10 * WAIT
+    scheduler.refusal = NotNow("full")
+    assert lost(fleet.run(order())).cause == "queue_full"
+    assert scheduler.now - began >= WAIT
+
+
 def test_all_that_wait_for_a_full_queue_are_lost_together(fleet: Fleet, scheduler: Scheduler) -> None:
     scheduler.refusal = NotNow("full")
     fleet.expect(map(order, "ab"))

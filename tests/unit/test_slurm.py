@@ -198,6 +198,11 @@ def test_a_site_asks_in_its_own_words(commands: Commands, tmp_path: Path) -> Non
     assert options(commands, tmp_path, *site, gpus=2) == asked
 
 
+def test_a_site_may_count_cores_in_its_own_way(commands: Commands, tmp_path: Path) -> None:
+    asked = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=2", "--mincpus=4"]
+    assert options(commands, tmp_path, "--mincpus={cpus}", gpus=2) == asked
+
+
 def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Path) -> None:
     given = (("", ("--account=x",)), ("h100", ("--partition=a",)), ("a100", ("--partition=b",)))
     engine = engine_of(SimpleNamespace(fleet="slurm", fleet_args=given), "h100")  # type: ignore[arg-type]
