@@ -193,7 +193,7 @@ class SlurmHere:
 
 
 @contextlib.contextmanager
-def slurm_here(*, cpus: int = 2, most_jobs: int = 10_000) -> Iterator[SlurmHere]:
+def slurm_here(*, cpus: int = 4, most_jobs: int = 10_000) -> Iterator[SlurmHere]:
     """A Slurm of the nodes n1 and n2 while the context is open, with the partitions ``low`` and, preempting it, ``high``.
 
     Args:
