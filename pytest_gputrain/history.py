@@ -48,9 +48,9 @@ def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    declared = [index for index, result in enumerate(results) if result.search is None and not result.loss_curves]
-    picked = Picked(results, declared)
-    return [_line_of(part, of) for result in latest(picked) for part, of in _by_session(result, session)]
+    everything = Picked(results, range(len(results)))
+    declared = everything.those(lambda result: result.search is None and not result.loss_curves)
+    return [_line_of(part, of) for result in latest(declared) for part, of in _by_session(result, session)]
 
 
 def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> list[HistoryLine]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import IO, Any, Final, Generic, NamedTuple, TypeVar, overload
 
 import msgspec
@@ -13,13 +13,21 @@ import msgspec
 _Key = TypeVar("_Key")
 _Record = TypeVar("_Record")
 
-_MEMORY_BYTES: Final = 8 << 20
+_MEMORY_BYTES: Final = 2 << 20
 """Of the records that come first: a small run needs no file."""
 
 
 class _Place(NamedTuple):
+    """In the file."""
+
     begin: int
     length: int
+
+
+class _Whole(NamedTuple):
+    """What MessagePack cannot say: an integer of more than 64 bits, which JSON has."""
+
+    record: Any
 
 
 class Shelf(Sequence[_Record], Generic[_Record]):
@@ -32,16 +40,16 @@ class Shelf(Sequence[_Record], Generic[_Record]):
     def __init__(self, type_: Any) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(type_).decode
-        self._records: list[bytes | _Place] = []
+        self._records: list[bytes | _Place | _Whole] = []
         self._room = _MEMORY_BYTES
         self._file: IO[bytes] | None = None
         self._end = 0
 
     def append(self, record: _Record) -> None:
-        self._records.append(self._put(self._encode(record)))
+        self._records.append(self._put(record))
 
     def __setitem__(self, index: int, record: _Record) -> None:
-        self._records[index] = self._put(self._encode(record))
+        self._records[index] = self._put(record)
 
     @overload
     def __getitem__(self, index: int) -> _Record: ...
@@ -50,13 +58,16 @@ class Shelf(Sequence[_Record], Generic[_Record]):
     def __getitem__(self, index: int | slice) -> _Record | Sequence[_Record]:
         if isinstance(index, slice):
             return Picked(self, range(len(self))[index])
-        record: _Record = self._decode(self._get(self._records[index]))
-        return record
+        return self._get(self._records[index])
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def _put(self, data: bytes) -> bytes | _Place:
+    def _put(self, record: _Record) -> bytes | _Place | _Whole:
+        try:
+            data = self._encode(record)
+        except OverflowError:
+            return _Whole(record)
         if len(data) <= self._room:
             self._room -= len(data)
             return data
@@ -72,11 +83,12 @@ class Shelf(Sequence[_Record], Generic[_Record]):
         self._end += len(data)
         return place
 
-    def _get(self, record: bytes | _Place) -> bytes:
-        if isinstance(record, bytes):
-            return record
-        assert self._file is not None, "it has taken the record"
-        return os.pread(self._file.fileno(), record.length, record.begin)
+    def _get(self, kept: bytes | _Place | _Whole) -> _Record:
+        if isinstance(kept, _Place):
+            assert self._file is not None, "it has taken the record"
+            kept = os.pread(self._file.fileno(), kept.length, kept.begin)
+        record: _Record = kept.record if isinstance(kept, _Whole) else self._decode(kept)
+        return record
 
 
 class Cabinet(MutableMapping[_Key, _Record]):
@@ -130,3 +142,7 @@ class Picked(Sequence[_Record], Generic[_Record]):
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    def those(self, wanted: Callable[[_Record], bool]) -> Picked[_Record]:
+        """The records that are wanted."""
+        return Picked(self._of, [index for index in self._indices if wanted(self._of[index])])

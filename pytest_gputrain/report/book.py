@@ -7,9 +7,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -24,7 +24,7 @@ from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
-from pytest_gputrain.shelf import Shelf
+from pytest_gputrain.shelf import Cabinet, Shelf
 from pytest_gputrain.suites import whole_suite
 
 _SAVE_EVERY_SECONDS: Final = 30.0
@@ -32,8 +32,6 @@ _LEAST_PAUSE: Final = 20
 """Times what the last saving took: files grow with the run, and every saving writes all of them."""
 _NOT_ENDED: Final = 2
 """pytest's exit status of a run that was interrupted."""
-
-_Entry = TypeVar("_Entry", Baseline, Recorded)
 
 
 class Book:
@@ -55,7 +53,7 @@ class Book:
         """By test and case, where the last result stands."""
         self._to_come: set[int] = set()
         """Where results stand whose baselines wait for further runs."""
-        self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
+        self._pending = _nothing_pending()
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
         self._stored: dict[tuple[str, str, str], Case] = {}
@@ -223,9 +221,7 @@ class Book:
         measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
         return [*self._save(measured.update, self._pending), *self._save(predicted.update, self._predicted)]
 
-    def _save(
-        self, update: Callable[[str, str, dict[str, _Entry]], Path], waiting: dict[tuple[str, str], dict[str, _Entry]]
-    ) -> Iterator[str]:
+    def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
         for place, entries in list(waiting.items()):
             try:
                 path = update(*place, entries)
@@ -266,6 +262,11 @@ class Book:
 def _utf8(text: str) -> str:
     """Whatever the operating system calls a file, JSON can say."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def _nothing_pending() -> defaultdict[tuple[str, str], Cabinet[str, Baseline]]:
+    """By device and suite, baselines that are not saved yet."""
+    return defaultdict(lambda: Cabinet(Baseline))
 
 
 def _is_recorded(result: Result) -> bool:

@@ -39,21 +39,23 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
     Args:
         most: rows; of more those that want attention are shown, and how many others there are.
     """
-    groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     rows = _rows(results)
     shown = rows if most is None or len(rows) <= most else sorted(rows, key=rows.__getitem__)[:most]
-    for result in Picked(results, sorted(shown)):
-        groups[result.suite, _device(result), result.scale].append(result)
+    for place in sorted(shown):
+        result = results[place]
+        groups[result.suite, _device(result), result.scale].append(place)
     console, file = layout.console(width, colour)
-    for (suite, device, scale), members in groups.items():
+    for (suite, device, scale), places in groups.items():
+        members = Picked(results, places)
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(layout.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
         for line in _links(members):
             console.print(layout.text(line, style="dim"))
-        searched = [result for result in members if result.search is not None]
-        curved = [result for result in members if result.loss_curves]
-        judged = [result for result in members if result.search is None and not result.loss_curves]
+        searched = members.those(lambda result: result.search is not None)
+        curved = members.those(lambda result: bool(result.loss_curves))
+        judged = members.those(lambda result: result.search is None and not result.loss_curves)
         if device.endswith(_DRY):
             console.print(predictions.table(judged, _names, _verdict, width))
         elif any(result.published for result in judged):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gputrain import shelf
-from pytest_gputrain.shelf import Picked, Shelf
+from pytest_gputrain.shelf import Cabinet, Picked, Shelf
 
 
 @given(
@@ -35,19 +35,36 @@ def test_a_shelf_is_the_list_of_its_records(
             made[place] = known[place] = record
     assert list(made) == known
     assert list(made[some]) == known[some]
-    assert list(Picked(made, range(len(known))[::-1])[some]) == known[::-1][some]
+    backwards = Picked(made, range(len(known))[::-1])
+    assert list(backwards[some]) == known[::-1][some]
+    assert list(backwards.those(bool)) == [*filter(bool, known[::-1])]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers()))))
+def test_a_cabinet_is_the_dictionary_of_its_records(changes: list[tuple[int, list[int]]]) -> None:
+    made: Cabinet[int, list[int]] = Cabinet(list[int])
+    known = {}
+    for key, record in changes:
+        made[key] = known[key] = record
+    assert dict(made) == known
+    assert list(made) == list(known)
+    assert [key in made for key in range(7)] == [key in known for key in range(7)]
+    for key in list(known)[::2]:
+        del made[key], known[key]
+    assert dict(made) == known
+    assert made.get(9) is None
 
 
 def test_records_are_in_memory_only_while_they_are_looked_at() -> None:
     made: Shelf[list[float]] = Shelf(list[float])
     record = [number / 7 for number in range(10_000)]
     tracemalloc.start()
-    for _ in range(500):
+    for _ in range(100):
         made.append(record)
     assert all(len(found) == len(record) for found in made)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2 * shelf._MEMORY_BYTES, "500 records of 90 kB are 45 MB"
+    assert peak < 2 * shelf._MEMORY_BYTES, "100 records of 90 kB are 9 MB"
 
 
 def test_what_the_disk_does_not_take_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,43 @@
+"""A few hundred cases whose replies are canned: nothing of a run may grow faster than its cases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import load_here
+import pytest
+from plugin_project import Project
+
+FEW, MANY, STEPS = 20, 80, 6000
+
+
+@pytest.fixture
+def folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio -p no:benchmark")
+    return project.path
+
+
+def test_memory_and_time_do_not_grow_faster_than_the_cases(folder: Path) -> None:
+    """In memory, 80 cases of 6,000 steps would be 60 MB more than 20."""
+    told = {}
+    for count in (FEW, MANY):
+        (folder / str(count)).mkdir()
+        told[count] = load_here.run(folder / str(count), count, STEPS, ["--gpu-baseline-update"])
+    grown = load_here.peak(told[MANY]) - load_here.peak(told[FEW])
+    assert grown < 15e6, grown
+    assert load_here.closing(told[MANY]) < 8 * load_here.closing(told[FEW]) + 1, "four times the cases"
+    report = json.loads((folder / str(MANY) / "report.json").read_text())
+    assert len(report["results"]) == MANY
+    assert {len(result["replies"][0]["step_seconds"]) for result in report["results"]} == {STEPS}
+    baselines = json.loads(next((folder / str(MANY) / "baselines").rglob("*.json")).read_text())
+    assert len(baselines["cases"]) == MANY
+
+
+def test_time_does_not_grow_faster_than_the_steps(folder: Path) -> None:
+    told = {}
+    for steps in (500, 8000):
+        (folder / str(steps)).mkdir()
+        told[steps] = load_here.run(folder / str(steps), 5, steps, [])
+    assert load_here.closing(told[8000]) < 32 * load_here.closing(told[500]), "sixteen times the steps"
