@@ -12,6 +12,7 @@ import pytest
 
 from pytest_gputrain import late, sweep
 from pytest_gputrain.baselines import BaselineError, Store
+from pytest_gputrain.cases import did_you_mean
 from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
@@ -57,11 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
             {option.name: str(config.getini(option.ini)) for option in OPTIONS},
             config.rootpath if config.inipath is None else config.inipath.parent,
         )
-        if settings.platform not in (None, *MARKERS):
-            raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown; known: {', '.join(MARKERS)}")
+        if settings.platform is not None and settings.platform not in MARKERS:
+            hint = did_you_mean(settings.platform, MARKERS)
+            raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
         for platform, _ in settings.fleet_args:
             if platform and platform not in MARKERS:
-                raise ValueError(f"--gpu-fleet-args: {platform!r} is unknown; known: {', '.join(MARKERS)}")
+                hint = did_you_mean(platform, MARKERS)
+                raise ValueError(f"--gpu-fleet-args: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
@@ -321,7 +324,9 @@ class GpuTrainPlugin:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
                 book.add(result, passed=False)
-        book.close(int(pytest.ExitCode.INTERRUPTED if self._interrupted else exitstatus))
+        # What somebody chose by pytest.exit stays.
+        cut_short = self._interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        book.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
         late.join_benchmarks(self.config, book.results)
         if book.results or self._failures:
             self._summarise(book)

@@ -191,7 +191,7 @@ def test_a_fleet_is_of_one_platform(project: Project, engine: AtOnce) -> None:
 
 def test_arguments_for_an_unknown_platform_are_refused(project: Project, engine: AtOnce) -> None:
     project.ini("gpu_fleet_args = h1000: --partition=gpu")
-    assert_refused(project, "--gpu-fleet-args: 'h1000' is unknown; known: *", *FLEET)
+    assert_refused(project, "--gpu-fleet-args: 'h1000' is unknown (did you mean 'h100'?); known: *", *FLEET)
 
 
 def test_a_scheduler_that_is_not_here_is_told_at_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
