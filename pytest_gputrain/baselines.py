@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -211,11 +212,17 @@ def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Base
     """The figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out).
 
     Args:
-        date: UTC, ISO 8601.
+        date: UTC, ISO 8601; this and the rest of the run whose result it is, which earlier ones may have begun.
         session: id of the pytest run.
         commit: of the code measured; empty for unknown.
     """
-    runs = (_baseline_run(reply, date=date, session=session, commit=commit) for reply in result.replies)
+    earlier = [origin for origin in result.resumed for _ in range(origin.runs)]
+    runs = (
+        _baseline_run(reply, date=origin.date, session=origin.session, commit=origin.commit)
+        if origin
+        else _baseline_run(reply, date=date, session=session, commit=commit)
+        for reply, origin in itertools.zip_longest(result.replies, earlier)
+    )
     known = tuple(run for run in runs if run is not None)
     # How many steps were run and what the case is declared for may change without the figures meaning something else.
     return Baseline(device=result.device, case=Case(**result.case.identity()), scale=result.scale, runs=known)

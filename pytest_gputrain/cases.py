@@ -116,6 +116,10 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     return bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case)
 
 
+_MOST: Final = 2**53
+"""Of a whole number: what every reader of JSON takes exactly."""
+
+
 def bad_number(case: Case) -> str | None:
     """The first number of ``case`` that cannot be, as the rest of a sentence."""
     least = {
@@ -135,6 +139,8 @@ def bad_number(case: Case) -> str | None:
     for field, bound in least.items():
         if getattr(case, field) < bound:
             return f"has {field}={getattr(case, field)}; it must be at least {bound}"
+        if getattr(case, field) > _MOST:
+            return f"has {field}={getattr(case, field)}; it must be at most {_MOST}"
     if not 0 <= case.activation_checkpointing <= 1:
         return f"has activation_checkpointing={case.activation_checkpointing}; it must be true, false or a share from 0 to 1"
     if not (math.isfinite(case.learning_rate) and case.learning_rate >= 0):
@@ -234,6 +240,17 @@ def libraries(case: Case) -> tuple[str, ...]:
     used |= {"bitsandbytes"} if case.method == "qlora" else set()
     used |= {"deepspeed"} if case.parallel.startswith("zero") else set()
     return tuple(name for name in LIBRARIES if name in used)
+
+
+def versions() -> dict[str, str]:
+    """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
+    from importlib import metadata
+
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def library_versions(case: Case) -> dict[str, str]:

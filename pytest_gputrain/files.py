@@ -81,7 +81,12 @@ def conflicts(data: bytes) -> list[int]:
     """Numbers of the lines that a merge left for somebody to resolve."""
     signs = (7 * sign for sign in (b"<", b"|", b"=", b">"))
     found = (line.start() for line in _MARKER.finditer(data)) if any(sign in data for sign in signs) else ()
-    return [1 + data.count(b"\n", 0, begin) for begin in found]
+    numbers, number, before = [], 1, 0
+    for begin in found:
+        number += data.count(b"\n", before, begin)
+        before = begin
+        numbers.append(number)
+    return numbers
 
 
 def _make_own(folder: Path) -> None:
@@ -93,8 +98,12 @@ def _make_own(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
         raise PermissionError(errno.EACCES, "it is not a folder of this user alone; remove it")
+
+
+_PATIENCE_SECONDS: Final = 60.0
+"""With whoever holds a lock: files are written in less, and one that is stopped must not stop others."""
 
 
 @contextlib.contextmanager
@@ -106,14 +115,18 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         OSError: the lock cannot be made.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     # Outside of the file's folder: it would be committed with it.
-    locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.getuid()}"
+    locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.geteuid()}"
     lock = FileLock(locks / hashlib.sha256(os.fsencode(path.resolve())).hexdigest())
     try:
         _make_own(locks)
-        lock.acquire()
+        lock.acquire(timeout=_PATIENCE_SECONDS)
+    except Timeout:
+        raise TimeoutError(
+            errno.ETIMEDOUT, f"another process has held {lock.lock_file} for {_PATIENCE_SECONDS:g} s"
+        ) from None
     except OSError as error:
         raise OSError(error.errno, f"no lock in {locks}: {error.strerror}") from error
     try:

@@ -14,7 +14,7 @@ class Try(Struct, frozen=True, kw_only=True):
 
     batch_size: Whole
     """Samples per process."""
-    outcome: Literal["fits", "out_of_memory", "timed_out", "capped", "crashed"]
+    outcome: Literal["fits", "out_of_memory", "timed_out", "capped", "crashed", "lost"]
     """``capped``: the tiny scale trains on fewer samples than were asked for."""
     samples_per_second: float | None = None
     peak_allocated_bytes: Whole | None = None
@@ -42,7 +42,7 @@ class LossCurve(Struct, frozen=True, kw_only=True):
     """The losses of a case in one precision, from the first step on."""
 
     precision: str
-    outcome: Literal["recorded", "left_out", "out_of_memory", "timed_out", "crashed"]
+    outcome: Literal["recorded", "left_out", "out_of_memory", "timed_out", "crashed", "lost"]
     losses: tuple[float, ...] = ()
     """Ends before the first loss that is not finite."""
     non_finite_step: Whole | None = None

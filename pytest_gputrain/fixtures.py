@@ -14,8 +14,8 @@ from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.harmless import shown
+from pytest_gputrain.here import BadCase
 from pytest_gputrain.marks import terms_of
-from pytest_gputrain.measuring import BadCase
 from pytest_gputrain.outcome import detail_of, failure_of
 from pytest_gputrain.records import Case, Measurement, Prediction, Result, Scale
 from pytest_gputrain.runner import CannotRun, Runner, suite_of
@@ -97,7 +97,7 @@ class GpuTrain:
             if failure:
                 raise _failed(failure)
             return _figures(result)
-        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict()
+        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict(result.device)
         if verdict.status in _FAILING_STATUSES or strict:
             raise _failed(f"{verdict.sentence}{' (strict)' if strict else ''}")
         return _figures(result) if result.summary or result.prediction else None
@@ -247,6 +247,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     runner = request.config.stash[RUNNER]
     if runner.settings.dry_run:
         pytest.skip("a dry run lends no GPU")
+    if runner.settings.fleet is not None:
+        pytest.skip("--gpu-fleet runs cases on other machines, and lends no GPU of this one")
     try:
         machine = runner.bench.machine
     except BadCase as error:

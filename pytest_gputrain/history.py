@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from pytest_gputrain.dry_run.store import FOLDER
 from pytest_gputrain.exchange.points import latest
 from pytest_gputrain.files import UNREADABLE, locked
 from pytest_gputrain.harmless import Told
+from pytest_gputrain.outcome import summarise
 from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.session import Session
@@ -33,6 +35,15 @@ class HistoryError(Told):
     """A history that cannot be read; one sentence with the place and the remedy."""
 
 
+class _Place(msgspec.Struct, frozen=True):
+    """What no two lines share."""
+
+    session: str
+    device: str
+    suite: str
+    key: str
+
+
 def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
     """A line for each case: of the last test that judged it, or else of the last that only measured it.
 
@@ -40,7 +51,36 @@ def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
     """
     everything = Picked(results, range(len(results)))
     declared = everything.those(lambda result: result.search is None and not result.loss_curves)
-    return [_line_of(result, session) for result in latest(declared)]
+    return [_line_of(part, of) for result in latest(declared) for part, of in _by_session(result, session)]
+
+
+def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> list[HistoryLine]:
+    """Those of ``lines`` that the file lacks: a resumed run has figures of earlier ones, which may have left their own.
+
+    Raises:
+        HistoryError: the file cannot be read.
+    """
+    if not path.exists() or all(line.session == session.id for line in lines):
+        return list(lines)
+    there = {place for _, place in read(path, _Place, lambda torn: None)}  # appending tells of a torn line
+    return [line for line in lines if _Place(line.session, line.device, line.suite, line.key) not in there]
+
+
+def _by_session(result: Result, session: Session) -> Iterator[tuple[Result, Session]]:
+    """The runs of a case, each with the session that measured it; the verdict is that of the last."""
+    if not result.resumed:
+        yield result, session
+        return
+    sessions = [Session(id=one.session, created=one.date, commit=one.commit, branch=one.branch) for one in result.resumed]
+    counts = [one.runs for one in result.resumed]
+    ends = [*itertools.accumulate(counts), len(result.replies)]
+    begin = 0
+    for end, of in zip(ends, [*sessions, session], strict=True):
+        replies, begin = result.replies[begin:end], end
+        if replies:
+            summary = summarise(result.case, result.platform, replies)
+            verdict = result.verdict if end == len(result.replies) else None
+            yield msgspec.structs.replace(result, replies=replies, summary=summary, verdict=verdict), of
 
 
 def _line_of(result: Result, session: Session) -> HistoryLine:

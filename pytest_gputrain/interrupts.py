@@ -56,14 +56,27 @@ def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    known = {number: handler for number, handler in before.items() if handler is not None}
-    for number in known:
-        signal.signal(number, lambda number, frame: came.append(number))
+    with _held():
+        before = {number: signal.getsignal(number) for number in _ENDING}
+        # Who ignores a signal, as under nohup, goes on to.
+        known = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+        for number in known:
+            signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        for number, handler in known.items():
-            signal.signal(number, handler)
+        with _held():
+            for number, handler in known.items():
+                signal.signal(number, handler)
         if came and not to_the_end:
             signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
+def _held() -> Iterator[None]:
+    """A context in which the kernel keeps these signals back: between two handlers none is lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

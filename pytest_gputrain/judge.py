@@ -23,6 +23,7 @@ from pytest_gputrain.records import (
     Case,
     Crashed,
     Environment,
+    Lost,
     Measurement,
     MetricName,
     MetricVerdict,
@@ -92,7 +93,7 @@ def judge(
         no_scaling: why the scaling efficiency, which was asked for, is not known.
     """
     for reply in replies:
-        if isinstance(reply, (Crashed, TimedOut)):
+        if isinstance(reply, (Crashed, TimedOut, Lost)):
             return Judgement(Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}"))
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]

@@ -15,6 +15,7 @@ from pytest_gputrain.records import (
     Case,
     Crashed,
     LimitVerdict,
+    Lost,
     Measurement,
     MetricName,
     Prediction,
@@ -95,7 +96,7 @@ def against(
         )
         settled = settled and over is not None
     # After a crash no further process is started.
-    return Limited(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut)) for reply in replies))
+    return Limited(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut, Lost)) for reply in replies))
 
 
 def foretold(caps: Sequence[Cap], case: Case, prediction: Prediction, *, scale: Scale) -> tuple[LimitVerdict, ...]:

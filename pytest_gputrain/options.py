@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,22 @@ def _path(text: str) -> Path:
 
 def _baseline(text: str) -> str:
     return text if text in ("measured", "published") else str(_path(text))
+
+
+def _site_arguments(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Catalog marker, empty for all platforms, and arguments of each line."""
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        platform, colon, rest = line.partition(":")
+        if platform.startswith("-") or "=" in platform:
+            platform, rest = "", line
+        elif not colon:
+            raise ValueError(f"{line!r} is neither arguments nor a platform with some, as 'h100: --partition=gpu'")
+        try:
+            found.append((platform.strip(), tuple(shlex.split(rest))))
+        except ValueError as error:
+            raise ValueError(f"{line!r} cannot be split into arguments: {error}") from None
+    return tuple(found)
 
 
 def _summary(text: str) -> Path | str:
@@ -278,6 +295,37 @@ OPTIONS: Final = (
         help="this node as the others reach it, where they are no Slurm allocation (default: its name, any free port)",
     ),
     Option(
+        name="fleet",
+        parse=_one_of("slurm", "ray"),
+        metavar="slurm|ray",
+        help="run every case as a job of this scheduler, on machines of the platform that -m or --gpu-platform names",
+    ),
+    Option(
+        name="fleet-args",
+        parse=_site_arguments,
+        repeated=True,
+        metavar="[PLATFORM:] ARGUMENTS",
+        help=(
+            "what the scheduler is to be told beside, such as 'h100: --partition=gpu --gres=gpu:h100:{gpus}', or of Ray "
+            "'h100: h100={gpus}'; without a platform, for all; one a line in the ini file"
+        ),
+    ),
+    Option(name="fleet-gpus", parse=_whole(1), default="8", metavar="N", help="GPUs of each node of the fleet (default: 8)"),
+    Option(
+        name="fleet-jobs",
+        parse=_whole(1),
+        default="256",
+        metavar="N",
+        help="most jobs in the scheduler's queue at once (default: 256)",
+    ),
+    Option(
+        name="fleet-wait",
+        parse=parse_seconds,
+        default="1h",
+        metavar="TIME",
+        help="give a case up as lost that did not start for so long while the others do not get on either (default: 1h)",
+    ),
+    Option(
         name="summary",
         parse=_summary,
         default="auto",
@@ -289,6 +337,12 @@ OPTIONS: Final = (
         parse=_path,
         metavar="FILE",
         help="write environment, cases, measurements and verdicts to this JSON file",
+    ),
+    Option(
+        name="resume",
+        parse=_path,
+        metavar="REPORT",
+        help="take the figures that an earlier --gpu-json of the same code has, and measure only what it lacks",
     ),
     Option(
         name="history",

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from pytest_gputrain import spread
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.harmless import shown
 from pytest_gputrain.records import Case, Measurement, Reply, Result, Summary
 from pytest_gputrain.scaling import efficiency
@@ -18,15 +17,19 @@ from pytest_gputrain.studies import failed_curves
 _DETAIL_LINES: Final = 40
 
 
-def summarise(case: Case, machine: Machine, replies: tuple[Reply, ...]) -> Summary | None:
-    """Figures of the runs that measured; None where none did."""
+def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary | None:
+    """Figures of the runs that measured; None where none did.
+
+    Args:
+        platform: catalog marker of the machine.
+    """
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     if not measured:
         return None
     seconds = statistics.median(run.median_step_seconds for run in measured)
     first = measured[0]
     samples = first.batch_size / seconds
-    peak = catalog.peak_flops(machine.platform, case.precision) if machine.gpus else None
+    peak = catalog.peak_flops(platform, case.precision)
     known = peak is not None and first.flops_per_step is not None
     return Summary(
         median_step_seconds=seconds,

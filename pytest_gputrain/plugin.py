@@ -12,6 +12,7 @@ import pytest
 
 from pytest_gputrain import late, sweep
 from pytest_gputrain.baselines import BaselineError, Store
+from pytest_gputrain.cases import did_you_mean
 from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
@@ -19,14 +20,16 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.harmless import shown
 from pytest_gputrain.interrupts import terminable, undisturbed
 from pytest_gputrain.marks import HELP
+from pytest_gputrain.measuring import Bench
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report import github
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.live import Live
-from pytest_gputrain.runner import Expected, Runner, suite_of
-from pytest_gputrain.selection import platforms_named, platforms_of
+from pytest_gputrain.resuming import Resumption
+from pytest_gputrain.runner import Runner, suite_of
+from pytest_gputrain.selection import Expected, platforms_named, platforms_of
 from pytest_gputrain.settings import Settings, read
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
@@ -55,17 +58,24 @@ def pytest_configure(config: pytest.Config) -> None:
             {option.name: str(config.getini(option.ini)) for option in OPTIONS},
             config.rootpath if config.inipath is None else config.inipath.parent,
         )
-        if settings.platform not in (None, *MARKERS):
-            raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown; known: {', '.join(MARKERS)}")
+        if settings.platform is not None and settings.platform not in MARKERS:
+            hint = did_you_mean(settings.platform, MARKERS)
+            raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
+        for platform, _ in settings.fleet_args:
+            if platform and platform not in MARKERS:
+                hint = did_you_mean(platform, MARKERS)
+                raise ValueError(f"--gpu-fleet-args: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()
         if settings.html is not None and on_controller:
             _check_installed()
-        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings)
+        resumption = None if settings.resume is None else Resumption.read(settings.resume, settings)
+        bench = _fleet(config, settings, resumption) or Bench(settings, resumption)
+        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, bench)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = GpuTrainPlugin(config, runner, Book(settings) if on_controller else None)
+    plugin = GpuTrainPlugin(config, runner, Book(settings, resumption) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
     config.add_cleanup(plugin.ending.close)
@@ -92,6 +102,24 @@ def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
     if settings.dry_run or settings.scale == "tiny" or len(named) != 1 or named[0] == CPU:
         return None
     return Forecast(settings.baseline_dir, named[0])
+
+
+def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | None) -> Bench | None:
+    """Where cases run that do not run on this machine.
+
+    Raises:
+        ValueError: it cannot be used, or several platforms are named.
+    """
+    if settings.fleet is None:
+        return None
+    named = _platforms(config, settings) or [CPU]
+    if len(named) != 1:
+        raise ValueError(f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(named)}; name one of them")
+    from pytest_gputrain.durations import Durations
+    from pytest_gputrain.fleet.bench import FleetBench, engine_of
+
+    durations = Durations(named[0], settings.history, _forecast(config, settings))
+    return FleetBench(settings, named[0], engine_of(settings, named[0]), durations.of, resumption)
 
 
 def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
@@ -186,6 +214,8 @@ class GpuTrainPlugin:
                 suite = suite_of(item.path)
                 expected += [Expected(suite, case, markers, expression) for case in _cases_of(item)]
         self.runner.expected = expected
+        if self.book is not None:  # a worker of xdist submits what it runs
+            self.runner.look_ahead()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
@@ -294,7 +324,9 @@ class GpuTrainPlugin:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
                 book.add(result, passed=False)
-        book.close(int(pytest.ExitCode.INTERRUPTED if self._interrupted else exitstatus))
+        # What somebody chose by pytest.exit stays.
+        cut_short = self._interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        book.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
         late.join_benchmarks(self.config, book.results)
         if book.results or self._failures:
             self._summarise(book)
@@ -311,7 +343,8 @@ class GpuTrainPlugin:
             book.notes.append(f"the summary cannot be written: {error}")
 
     def pytest_unconfigure(self) -> None:
-        self.runner.bench.close()
+        with undisturbed(to_the_end=True):
+            self.runner.bench.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for command in github.commands(self._failures) if self._annotates() else ():

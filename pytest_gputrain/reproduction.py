@@ -19,6 +19,7 @@ from pytest_gputrain.published import GATED
 from pytest_gputrain.records import (
     Case,
     Crashed,
+    Lost,
     Measurement,
     MetricName,
     MetricVerdict,
@@ -51,7 +52,7 @@ def reproduce(
         elsewhere: for a missing row, platforms that the case was published for.
     """
     for reply in replies:
-        if isinstance(reply, (Crashed, TimedOut)):
+        if isinstance(reply, (Crashed, TimedOut, Lost)):
             return Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}")
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pytest_gputrain.measuring import BadCase
+from pytest_gputrain.here import BadCase
 from pytest_gputrain.records import Result, Verdict
 
 

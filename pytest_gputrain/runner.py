@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -15,14 +15,16 @@ from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.company import no_baseline_of
 from pytest_gputrain.hardware import catalog
+from pytest_gputrain.here import BadCase
 from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
 from pytest_gputrain.limits import NO_TERMS, Limited, Terms, against, with_limits
-from pytest_gputrain.measuring import BadCase, Bench
+from pytest_gputrain.measuring import Bench
 from pytest_gputrain.outcome import summarise
 from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import (
     Baseline,
     Case,
+    Host,
     LimitVerdict,
     Measurement,
     OutOfMemory,
@@ -35,7 +37,8 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.rounds import Rounds
-from pytest_gputrain.selection import platforms_of, why_skipped
+from pytest_gputrain.selection import Expected, platforms_of, what_lacks, why_skipped
+from pytest_gputrain.session import in_ci
 from pytest_gputrain.settings import Settings
 from pytest_gputrain.studies import Study, record_losses, search_batch
 from pytest_gputrain.suites import Suites
@@ -48,16 +51,6 @@ class CannotRun(Exception):
     """The case must not run here; the reason to skip."""
 
 
-class Expected(NamedTuple):
-    """A case that a test of this run will ask for."""
-
-    suite: str
-    case: Case
-    markers: frozenset[str]
-    expression: str
-    """Of ``-m``."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
     """What a test asks of a case."""
@@ -66,6 +59,7 @@ class _Asked:
     suite: str
     key: str
     task: Task
+    host: Host
     judged: bool
     records: bool
     """Whether its figures become a baseline."""
@@ -82,12 +76,16 @@ class _Asked:
 class Runner:
     """Runs cases for the tests of one pytest process; a case is measured once however many tests ask for it."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises:
-        BaselineError: the report or the published tables to compare with cannot be read.
+    def __init__(self, settings: Settings, bench: Bench | None = None) -> None:
+        """
+        Args:
+            bench: where cases run; on this machine by default.
+
+        Raises:
+            BaselineError: the report or the published tables to compare with cannot be read.
         """
         self.settings = settings
-        self.bench = Bench(settings)
+        self.bench = bench or Bench(settings)
         self.store = Store(settings.baseline_dir)
         published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
         self._published = PublishedStore.beside(settings.baseline_dir) if published else None
@@ -121,28 +119,18 @@ class Runner:
         if wrong:
             raise BadCase(wrong)
         declared = platforms_of(case.platforms) if case.platforms else ()
-        reason = why_skipped(markers | set(declared), expression, self.bench.machine.platform, case.gpus)
+        reason = why_skipped(markers | set(declared), expression, self.bench.host.platform, case.gpus)
         if reason:
             raise CannotRun(reason)
-        here = len(self.bench.machine.gpus)
-        if here and case.gpus > here and case.gpus % here:
-            raise CannotRun(
-                f"needs {case.gpus} GPUs, found {here}; several nodes are taken whole, so no number of them fits"
-            )
-        if here and case.gpus > here and case.servers:
-            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; a case with parameter servers stays on one node")
-        if here and (nodes := self.bench.nodes(case)) > self.settings.nodes:
-            raise CannotRun(f"needs {case.gpus} GPUs, found {here}; --gpu-nodes={nodes} takes those of {nodes} nodes")
-        if self.bench.machine.gpus:
-            return
-        if scaling and not self._is_study and self.bench.processes(case.gpus) < case.gpus:
-            # Fewer would exercise the engine as well, but their efficiency is not that of the case.
-            raise CannotRun(f"needs {case.gpus} processes; --gpu-processes={case.gpus} runs them on a CPU")
-        if case.gpus + case.servers > 1 and self.settings.processes == 1:
-            few = "two workers and two servers at most" if case.servers else "two of them"
-            raise CannotRun(f"needs {case.gpus + case.servers} processes; --gpu-processes=2 runs {few} on a CPU")
-        if case.parallel.startswith("zero") and case.precision == "fp16":
-            raise CannotRun("needs a GPU: DeepSpeed's fp16 refuses a CPU")
+        lacking = what_lacks(
+            case,
+            gpus=self.bench.host.gpus,
+            most_nodes=self.settings.nodes,
+            most_processes=self.settings.processes,
+            all_of_them=scaling and not self.is_study,
+        )
+        if lacking:
+            raise CannotRun(lacking)
 
     def run(
         self,
@@ -170,33 +158,36 @@ class Runner:
             BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU or the
                 processes that a study takes.
         """
-        judged = judged and not self._is_study
+        judged = judged and not self.is_study
         first = self.declare(suite, case)
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))
         case = self.bench.with_steps(case)
         key = key_of(case, self.bench.scale())
-        # Read first: a broken file is better told before the case has run for minutes.
-        baseline, hint = self._baseline(suite, key) if judged and self._published is None else (None, "")
         inline = inline or self.settings.isolation == "inline"
         if inline and self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
-        if inline and self._is_study:
+        if inline and self.is_study:
             raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
         processes, servers = self.bench.processes(case.gpus), self.bench.processes(case.servers)
         if inline and processes + servers > 1:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
         if inline and case.parallel != "single":
             raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
+        task = self.bench.task(case, module)
+        host = self.bench.place(task, inline)
+        # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
+        baseline, hint = self._baseline(suite, key, host) if judged and self._published is None else (None, "")
         records = judged and self._records(baseline)
         asked = _Asked(
             nodeid=nodeid,
             suite=suite,
             key=key,
-            task=self.bench.task(case, module),
+            task=task,
+            host=host,
             judged=judged,
             records=records,
-            wanted=self._runs(records),
+            wanted=self._runs(records, host),
             baseline=baseline,
             hint=hint,
             scaling=scaling,
@@ -204,6 +195,8 @@ class Runner:
             builder=builder,
             terms=terms,
         )
+        if not self.is_study and asked.wanted > 1:
+            self.bench.expect(task, asked.wanted)
         # A closure may be of no use when its test is over.
         if not records or inline:
             return self._result(asked, asked.wanted)
@@ -214,7 +207,7 @@ class Runner:
         study = self._study(asked, runs)
         case, replies = study.case, study.replies
         limits: tuple[LimitVerdict, ...] = ()
-        while asked.terms.caps and not self._is_study:
+        while asked.terms.caps and not self.is_study:
             limits, settled = self._limited(asked, replies)
             if settled:
                 break
@@ -230,10 +223,12 @@ class Runner:
             key=asked.key,
             case=case,
             scale=asked.task.scale,
-            platform=self.bench.machine.platform,
-            device=self.bench.machine.slug,
+            platform=asked.host.platform,
+            device=asked.host.device,
             replies=replies,
-            summary=summarise(case, self.bench.machine, replies),
+            resumed=self.bench.taken(asked.task, asked.inline, asked.builder).origins,
+            inline=asked.inline,
+            summary=summarise(case, asked.host.platform, replies),
             verdict=with_limits(case, verdict, limits),
             published=row,
             search=study.search,
@@ -241,13 +236,12 @@ class Runner:
         )
 
     @property
-    def _is_study(self) -> bool:
+    def is_study(self) -> bool:
         """Whether an option wants to know something else than the cases' own figures."""
         return self.settings.find_batch or self.settings.loss_steps is not None
 
     def _study(self, asked: _Asked, runs: int) -> Study:
         """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
-
         task, inline, builder = asked.task, asked.inline, asked.builder
 
         def launch(task: Task) -> Reply:
@@ -256,14 +250,14 @@ class Runner:
         if self.settings.find_batch:
             return search_batch(task, self.settings.find_batch_max, launch)
         if self.settings.loss_steps is not None:
-            return record_losses(task, self.settings.loss_steps, self.bench.machine.platform, launch)
+            return record_losses(task, self.settings.loss_steps, asked.host.platform, launch)
         return Study(case=task.case, replies=self.bench.measure(task, inline, builder, runs))
 
-    def _runs(self, records: bool) -> int:
+    def _runs(self, records: bool, host: Host) -> int:
         """Fresh processes that a case starts with."""
         if self.settings.runs is not None:
             return self.settings.runs
-        time_counts = self.bench.machine.gpus or self.settings.judge_cpu_time
+        time_counts = host.gpus or self.settings.judge_cpu_time
         return _RECORDED_RUNS if records and time_counts else 1
 
     def _limited(self, of: _Asked, replies: tuple[Reply, ...]) -> Limited:
@@ -294,7 +288,7 @@ class Runner:
             replies = self.bench.measure(of.task, of.inline, of.builder, len(replies) + 1, replies)
 
     def _judge(self, of: _Asked, replies: tuple[Reply, ...], most: int, no_scaling: str) -> Judgement:
-        baselines = (self._report or self.store).suite(self.bench.machine.slug, of.suite) if of.baseline else {}
+        baselines = (self._report or self.store).suite(of.host.device, of.suite) if of.baseline else {}
         circumstances = Circumstances(most=most, prior=self._suites.prior(of.suite, baselines), shift=self._suites.shift)
         return judge(of.task.case, replies, of.baseline, self._tolerance(of.terms), of.hint, no_scaling, circumstances)
 
@@ -313,33 +307,45 @@ class Runner:
         Their tests find the figures and go on from them. Where there are not enough cases, nothing is measured.
         """
         others = [
-            (expected, key)
+            expected
             for expected in self.expected
-            if not self._suites.knows(expected.suite, key := key_of(expected.case, self.bench.scale()))
+            if not self._suites.knows(expected.suite, key_of(expected.case, self.bench.scale()))
         ]
         if self._suites.lacking > len(others) or self.settings.isolation == "inline":
             return
-        for (suite, case, markers, expression), key in others:
+        for suite, task in self.tasks(others):
             if not self._suites.lacking:
                 return
+            case, key = task.case, key_of(task.case, task.scale)
             try:
-                self.check_selection(case, set(markers), expression)
-                baseline, _ = self._baseline(suite, key)
-            except (CannotRun, BadCase):
+                host = self.bench.place(task)
+                baseline, _ = self._baseline(suite, key, host)
+            except BadCase:
                 continue  # its own test will tell
             if baseline is not None and baseline.case.identity() == case.identity():
-                task = self.bench.task(self.bench.with_steps(case), "")
-                replies = self.bench.measure(task, False, None, self._runs(records=False))
-                first = judge(task.case, replies, baseline, self._tolerance()).first
+                replies = self.bench.measure(task, False, None, self._runs(False, host))
+                first = judge(case, replies, baseline, self._tolerance()).first
                 self._suites.add(suite, key, first)
 
-    def _baseline(self, suite: str, key: str) -> tuple[Baseline | None, str]:
+    def look_ahead(self) -> None:
+        """Let a fleet know what the tests of this run will ask for."""
+        if not self.is_study:
+            self.bench.ahead = lambda: self.tasks(self.expected)
+
+    def tasks(self, expected: Iterable[Expected]) -> Iterator[tuple[str, Task]]:
+        """The suites and tasks of those that may run."""
+        for suite, case, markers, expression in expected:
+            with contextlib.suppress(CannotRun, BadCase):
+                self.check_selection(case, set(markers), expression)
+                yield suite, self.bench.task(self.bench.with_steps(case), "")
+
+    def _baseline(self, suite: str, key: str, host: Host) -> tuple[Baseline | None, str]:
         """The case's baseline, and for a missing one what else there is.
 
         Raises:
             BadCase: the baseline file cannot be read.
         """
-        device = self.bench.machine.slug
+        device = host.device
         if self._report is not None:
             return self._report.get(device, suite, key), f"not in {self._report.path.name}"
         if self.settings.baseline_dir_named and self.settings.baseline_update == "no" and not self.store.folder.is_dir():
@@ -357,17 +363,17 @@ class Runner:
     ) -> tuple[Published | None, Verdict]:
         """The row that the case can be compared with, and what the comparison says."""
         scale, elsewhere = asked.task.scale, store.platforms_of(asked.suite, str(case))
-        row = store.get(self.bench.machine.platform, asked.suite, str(case))
+        row = store.get(asked.host.platform, asked.suite, str(case))
         verdict = reproduce(case, replies, row, self._tolerance(asked.terms), scale=scale, elsewhere=elsewhere)
         return None if why_not_comparable(case, row, scale) else row, verdict
 
-    def is_strict(self) -> bool:
-        """Whether a case without a comparable baseline fails."""
+    def is_strict(self, device: str) -> bool:
+        """Whether a case without a comparable baseline fails that ran on ``device``."""
         if self.settings.strict is not None:
             return self.settings.strict
         if self._published is not None:
             return False  # Strictness by itself is for figures that somebody forgot to record; nobody records these.
-        return in_ci() and (self._report is not None or self.store.has_device(self.bench.machine.slug))
+        return in_ci() and (self._report is not None or self.store.has_device(device))
 
     def _records(self, baseline: Baseline | None) -> bool:
         """Whether an update option wants the case's figures."""
@@ -387,11 +393,6 @@ class Runner:
         what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
         before = f"; before, {verdict.sentence}" if baseline is not None else ""
         return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
-
-
-def in_ci() -> bool:
-    """Whether this is a run of continuous integration, which sets ``CI``."""
-    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def suite_of(path: Path) -> str:

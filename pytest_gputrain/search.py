@@ -20,13 +20,14 @@ def find_batch(try_batch: Callable[[int], Try], most: int) -> Search:
     Args:
         try_batch: trains on that many samples. It is asked for each batch once.
 
-    A try that crashed ends the search: nothing is known of larger batches then, so there is no largest or fastest.
+    A try that crashed, or was lost by the fleet, ends the search: nothing is known of larger batches then, so there is no
+    largest or fastest.
     """
     tries: dict[int, Try] = {}
 
     def fits(batch: int) -> bool:
         tries[batch] = try_batch(batch)
-        if tries[batch].outcome == "crashed":
+        if tries[batch].outcome in ("crashed", "lost"):
             raise _Crash
         return tries[batch].outcome == "fits"
 

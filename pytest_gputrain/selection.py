@@ -5,11 +5,22 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection
-from typing import Final
+from typing import Final, NamedTuple
 
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
+from pytest_gputrain.records import Case
 
 _ALL: Final = frozenset(MARKERS)
+
+
+class Expected(NamedTuple):
+    """A case that a test of this run will ask for."""
+
+    suite: str
+    case: Case
+    markers: frozenset[str]
+    expression: str
+    """Of ``-m``."""
 
 
 def platforms_of(declared: object) -> tuple[str, ...]:
@@ -52,6 +63,35 @@ def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: 
     gpu_markers = [marker for marker in (wanted or declared) if marker != CPU]
     needs = " or ".join(f"{marker} x{gpus}" for marker in gpu_markers) or CPU
     return f"needs {needs}, found {platform}"
+
+
+def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, all_of_them: bool) -> str | None:
+    """Why a case cannot run on machines of a platform that it is declared for, None where it can.
+
+    Args:
+        gpus: of a machine; 0 for a CPU.
+        most_processes: of a case on a CPU.
+        all_of_them: whether fewer processes than the case declares would not do.
+    """
+    if gpus and case.gpus > gpus:
+        lack = f"needs {case.gpus} GPUs, found {gpus}"
+        if case.gpus % gpus:
+            return f"{lack}; several nodes are taken whole, so no number of them fits"
+        if case.servers:
+            return f"{lack}; a case with parameter servers stays on one node"
+        nodes = case.gpus // gpus
+        return f"{lack}; --gpu-nodes={nodes} takes those of {nodes} nodes" if nodes > most_nodes else None
+    if gpus:
+        return None
+    if all_of_them and most_processes < case.gpus:
+        # Fewer would exercise the engine as well, but their efficiency is not that of the case.
+        return f"needs {case.gpus} processes; --gpu-processes={case.gpus} runs them on a CPU"
+    if case.gpus + case.servers > 1 and most_processes == 1:
+        few = "two workers and two servers at most" if case.servers else "two of them"
+        return f"needs {case.gpus + case.servers} processes; --gpu-processes=2 runs {few} on a CPU"
+    if case.parallel.startswith("zero") and case.precision == "fp16":
+        return "needs a GPU: DeepSpeed's fp16 refuses a CPU"
+    return None
 
 
 def _holds(expression: str, names: Collection[str]) -> bool:

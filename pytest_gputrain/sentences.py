@@ -11,6 +11,7 @@ from pytest_gputrain.records import (
     BaselineRun,
     Crashed,
     Environment,
+    Lost,
     Measurement,
     MetricName,
     MetricVerdict,
@@ -20,12 +21,14 @@ from pytest_gputrain.records import (
 from pytest_gputrain.units import format_bytes, format_flops, format_percent, format_seconds, format_spread, format_topology
 
 
-def describe_failure(reply: Crashed | TimedOut | OutOfMemory, wanted: str = "measurement") -> str:
+def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str = "measurement") -> str:
     """What went wrong, as the rest of a sentence that begins with the case.
 
     Args:
         wanted: of it.
     """
+    if isinstance(reply, Lost):
+        return f"was lost by the fleet, which says nothing of the case: {reply.sentence}"
     at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
     rank = "" if isinstance(reply, TimedOut) or reply.rank is None else f", rank {reply.rank}"
     place = f"({reply.phase}{at}{rank})"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import subprocess
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,12 +32,18 @@ class Session:
     """UTC, ISO 8601."""
     commit: str
     """With ``+dirty`` where tracked files differ from it; empty outside of a repository."""
+    changes: str = ""
+    """Tells uncommitted changes of tracked files from others, of files apart that runs write; empty for none."""
     branch: str
     """Empty outside of a repository, and of a detached head that no variable of CI names."""
 
     @classmethod
-    def begin(cls, root: Path) -> Session:
-        """A new session of the repository that ``root`` lies in."""
+    def begin(cls, root: Path, written: Sequence[Path] = ()) -> Session:
+        """A new session of the repository that ``root`` lies in.
+
+        Args:
+            written: files and folders whose changes are the run's own.
+        """
         commit = _git(root, "rev-parse", "--short=12", "HEAD")
         if commit and _git(root, "status", "--porcelain", "--untracked-files=no"):
             commit += "+dirty"
@@ -44,8 +52,14 @@ class Session:
             id=uuid.uuid4().hex[:12],
             created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
             commit=commit,
+            changes=_changes(root, written) if commit.endswith("+dirty") else "",
             branch=_git(root, "branch", "--show-current") or (_branch_of_ci() if commit else ""),
         )
+
+
+def in_ci() -> bool:
+    """Whether this is a run of continuous integration, which sets ``CI``."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def _branch_of_ci() -> str:
@@ -55,10 +69,26 @@ def _branch_of_ci() -> str:
     return next(filter(None, named.values()), "")
 
 
+def _changes(root: Path, written: Sequence[Path]) -> str:
+    """Digest of what is not committed; one that equals no other where git does not tell."""
+    top = Path(_git(root, "rev-parse", "--show-toplevel"))
+    own = [path.resolve().relative_to(top) for path in written if path.resolve().is_relative_to(top)]
+    apart = [f":(top,exclude,literal){path}" for path in own if path != Path()]
+    told = _output(root, "diff", "--no-ext-diff", "--no-color", "--full-index", "HEAD", "--", ":/", *apart)
+    if told is None:
+        return uuid.uuid4().hex[:12]
+    return hashlib.sha256(told).hexdigest()[:12] if told else ""
+
+
 def _git(root: Path, *arguments: str) -> str:
-    """Output of a git command in ``root``; empty where there is no git or no repository."""
+    """What a git command in ``root`` prints; empty where there is no git or no repository."""
+    return (_output(root, *arguments) or b"").decode(errors="surrogateescape").strip()
+
+
+def _output(root: Path, *arguments: str) -> bytes | None:
+    """Output of a git command; None where it fails."""
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return None
+    return done.stdout if done.returncode == 0 else None

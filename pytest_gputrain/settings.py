@@ -51,11 +51,22 @@ class Settings:
     """``HOST`` or ``HOST:PORT`` of this node for the others; empty for its name, or for Slurm to start them all."""
     summary: Path | Literal["auto", "none"]
     json: Path | None
+    resume: Path | None
+    """Report of an earlier run whose figures are taken over."""
     history: Path | None
     """File that this run's cases are appended to."""
     html: Path | None
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
+    fleet: Literal["slurm", "ray"] | None
+    """The engine that runs the cases; None for this machine."""
+    fleet_args: tuple[tuple[str, tuple[str, ...]], ...]
+    """What the engine is told beside: a catalog marker, empty for all platforms, and arguments."""
+    fleet_gpus: int
+    """GPUs of each node of the fleet."""
+    fleet_jobs: int
+    """Most jobs in the scheduler's queue."""
+    fleet_wait_seconds: float
     dry_run: bool
     """Whether cases are predicted instead of run."""
     find_batch: bool
@@ -66,6 +77,12 @@ class Settings:
     root: Path
     typed: tuple[str, ...]
     """Names of the options that the command line gives: they count before what a test says of itself."""
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """Files and folders that a run changes, or that the one it resumes has changed."""
+        named = (self.baseline_dir, self.summary, self.json, self.history, self.html, self.resume)
+        return tuple(path for path in named if isinstance(path, Path))
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
@@ -143,9 +160,15 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         rendezvous=values["rendezvous"] or "",
         summary=values["summary"].absolute() if isinstance(values["summary"], Path) else values["summary"],
         json=None if values["json"] is None else values["json"].absolute(),
+        resume=None if values["resume"] is None else values["resume"].absolute(),
         history=None if values["history"] is None else values["history"].absolute(),
         html=None if values["html"] is None else values["html"].absolute(),
         sweep=values["set"] or (),
+        fleet=values["fleet"],
+        fleet_args=values["fleet-args"] or (),
+        fleet_gpus=values["fleet-gpus"],
+        fleet_jobs=values["fleet-jobs"],
+        fleet_wait_seconds=values["fleet-wait"],
         dry_run=bool(values["dry-run"]),
         find_batch=bool(values["find-batch"]),
         find_batch_max=values["find-batch-max"],
@@ -161,6 +184,17 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
         if asked and values["nodes"] > 1:
             raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
+    if values["fleet"]:
+        against = {
+            "--gpu-dry-run": values["dry-run"],
+            "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-ids": values["ids"],
+            "--gpu-rendezvous": values["rendezvous"],
+        }
+        for other in (flag for flag, asked in against.items() if asked):
+            raise ValueError(
+                f"--gpu-fleet and {other} contradict each other: cases run on machines that a scheduler chooses"
+            )
     if values["dry-run"]:
         against = {
             "--gpu-find-batch": values["find-batch"],
@@ -168,6 +202,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-resume": values["resume"] is not None,
         }
         for other in (flag for flag, asked in against.items() if asked):
             raise ValueError(
@@ -183,6 +218,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-resume": values["resume"] is not None,
         }
         for other in (flag for flag, asked in against.items() if asked):
             raise ValueError(

@@ -11,7 +11,7 @@ import msgspec
 from pytest_gputrain import loss
 from pytest_gputrain.findings import LossCurve, Search, Try
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.records import Case, Crashed, Measurement, OutOfMemory, Reply, Task, TimedOut
+from pytest_gputrain.records import Case, Crashed, Lost, Measurement, OutOfMemory, Reply, Task, TimedOut
 from pytest_gputrain.search import find_batch
 from pytest_gputrain.sentences import describe_failure
 
@@ -109,7 +109,9 @@ def _why_left_out(case: Case, platform: str, precision: str) -> str:
     return ""
 
 
-def _outcome(reply: Crashed | OutOfMemory | TimedOut) -> Literal["out_of_memory", "timed_out", "crashed"]:
+def _outcome(
+    reply: Crashed | OutOfMemory | TimedOut | Lost,
+) -> Literal["out_of_memory", "timed_out", "crashed", "lost"]:
     match reply:
         case OutOfMemory():
             return "out_of_memory"
@@ -117,6 +119,8 @@ def _outcome(reply: Crashed | OutOfMemory | TimedOut) -> Literal["out_of_memory"
             return "timed_out"
         case Crashed():
             return "crashed"
+        case Lost():
+            return "lost"
 
 
 def failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:

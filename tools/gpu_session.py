@@ -5,9 +5,9 @@
 
 A call takes the next of these steps while there is time for it: the drivers' replies (``driver.json``), the tests of
 tests/gpu, then every case that is declared for the marker, those first that are predicted to take least memory, each
-recorded as a baseline in DIR/baselines with its report in DIR/reports, and in the end each lever of the tuned cases alone.
-Cases of more GPUs than there are skip. What is done is in DIR/done.jsonl: a step that fails is done, too, and told. DIR is
-all there is to carry home; copy its baselines over those of the repository.
+recorded as a baseline in DIR/baselines with its report in DIR/reports, and in the end the levers of a tuned case, one upon
+the other from the published case on. Cases of more GPUs than there are skip. What is done is in DIR/done.jsonl: a step that
+fails is done, too, and told. DIR is all there is to carry home; copy its baselines over those of the repository.
 
 ``--table`` prints measured beside predicted figures, as Markdown; the published ones are printed by
 ``gputrain table --published --report``.
@@ -36,8 +36,11 @@ PYTEST: Final = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q")
 LEAST_SECONDS: Final = 60.0
 """Left of a call, for a step to be begun whose like has not been timed."""
 TIMED_OUT: Final = 124
-LEVERS: Final = ("optimizer=adamw-fused", "loss_chunks=8", "compile=default", "activation_checkpointing=0.5")
-"""Each alone upon the published case whose tuned form has them together."""
+LEVERED: Final = "llama-3.1-8b-full-bf16"
+"""The case of both suites, published and tuned, whose levers are told apart."""
+LEVERS: Final = ("optimizer=adamw-fused", "loss_chunks=16", "activation_checkpointing=0.8125")
+"""Each upon those before it: recomputing less takes the memory that the others leave. With the next, ``compile``, the case
+is the tuned one."""
 
 
 class Step(NamedTuple):
@@ -67,15 +70,16 @@ def steps(asked: Asked) -> Iterator[Step]:
     )
     yield Step("tests", (*PYTEST, "tests/gpu", f"--junitxml={asked.folder / 'tests.xml'}"))
     for node in ordered(collected(asked), asked.marker):
-        yield Step(node, measuring(asked, node))
-    for lever in LEVERS:
-        yield Step(lever, lever_alone(asked, lever))
+        yield Step(f"{node} on {asked.marker}", measuring(asked, node))
+    for count in range(1, len(LEVERS) + 1):
+        levers = LEVERS[:count]
+        yield Step(f"{' '.join(levers)} on {asked.marker}", with_levers(asked, levers))
 
 
-def lever_alone(asked: Asked, lever: str) -> tuple[str, ...]:
-    """The published case with one knob of its tuned form; swept it has another name, so it is selected by a part of that."""
-    case = measuring(asked, "benchmarks/test_llm_finetuning.py", name=lever)
-    return (*case, "--gpu-set", lever, "-k", "test_llm_finetuning and llama-3.1-8b-lora-bf16")
+def with_levers(asked: Asked, levers: Sequence[str]) -> tuple[str, ...]:
+    """The published case with knobs of its tuned form; swept it has another name, so it is selected by a part of that."""
+    case = measuring(asked, "benchmarks/test_llm_finetuning.py", name=f"{LEVERED}-{'-'.join(levers)}")
+    return (*case, *(word for lever in levers for word in ("--gpu-set", lever)), "-k", f"{LEVERED} and not less_than")
 
 
 def measuring(asked: Asked, node: str, name: str = "") -> tuple[str, ...]:

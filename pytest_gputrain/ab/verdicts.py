@@ -18,6 +18,7 @@ from pytest_gputrain.records import (
     BaselineRun,
     Case,
     Crashed,
+    Lost,
     Measurement,
     Reply,
     Report,
@@ -105,7 +106,7 @@ def verdict_of(
     Args:
         told: how to name that side.
     """
-    crashed = any(isinstance(reply, Crashed | TimedOut) for reply in replies)
+    crashed = any(isinstance(reply, Crashed | TimedOut | Lost) for reply in replies)
     if baseline is None and not crashed:
         return Verdict(status="new", sentence=f"{case}: {told} has no such case")
     if baseline is not None and not baseline.runs and not crashed:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import platform
+import time
 from importlib import metadata
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from pytest_gputrain.cases import library_versions
 from pytest_gputrain.files import UNREADABLE, write_atomically
 from pytest_gputrain.records import Case, Prediction, Task
+
+KEPT_SECONDS: Final = 30 * 24 * 3600.0
+"""Since a prediction was last asked for."""
 
 
 class Cache:
@@ -32,15 +38,26 @@ class Cache:
         if path is None:
             return None
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Prediction)
+            known = msgspec.json.decode(path.read_bytes(), type=Prediction)
+            os.utime(path)
         except (OSError, *UNREADABLE):
             return None
+        return known
 
     def put(self, task: Task, prediction: Prediction) -> None:
         path = self._path(task)
         if path is not None:
             with contextlib.suppress(OSError):  # slower next time, and nothing else
                 write_atomically(path, msgspec.json.encode(prediction))
+                self._forget_old(path.parent)
+
+    @staticmethod
+    def _forget_old(folder: Path) -> None:
+        """Those of code and libraries that nobody has any more."""
+        now = time.time()
+        for path in folder.glob("*.json"):
+            if now - path.stat().st_mtime > KEPT_SECONDS:
+                path.unlink()
 
     def _path(self, task: Task) -> Path | None:
         if self._folder is None or task.case.code or not _are_released(task.case):

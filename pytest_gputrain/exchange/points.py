@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Result, TimedOut, Verdict
+from pytest_gputrain.records import Crashed, Lost, Measurement, OutOfMemory, Result, TimedOut, Verdict
 from pytest_gputrain.shelf import Picked
 
 
@@ -93,6 +93,8 @@ def _outcome(replies: Sequence[object]) -> str:
                 return "timed out"
             case Crashed():
                 return "crashed"
+            case Lost():
+                return "was lost by the fleet"
     return "was not run"
 
 

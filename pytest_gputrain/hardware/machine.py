@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pytest_gputrain.hardware import amd, catalog, drivers
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
+from pytest_gputrain.records import Host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,10 @@ class Machine:
     def slug(self) -> str:
         """Folder of this machine's baselines."""
         return catalog.slug(self.device_name)
+
+    @property
+    def host(self) -> Host:
+        return Host(name=socket.gethostname(), platform=self.platform, device=self.slug, gpus=len(self.gpus))
 
 
 def detect(

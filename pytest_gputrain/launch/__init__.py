@@ -18,7 +18,7 @@ from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import CASE_FOLDER, Process, start
 from pytest_gputrain.launch.ranks import Rank, folder_of, follow
 from pytest_gputrain.launch.torchrun import Cluster, on_nodes
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
+from pytest_gputrain.records import Crashed, Event, Lost, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
 
 __all__ = ["Cluster", "Preloaded", "Watch", "in_process", "inline", "on_nodes", "predict"]
 
@@ -59,7 +59,7 @@ def predict(
     """
     assert task.target is not None, "a prediction is for a device"
     reply = _launched(task, (), timeout_seconds, watch, preloaded)
-    assert not isinstance(reply, Measurement), "nothing was trained"
+    assert not isinstance(reply, Measurement | Lost), "nothing was trained, and not by a fleet"
     return reply
 
 

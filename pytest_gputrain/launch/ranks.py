@@ -72,6 +72,9 @@ def _clear(folder: Path) -> None:
     _running.discard(folder)
 
 
+os.register_at_fork(after_in_child=_running.clear)
+
+
 @atexit.register
 def _clear_all() -> None:
     """For cases whose end was itself interrupted: a second Ctrl-C may come at any moment."""
@@ -225,8 +228,10 @@ def _read_reply(
         return msgspec.structs.replace(reply, detail=output + reply.detail) if isinstance(reply, Crashed) else reply
     if killed_for_memory:
         return OutOfMemory(where="host", phase=last.phase, step=last.step, message="killed by the kernel's OOM killer")
-    free = shutil.disk_usage(folder).free
-    why = f"; {format_bytes(free)} is free in {folder.parent.parent}" if free < _SCARCE_BYTES else ""
+    why = ""
+    with contextlib.suppress(OSError):  # the folder may be gone
+        free = shutil.disk_usage(folder).free
+        why = f"; {format_bytes(free)} is free in {folder.parent.parent}" if free < _SCARCE_BYTES else ""
     return crashed(f"the worker ended {exit_text(exit_code)} without a reply{why}")
 
 

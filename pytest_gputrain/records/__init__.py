@@ -7,13 +7,16 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
 from pytest_gputrain.records.history import HistoryLine
 from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase
 from pytest_gputrain.records.reply import (
+    Cause,
     Crashed,
     Environment,
     Event,
     Holder,
+    Lost,
     Measurement,
     OutOfMemory,
     Phase,
@@ -32,6 +35,7 @@ from pytest_gputrain.records.verdict import (
     LimitVerdict,
     MetricName,
     MetricVerdict,
+    Origin,
     Published,
     RankSpread,
     Report,
@@ -47,20 +51,27 @@ __all__ = [
     "Baseline",
     "BaselineRun",
     "Case",
+    "Cause",
     "Change",
+    "Conditions",
     "Course",
     "Crashed",
+    "Delivery",
     "Environment",
     "Event",
     "HistoryLine",
     "Holder",
+    "Host",
     "LimitVerdict",
     "LiveTensor",
+    "Lost",
     "Measurement",
     "MetricName",
     "MetricVerdict",
     "Moment",
     "OperatorWork",
+    "Order",
+    "Origin",
     "OutOfMemory",
     "Phase",
     "Prediction",

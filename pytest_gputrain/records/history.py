@@ -106,7 +106,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     steps: Whole
     warmup: Whole
     code: str
-    outcome: Literal["measured", "predicted", "out_of_memory", "crashed", "timed_out"]
+    outcome: Literal["measured", "predicted", "out_of_memory", "crashed", "timed_out", "lost"]
     """Of the first process that gave no figures, if one did."""
     verdict: Status | None
     """Null where the test only measured."""

@@ -243,4 +243,23 @@ class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="ou
     """Python stacks of the worker at the end, where it could still give them."""
 
 
-Reply = Measurement | OutOfMemory | Crashed | TimedOut
+Cause = Literal[
+    "node_died", "preempted", "cancelled", "not_scheduled", "queue_full", "no_delivery", "unfit_node", "unreachable"
+]
+
+
+class Lost(Struct, frozen=True, kw_only=True, tag="lost", tag_field="outcome"):
+    """The fleet did not run the case to its end, so nothing is known of it; none of the code's doing."""
+
+    cause: Cause
+    sentence: str
+    """What happened, and what to do."""
+    job: str = ""
+    """As the fleet's scheduler numbers it; empty where it took none."""
+    host: str = ""
+    """Where it ran, as far as known."""
+    detail: str = ""
+    """The end of the job's output."""
+
+
+Reply = Measurement | OutOfMemory | Crashed | TimedOut | Lost

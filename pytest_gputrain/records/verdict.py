@@ -191,6 +191,19 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Share of the time in which a kernel ran."""
 
 
+class Origin(Struct, frozen=True, kw_only=True):
+    """An earlier run that replies of a resumed one are of."""
+
+    session: str
+    """Id of the pytest run."""
+    date: str
+    """When it began: UTC, ISO 8601."""
+    commit: str
+    branch: str
+    runs: Whole
+    """Replies of it."""
+
+
 class Result(Struct, frozen=True, kw_only=True):
     """One case in one test: a row of the table and of the JSON report."""
 
@@ -205,6 +218,10 @@ class Result(Struct, frozen=True, kw_only=True):
     """Slug: the folder of its baselines."""
     replies: tuple[Reply, ...] = ()
     """One per fresh process; of a dry run only that of a process that failed."""
+    resumed: tuple[Origin, ...] = ()
+    """Whose the first replies are, where ``--gpu-resume`` took them from an earlier report; one run after the other."""
+    inline: bool = False
+    """Whether it ran in the pytest process."""
     prediction: Prediction | None = None
     """Of a dry run."""
     remedy: str = ""
@@ -230,10 +247,13 @@ class Report(Struct, frozen=True, kw_only=True):
     created: str
     session: str
     commit: str = ""
+    changes: str = ""
+    """Tells uncommitted changes of tracked files from others, what runs write apart; empty for none."""
     branch: str = ""
     arguments: tuple[str, ...] = ()
     settings: dict[str, Any] = {}
     """Only JSON values."""
     exit_status: Whole = 0
+    """2 until the run has come to its end."""
     notes: tuple[str, ...] = ()
     results: tuple[Result, ...] = ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +20,7 @@ from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Report, Result
 from pytest_gputrain.report import document
+from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.settings import Settings
@@ -27,19 +28,22 @@ from pytest_gputrain.shelf import Cabinet, Shelf
 from pytest_gputrain.suites import whole_suite
 
 _SAVE_EVERY_SECONDS: Final = 30.0
-_LEAST_PAUSE: Final = 20.0
-"""Times what the last saving took: a file grows with the run, and every saving writes all of it."""
+_LEAST_PAUSE: Final = 20
+"""Times what the last saving took: files grow with the run, and every saving writes all of them."""
+_NOT_ENDED: Final = 2
+"""pytest's exit status of a run that was interrupted."""
 
 
 class Book:
     """Collects results, stores baselines under the update options, writes the reports and the history.
 
-    Baselines are saved now and then and at the end, so that a run that is ended loses half a minute at most, or a few where
-    saving takes seconds.
+    Baselines and the report are saved now and then and at the end, so that a run that is killed loses half a minute of
+    cases, or a few where saving takes seconds.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, resumption: Resumption | None = None) -> None:
         self.settings = settings
+        self._resumption = resumption
         self.results: Shelf[Result] = Shelf(Result)
         self.notes: list[str] = []
         self.failed = False
@@ -53,13 +57,15 @@ class Book:
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
         self._stored: dict[tuple[str, str, str], Case] = {}
+        self._records_resumed = False
+        """Whether a baseline has runs of an earlier session."""
         self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS
 
     @property
     def session(self) -> Session:
         """Looked up with the first result: a run without any needs no git."""
         if self._session is None:
-            self._session = Session.begin(self.settings.root)
+            self._session = Session.begin(self.settings.root, self.settings.written)
         return self._session
 
     def add(self, result: Result, *, passed: bool) -> None:
@@ -77,6 +83,7 @@ class Book:
             self._record_if_complete(result)
         elif _is_recorded(result):
             self.notes.append(f"not recorded: {result.case}, because its test failed")
+        self._save_now_and_then()
 
     def update(self, result: Result) -> None:
         """Take in a result again, with a further run of its baseline."""
@@ -88,6 +95,7 @@ class Book:
         self._record_if_complete(result)
         if not _is_recorded(result):
             self.notes.append(f"not recorded: {result.case}, because not all runs of its baseline gave figures")
+        self._save_now_and_then()
 
     def _note_to_come(self, place: int, result: Result) -> None:
         (self._to_come.add if result.to_come else self._to_come.discard)(place)
@@ -95,8 +103,6 @@ class Book:
     def _record_if_complete(self, result: Result) -> None:
         if _is_recorded(result) and not result.to_come:
             self._record(result)
-        if time.monotonic() > self._save_at:
-            self._save_baselines()
 
     def _record(self, result: Result) -> None:
         first = self._stored.setdefault((result.device, result.suite, result.key), result.case)
@@ -110,21 +116,25 @@ class Book:
             entry = Recorded(case=case, scale=result.scale, predictions=(result.prediction,))
             self._predicted[result.platform, result.suite][result.key] = entry
             return
+        self._records_resumed = self._records_resumed or bool(result.resumed)
         session = self.session
         baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
         self._pending[result.device, result.suite][result.key] = baseline
 
     def close(self, exit_status: int) -> None:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
-        self._save_baselines()
+        if trouble := self._save_baselines():
+            self._keep_aside("; ".join(trouble), self._report(1))
         self._tell_unfinished()
+        self._tell_resumed()
         self._append_history()
         if sentence := self.shift()[1]:
             self.notes.append(sentence)
         exit_status = exit_status or int(self.failed)
         for path, number in self._recorded.items():
             self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
-        if any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded):
+        on_gpus = any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded)
+        if on_gpus and not self._records_resumed:
             self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
         for file, write in ((self.settings.json, document.write), (self.settings.html, self._write_page)):
             if file is not None:
@@ -143,20 +153,23 @@ class Book:
                 past = page.look_back([self.settings.history], self.notes.append)
             except history.HistoryError as error:
                 self.notes.append(f"{path} shows no trends: {error}")
-        whole = msgspec.structs.replace(report, results=tuple(results))
+        whole = msgspec.structs.replace(report, results=(*report.results, *results))
         page.write(path, [whole], past, baseline_dir=self.settings.baseline_dir)
 
     def _append_history(self) -> None:
-        lines = history.lines_of(self.results, self.session) if self.settings.history and self.results else []
-        if self.settings.history is None or not lines:
+        path = self.settings.history
+        if path is None or not self.results:
             return
         try:
-            repaired = history.append(self.settings.history, lines)
+            lines = history.unwritten(path, history.lines_of(self.results, self.session), self.session)
+            repaired = history.append(path, lines) if lines else ""
+        except history.HistoryError as error:
+            self._keep_aside(f"nothing is appended to the history: {error}", self._report(1))
         except OSError as error:
-            trouble = f"the history {self.settings.history} cannot be written: {error.strerror}"
-            self._keep_aside(trouble, self._report(1))
+            self._keep_aside(f"the history {path} cannot be written: {error.strerror}", self._report(1))
         else:
-            self.notes += [*filter(None, [repaired]), f"{count(len(lines), 'line')} appended to {self.settings.history}"]
+            appended = f"{count(len(lines), 'line')} appended to {path}" if lines else ""
+            self.notes += filter(None, [repaired, appended])
 
     def _tell_unfinished(self) -> None:
         """Tell of baselines whose runs were not all there when the run was ended."""
@@ -175,31 +188,47 @@ class Book:
         else:
             self.notes.append(f"{trouble}; all figures are in {self.settings.json}")
 
+    def _tell_resumed(self) -> None:
+        if self._resumption is None:
+            return
+        cases = {(result.device, result.suite, result.key) for result in self.results if result.resumed}
+        told = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumption.path}"
+        unknown = (
+            "" if self._resumption.report.commit and self.session.commit else "; nothing tells whether the code is the same"
+        )
+        self.notes.append(told + unknown)
+
     def shift(self) -> tuple[bool, str]:
         """Whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
         if self.settings.baseline_update == "all":
             return False, ""
         return whole_suite(self.results, self.settings.time_tolerance)
 
-    def _save_baselines(self) -> None:
+    def _save_now_and_then(self) -> None:
+        """What a power cut would take; of what cannot be written the end will tell, when there may be room again."""
         began = time.monotonic()
-        measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
-        pending, self._pending = self._pending, _nothing_pending()
-        for (device, suite), entries in pending.items():
-            self._save(functools.partial(measured.update, device, suite, entries), len(entries))
-        foretold, self._predicted = self._predicted, defaultdict(dict)
-        for (platform, suite), recorded in foretold.items():
-            self._save(functools.partial(predicted.update, platform, suite, recorded), len(recorded))
+        if began <= self._save_at:
+            return
+        self._save_baselines()
+        if self.settings.json is not None:
+            with contextlib.suppress(OSError):
+                document.write(self._report(_NOT_ENDED), self.settings.json, self.results)
         ended = time.monotonic()
         self._save_at = ended + max(_SAVE_EVERY_SECONDS, _LEAST_PAUSE * (ended - began))
 
-    def _save(self, update: Callable[[], Path], count: int) -> None:
-        try:
-            path = update()
-        except BaselineError as error:
-            self._keep_aside(str(error), self._report(1))
-        else:
-            self._recorded[path] = self._recorded.get(path, 0) + count
+    def _save_baselines(self) -> list[str]:
+        """What kept some from being saved, which wait for the next time."""
+        measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
+        return [*self._save(measured.update, self._pending), *self._save(predicted.update, self._predicted)]
+
+    def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
+        for place, entries in list(waiting.items()):
+            try:
+                path = update(*place, entries)
+            except BaselineError as error:
+                yield str(error)
+            else:
+                self._recorded[path] = self._recorded.get(path, 0) + len(waiting.pop(place))
 
     def _keep_aside(self, trouble: str, report: Report) -> None:
         """Write every figure somewhere else."""
@@ -213,19 +242,26 @@ class Book:
             self.notes.append(f"{trouble}; all figures are in {aside}")
 
     def _report(self, exit_status: int) -> Report:
-        """All but the results."""
+        """All but this run's results."""
         settings = msgspec.to_builtins(self.settings, enc_hook=str)
         return Report(
             generator=document.generator(),
             created=self.session.created,
             session=self.session.id,
             commit=self.session.commit,
-            branch=self.session.branch,
-            arguments=tuple(sys.argv[1:]),
-            settings=settings,
+            changes=self.session.changes,
+            branch=_utf8(self.session.branch),
+            arguments=tuple(map(_utf8, sys.argv[1:])),
+            settings={name: _utf8(value) if isinstance(value, str) else value for name, value in settings.items()},
             exit_status=exit_status,
             notes=tuple(self.notes),
+            results=tuple(self._resumption.beyond(self.results)) if self._resumption else (),
         )
+
+
+def _utf8(text: str) -> str:
+    """Whatever the operating system calls a file, JSON can say."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _nothing_pending() -> defaultdict[tuple[str, str], Cabinet[str, Baseline]]:

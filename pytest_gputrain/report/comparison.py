@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pytest_gputrain.figures import Figure
-from pytest_gputrain.records import Measurement, OutOfMemory, Published, Result, TimedOut
+from pytest_gputrain.records import Lost, Measurement, OutOfMemory, Published, Result, TimedOut
 from pytest_gputrain.report import layout
 from pytest_gputrain.units import GiB, MiB, format_bytes, format_seconds
 
@@ -129,8 +129,15 @@ def outcome(result: Result) -> str:
     """Why a case has no figures, in a word or two; a prediction alone is none."""
     if not result.replies:
         return ""
-    reply = result.replies[-1]
-    return "OOM" if isinstance(reply, OutOfMemory) else "timed out" if isinstance(reply, TimedOut) else "crashed"
+    match result.replies[-1]:
+        case OutOfMemory():
+            return "OOM"
+        case TimedOut():
+            return "timed out"
+        case Lost():
+            return "lost"
+        case _:
+            return "crashed"
 
 
 def table(results: Sequence[Result], verdict: Callable[[Result], Text]) -> Table:

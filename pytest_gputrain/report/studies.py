@@ -26,6 +26,7 @@ _OUTCOMES: Final = {
     "timed_out": "timed out",
     "capped": "capped",
     "crashed": "crashed",
+    "lost": "lost",
 }
 
 

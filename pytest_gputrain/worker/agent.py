@@ -6,6 +6,7 @@ one ended that did not end well, and ends with all of them when pytest says so o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -180,9 +181,17 @@ def main(arguments: list[str]) -> NoReturn:
     die_with_parent()
     folder, *seat = arguments
     if not seat:
-        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        host = reachable(os.environ.get("SLURMD_NODENAME", ""))
         seat = [os.environ["SLURM_PROCID"], host]
     Agent(Path(folder), int(seat[0]), seat[1]).run()
+
+
+def reachable(name: str) -> str:
+    """Slurm's name of this node; that of the host where it is none, or is known to Slurm only."""
+    with contextlib.suppress(OSError):
+        if name and socket.getaddrinfo(name, None):
+            return name
+    return socket.gethostname()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import math
 import os
 import platform
@@ -18,7 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.cases import LIBRARIES
+from pytest_gputrain.cases import versions
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, finite_losses, local
@@ -291,15 +290,6 @@ def _environment(device: Device, group: Group) -> Environment:
         runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
         threads=device.threads,
     )
-
-
-def versions() -> dict[str, str]:
-    """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
-    found = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def _cpu_model() -> str:

@@ -52,7 +52,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pytest_gputrain import launch, measuring
+from pytest_gputrain import here, launch
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu, Occupancy
 from pytest_gputrain.records import Holder, Reply
@@ -103,7 +103,7 @@ def pytest_configure(config):
     patch.setattr(drivers, "occupancy", occupancy)
     patch.setattr(drivers, "paths", paths)
     patch.setattr(drivers, "driver", lambda vendor: contextlib.nullcontext())
-    patch.setattr(measuring, "_SETTLING_SECONDS", 0)
+    patch.setattr(here, "_SETTLING_SECONDS", 0)
     patch.setattr(launch, "in_process", in_process)
     patch.setattr(launch, "on_nodes", in_process)
     config.add_cleanup(patch.undo)

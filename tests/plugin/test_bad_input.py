@@ -255,7 +255,7 @@ def test_tests_without_cases_need_no_baseline_folder(suite: Project) -> None:
         ("--gpu-scale=huge", "--gpu-scale: 'huge' is none of auto, full, tiny"),
         ("--gpu-isolation=thread", "--gpu-isolation: 'thread' is none of auto, process, inline"),
         ("--gpu-ids=0,0", "--gpu-ids: '0,0' is not a list of GPU indices or UUIDs, each once, separated by commas"),
-        ("--gpu-platform=h10", "--gpu-platform: 'h10' is unknown; known: *"),
+        ("--gpu-platform=h10", "--gpu-platform: 'h10' is unknown (did you mean 'h100'?); known: *"),
         (
             "--gpu-baseline=gone.json",
             "--gpu-baseline: 'gone.json' is neither 'measured', 'published' nor a report that exists",

@@ -28,7 +28,7 @@ def hungry(setup):
 
     return step
 """
-CHECKED = "\n\ndef test_it(gputrain):\n    figures = gputrain.{call}(hungry, precision='fp32', steps=2, warmup=0)\n"
+CHECKED = "\n\ndef test_it(gputrain):\n    figures = gputrain.check(hungry, precision='fp32', steps=2, warmup=0)\n"
 
 
 @pytest.fixture
@@ -115,9 +115,8 @@ def test_two_tests_that_ask_for_one_search_make_it_once(suite: Project) -> None:
     assert len(suite.launches) == 7
 
 
-@pytest.mark.parametrize("call", ["check", "measure"])
-def test_own_code_that_runs_out_of_memory_is_searched_for_real(project: Project, call: str) -> None:
-    project.write(test_mine=f"{HUNGRY}{CHECKED.format(call=call)}    assert figures.batch_size in (1, 2, 3)\n")
+def test_own_code_that_runs_out_of_memory_is_searched_for_real(project: Project) -> None:
+    project.write(test_mine=f"{HUNGRY}{CHECKED}    assert figures.batch_size in (1, 2, 3)\n")
     result = project.run("--gpu-find-batch", "--gpu-json=report.json")
     assert failures(result) == {}
     search = _search(project)

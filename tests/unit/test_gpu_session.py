@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -67,8 +68,8 @@ def test_a_session_on_the_cpu_records_case_after_case(tmp_path: Path, monkeypatc
     assert [one.name.partition("::")[2] or one.name for one in log] == [
         "driver",
         "tests",
-        "test_ctr[ctr-dnn-full-fp32-batch_size=8]",
-        "test_ctr[ctr-dnn-full-fp32-batch_size=16]",
+        "test_ctr[ctr-dnn-full-fp32-batch_size=8] on cpu",
+        "test_ctr[ctr-dnn-full-fp32-batch_size=16] on cpu",
     ]
     stored = json.loads((asked.folder / "baselines" / "cpu" / "ctr.json").read_text())["cases"]
     assert len(stored) == 2
@@ -78,15 +79,24 @@ def test_a_session_on_the_cpu_records_case_after_case(tmp_path: Path, monkeypatc
     assert gpu_session.log_of(asked.folder) == log
 
 
-def test_a_lever_selects_its_case(tmp_path: Path) -> None:
-    for lever in gpu_session.LEVERS:
-        command = gpu_session.lever_alone(Asked(tmp_path, "h100", "", 1), lever)
+def test_levers_lead_from_the_published_case_to_the_tuned_one(tmp_path: Path) -> None:
+    asked = Asked(tmp_path, "h100", "", 1)
+    for count in (1, len(gpu_session.LEVERS)):
+        levers = gpu_session.LEVERS[:count]
+        command = gpu_session.with_levers(asked, levers)
         # What it would record for an H100 is collected anywhere.
         words = [word for word in command if not word.startswith(("--gpu-platform", "--gpu-baseline-update"))]
         done = subprocess.run([*words, "--collect-only"], cwd=gpu_session.ROOT, capture_output=True, text=True, check=False)
         assert [line for line in done.stdout.splitlines() if "::" in line] == [
-            f"benchmarks/test_llm_finetuning.py::test_llm_finetuning[llama-3.1-8b-lora-bf16-{lever}]"
+            f"benchmarks/test_llm_finetuning.py::test_llm_finetuning[{gpu_session.LEVERED}-{'-'.join(levers)}]"
         ]
+    spec = importlib.util.spec_from_file_location("tuned", gpu_session.ROOT / "benchmarks" / "test_llm_tuned.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(tuned := importlib.util.module_from_spec(spec))
+    case = next(case for case in tuned.CASES if str(case) == gpu_session.LEVERED)
+    assert [f"{knob}={getattr(case, knob)}" for knob in (lever.partition("=")[0] for lever in levers)] == list(levers)
+    assert case.compile == "default"
 
 
 def test_its_help_is_printed() -> None:

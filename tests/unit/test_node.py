@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from pytest_gputrain.hardware import drivers
 from pytest_gputrain.launch.node import serve
 from pytest_gputrain.nodes import LEFT, NODES, Left, Nodes, seat_folder, tell, told
 from pytest_gputrain.records import Task
+from pytest_gputrain.worker import agent
 
 
 def _case(shared: Path, *, nodes: int, device_type: str = "gpu") -> Path:
@@ -66,3 +68,17 @@ def test_a_case_that_cannot_be_read_is_told_of(tmp_path: Path, monkeypatch: pyte
 def test_processes_are_spread_evenly(count: int, processes: int, shares: list[int]) -> None:
     nodes = Nodes(count=count, processes=processes, join_seconds=1)
     assert [nodes.processes_of(seat) for seat in range(count)] == shares
+
+
+@pytest.mark.parametrize(("name", "host"), [("localhost", "localhost"), ("n1.invalid", "this-host"), ("", "this-host")])
+def test_an_agent_goes_by_the_name_that_slurm_has_for_its_node_where_that_is_one(
+    name: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(asked: str, port: None) -> list[str]:
+        if asked != "localhost":
+            raise socket.gaierror(-2, "Name or service not known")
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-host")
+    assert agent.reachable(name) == host

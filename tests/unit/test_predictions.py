@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,17 @@ def test_a_broken_cache_remembers_nothing(tmp_path: Path) -> None:
     for file in tmp_path.iterdir():
         file.write_bytes(b"{")
     assert Cache(tmp_path).get(TASK) is None
+
+
+def test_what_nobody_asked_for_in_a_month_is_forgotten(tmp_path: Path) -> None:
+    asked, forgotten, new = (msgspec.structs.replace(TASK, case=CASE.replace(batch_size=size)) for size in (2, 4, 8))
+    for task in (asked, forgotten):
+        Cache(tmp_path).put(task, prediction())
+    for file in tmp_path.iterdir():
+        os.utime(file, (0, 0))
+    assert Cache(tmp_path).get(asked) is not None
+    Cache(tmp_path).put(new, prediction())
+    assert [Cache(tmp_path).get(task) is not None for task in (asked, forgotten, new)] == [True, False, True]
 
 
 class Machine:

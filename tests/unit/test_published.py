@@ -222,7 +222,10 @@ def _damage(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda it: _speed(it).update(rounding=0), "holds impossible figures for"),
         (lambda it: it["rows"].append(it["rows"][0]), "which amd-diffusion has before it; delete one"),
         (lambda it: it["rows"][0].update(outcome="fine"), "is not a published table: Invalid enum value 'fine'"),
-        (lambda it: it.update(format=99), "has format 99, this version reads format 1; restore it from git"),
+        (
+            lambda it: it.update(format=99),
+            "has format 99, this version reads format 1; update pytest-gputrain, should a newer version have",
+        ),
     ],
 )
 def test_a_damaged_table_is_told_by_file_and_place(

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.baselines import Store, key_of
+from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.records import Prediction, Target, Task
 from pytest_gputrain.units import GiB
 from pytest_gputrain.worker.dry_run.predict import predict
@@ -52,8 +53,9 @@ def _small_heap():
     gc.unfreeze()
 
 
-def predicted(case, target=CPU):
-    task = Task(case=case, scale="tiny", device_type="cpu", root=".", target=target)
+def predicted(case, target=CPU, scale="tiny"):
+    # Nothing is compiled while a worker counts memory either.
+    task = Task(case=case.replace(compile="off"), scale=scale, device_type="cpu", root=".", target=target)
     reply = predict(task, Progress(None))
     assert isinstance(reply, Prediction), reply
     return reply
@@ -81,3 +83,13 @@ def test_no_case_leaves_a_trace_in_the_next():
         on_gpu = predicted(case, H100)
         assert msgspec.json.encode(predicted(case)) == msgspec.json.encode(known)
         assert on_gpu.fidelity == "cuda-rules"
+
+
+# That of QLoRA takes longer, and tells what that of LoRA does.
+@pytest.mark.parametrize("case", [case for suite, case in CASES if suite == "llm_tuned" and case.method != "qlora"], ids=str)
+@pytest.mark.slow
+def test_a_tuned_case_takes_no_more_memory_than_the_published_one(case):
+    published = PredictionStore(ROOT / "baselines").suite("h100", "llm_finetuning")[str(case)].predictions[-1]
+    tuned = predicted(case, H100, "full")
+    assert tuned.peak_allocated_bytes < published.peak_allocated_bytes
+    assert tuned.peak_reserved_bytes < published.peak_reserved_bytes

@@ -1,0 +1,177 @@
+"""Cases that run in a fleet, for a pytest process that stays where it was started."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.fleet.engine import Engine
+from pytest_gputrain.fleet.fleet import Fleet
+from pytest_gputrain.hardware import catalog
+from pytest_gputrain.hardware.machine import Machine
+from pytest_gputrain.here import BadCase
+from pytest_gputrain.measuring import Bench, conditions_of, identity_of
+from pytest_gputrain.records import Case, Delivery, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
+from pytest_gputrain.resuming import Resumption, Taken
+from pytest_gputrain.settings import Settings
+
+CPUS_OF_A_GPU: Final = 4
+"""That are asked for each process that trains on one: it loads, launches kernels and compiles on more than one thread."""
+
+
+def engine_of(settings: Settings, platform: str) -> Engine:
+    """The engine of ``--gpu-fleet``.
+
+    Raises:
+        ValueError: it is not there; the sentence to say so.
+    """
+    arguments = [one for of, some in settings.fleet_args if of in ("", platform) for one in some]
+    if settings.fleet == "ray":
+        from pytest_gputrain.fleet.ray import Ray
+
+        return Ray(arguments)
+    from pytest_gputrain.fleet.slurm import Slurm
+
+    return Slurm(arguments)
+
+
+class FleetBench(Bench):
+    """Has every run of a case done somewhere in a fleet.
+
+    Args:
+        platform: catalog marker of the machines.
+        seconds_of: about what a run of a task of a suite takes, 0 where that is not known: the longest are submitted first.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        platform: str,
+        engine: Engine,
+        seconds_of: Callable[[str, Task], float] = lambda suite, task: 0.0,
+        resumption: Resumption | None = None,
+    ) -> None:
+        super().__init__(settings, resumption)
+        self._began = False
+        self._seconds_of = seconds_of
+        gpus = 0 if platform == catalog.CPU else settings.fleet_gpus
+        # What kind of H100 it is, its delivery will tell.
+        self._asked = Host(name="", platform=platform, device=catalog.slug(platform), gpus=gpus)
+        self._conditions = msgspec.structs.replace(conditions_of(settings), platform=platform)
+        self._fleet = Fleet(engine, settings.shared, most_jobs=settings.fleet_jobs, wait_seconds=settings.fleet_wait_seconds)
+        self._hosts: dict[bytes, Host] = {}
+        """The first that ran each task."""
+
+    @property
+    def machine(self) -> Machine:
+        raise BadCase("--gpu-fleet runs cases on other machines than this one; deselect what needs a GPU here")
+
+    @property
+    def host(self) -> Host:
+        return self._asked
+
+    def place(self, task: Task, inline: bool = False) -> Host:
+        if inline:
+            raise BadCase(f"{task.case} runs inline, in the pytest process, and --gpu-fleet elsewhere; deselect its test")
+        self.measure(task, False, None, 1)
+        return self._hosts.get(identity_of(task), self._asked)
+
+    def expect(self, task: Task, runs: int) -> None:
+        have = self.measure(task, False, None, 1)
+        if all(isinstance(reply, Measurement | OutOfMemory) for reply in have):
+            with _shared():
+                self._fleet.expect([self._order(task)] * (runs - len(have)))
+
+    def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
+        taken = super().taken(task, inline, builder)
+        if taken.host is not None:
+            self._hosts.setdefault(identity_of(task), taken.host)
+        return taken
+
+    def beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
+        beside, why_not = super().beside_one_worker(task, replies)
+        alone = self._hosts.get(identity_of(self.alone(task)))
+        if not why_not and alone is not None:
+            self._check_device(task.case, self._hosts[identity_of(task)], alone)
+        return beside, why_not
+
+    def close(self) -> None:
+        super().close()
+        self._fleet.close()
+
+    def _launch(self, task: Task, inline: bool, builder: Any, run: int) -> Reply:
+        order = self._order(task)
+        try:
+            with _shared():
+                self._begin()
+                outcome = self._fleet.run(order)
+            reply = self._reply(task, outcome)
+        except BadCase:
+            self._fleet.drop(order)
+            raise
+        if not isinstance(reply, Measurement | OutOfMemory):
+            self._fleet.drop(order)  # what was to follow
+        return reply
+
+    def _reply(self, task: Task, outcome: Delivery | Lost) -> Reply:
+        """
+        Raises:
+            BadCase: the node refused the case, or is another one than an earlier run's.
+        """
+        if isinstance(outcome, Lost):
+            return outcome
+        if outcome.reply is None:
+            raise BadCase(f"{outcome.refusal} (on {outcome.host.name})")
+        first = self._hosts.setdefault(identity_of(task), outcome.host)
+        self._check_device(task.case, first, outcome.host)
+        return outcome.reply
+
+    def _begin(self) -> None:
+        """Submit what tests will ask for, the longest first: they find it done, or under way."""
+        if self._began:
+            return
+        self._began = True
+        missing = [(suite, task) for suite, task in self.ahead() if not self.taken(task, False).replies]
+        orders = {identity_of(task): (self._seconds_of(suite, task), task) for suite, task in missing}
+        longest_first = sorted(orders.values(), key=lambda known: -known[0])
+        self._fleet.expect([self._order(task) for _, task in longest_first])
+
+    def _order(self, task: Task) -> Order:
+        nodes = self.nodes(task.case)
+        processes = math.ceil((task.processes + task.servers) / nodes)
+        gpus = min(task.case.gpus, self._asked.gpus)
+        return Order(
+            task=task,
+            conditions=self._conditions,
+            nodes=nodes,
+            gpus=gpus,
+            cpus=gpus * CPUS_OF_A_GPU + math.ceil(task.servers / nodes) if gpus else processes,
+        )
+
+    def _check_device(self, case: Case, first: Host, other: Host) -> None:
+        """Raises:
+        BadCase: they are different ones, and their figures say nothing of each other.
+        """
+        if first.device != other.device:
+            raise BadCase(
+                f"{case} ran on {first.device} ({first.name}) and on {other.device} ({other.name}), whose figures say "
+                f"nothing of each other; have --gpu-fleet-args ask for one kind of {self._asked.platform}"
+            )
+
+
+@contextlib.contextmanager
+def _shared() -> Iterator[None]:
+    """
+    Raises:
+        BadCase: instead of what the folder that all machines share raises.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BadCase(
+            f"the folder of --gpu-shared cannot be used: {error}; name one that this machine can write to"
+        ) from None

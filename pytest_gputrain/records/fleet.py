@@ -1,0 +1,67 @@
+"""What pytest and a node of a fleet send each other: an order there, a delivery back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from pytest_gputrain.records.case import FORMAT, Task
+from pytest_gputrain.records.reply import Reply
+from pytest_gputrain.units import Whole
+
+
+class Host(Struct, frozen=True, kw_only=True):
+    """A machine as verdicts, baselines and reports know it."""
+
+    name: str
+    """Empty for one that is not known yet."""
+    platform: str
+    """Catalog marker, or ``unknown``."""
+    device: str
+    """Slug: the folder of its baselines."""
+    gpus: Whole
+    """That cases may use."""
+
+    @property
+    def device_type(self) -> Literal["cpu", "gpu"]:
+        return "gpu" if self.gpus else "cpu"
+
+
+class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the options want every case to run on the machine that runs it."""
+
+    platform: str | None = None
+    """Catalog marker that the machine must have; None for any."""
+    gpu_ids: tuple[str, ...] | None = None
+    timeout_seconds: float
+    foreign: Literal["error", "warn", "ignore"]
+    shared: str
+    """Folder that all nodes of a case see."""
+    rendezvous: str = ""
+    """As in `pytest_gputrain.launch.Cluster`."""
+
+
+class Order(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run of a case, to be done somewhere in the fleet."""
+
+    format: Whole = FORMAT
+    task: Task
+    conditions: Conditions
+    nodes: Whole
+    gpus: Whole
+    """Of each node; 0 for a case on CPUs."""
+    cpus: Whole
+    """Of each node, at least."""
+
+
+class Delivery(Struct, frozen=True, kw_only=True):
+    """What became of an order: a reply, or why the node did not run the case."""
+
+    format: Whole = FORMAT
+    host: Host
+    reply: Reply | None = None
+    refusal: str = ""
+    """The sentence that the test would fail with on that machine."""
+    unfit: str = ""
+    """Why the machine is not one that the order can be done on."""

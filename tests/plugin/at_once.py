@@ -1,0 +1,68 @@
+"""A scheduler whose one node does every job in the moment it is submitted, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_gputrain.fleet import bench
+from pytest_gputrain.fleet.engine import ORDER, Job, NeverSo
+from pytest_gputrain.fleet.node import deliver
+from pytest_gputrain.hardware import drivers
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.records import Order
+
+
+class AtOnce:
+    """Stands in for every engine of ``--gpu-fleet``."""
+
+    name = "Slurm"
+    ask_seconds = 4.0
+    remedies: Mapping[Any, str] = {"held": "wait", "refused": "ask otherwise", "unreachable": "call"}
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+        self.refused: set[str] = set()
+        """Ids of cases."""
+        self.nodes: list[tuple[str, int]] | None = None
+        """Names and counts of the GPUs of the nodes that take the jobs in turn; None for a node like this machine."""
+
+    @property
+    def submitted(self) -> list[str]:
+        return [str(order.task.case) for order in self.orders]
+
+    def submit(self, order: Order, folder: Path) -> str:
+        if str(order.task.case) in self.refused:
+            raise NeverSo("no such partition")
+        assert order == msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
+        self.orders.append(order)
+        with pytest.MonkeyPatch.context() as node:
+            if self.nodes is not None:
+                name, count = self.nodes[(len(self.orders) - 1) % len(self.nodes)]
+                gpus = tuple(
+                    Gpu(index=at, uuid=f"GPU-{at}", name=name, memory_bytes=85_029_158_912, driver="570.86.10")
+                    for at in range(count)
+                )
+                node.setattr(drivers, "gpus", lambda: gpus)
+            deliver(folder)
+        return str(len(self.orders))
+
+    def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
+        return dict.fromkeys(ids, Job("ended"))
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> AtOnce:
+    """The engine of every run from now on."""
+    engine = AtOnce()
+    monkeypatch.setattr(bench, "engine_of", lambda settings, platform: engine)
+    return engine

@@ -1,0 +1,284 @@
+"""``--gpu-resume``: a run picks up what an earlier report lacks, and nothing of another code is taken for today's."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from typing import Any
+
+import pytest
+from at_once import stand_in
+from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, assert_refused, only_sentence, recorded
+
+from pytest_gputrain.cases import versions
+
+
+def ours(name: str = "h100_measured", **fields: Any) -> dict[str, Any]:
+    """A recorded reply as of the libraries that are installed."""
+    return recorded(name, python=platform.python_version(), packages=versions(), **fields)
+
+
+@pytest.fixture
+def suite(suite: Project) -> Project:
+    suite.answer(ours())
+    return suite
+
+
+def interrupt(project: Project, name: str) -> None:
+    """From now on, the third launch sends pytest this signal."""
+    conftest = project.path / "conftest.py"
+    at = "        name = str(task.case)\n"
+    ending = (
+        f"{at}        if sum(asked.values()) == 2:\n            import os, signal; os.kill(os.getpid(), signal.{name})\n"
+    )
+    conftest.write_text(conftest.read_text().replace(at, ending))
+
+
+def uninterrupted(project: Project) -> None:
+    conftest = project.path / "conftest.py"
+    lines = conftest.read_text().splitlines()
+    at = next(at for at, line in enumerate(lines) if "sum(asked.values()) == 2" in line)
+    conftest.write_text("\n".join([*lines[:at], *lines[at + 2 :], ""]))
+
+
+def launched(project: Project, since: int = 0) -> list[str]:
+    return [launch["id"] for launch in project.launches[since:]]
+
+
+def test_a_run_that_was_ended_goes_on_where_it_was(suite: Project) -> None:
+    interrupt(suite, "SIGTERM")
+    assert suite.spawn("--gpu-json=first.json").ret == pytest.ExitCode.INTERRUPTED
+    first = suite.report("first.json")
+    assert (len(first["results"]), first["exit_status"]) == (2, pytest.ExitCode.INTERRUPTED)
+    uninterrupted(suite)
+    before = len(suite.launches)
+    result = suite.run("--gpu-resume=first.json", "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert launched(suite, before) == [LLAMA_2]
+    result.stdout.fnmatch_lines(["2 cases taken from *first.json; nothing tells whether the code is the same"])
+    origins = {
+        one["key"]: [(origin["session"], origin["runs"]) for origin in one["resumed"]] for one in suite.report()["results"]
+    }
+    assert origins == {LLAMA: [(first["session"], 1)], GEMMA: [(first["session"], 1)], LLAMA_2: []}
+
+
+def test_a_killed_run_leaves_a_report_to_resume(suite: Project) -> None:
+    interrupt(suite, "SIGKILL")
+    soon = "from pytest_gputrain.report import book\nassert book._LEAST_PAUSE\n"
+    soon += "book._SAVE_EVERY_SECONDS = book._LEAST_PAUSE = 0\n"
+    conftest = suite.path / "conftest.py"
+    conftest.write_text(soon + conftest.read_text())
+    assert suite.spawn("--gpu-json=report.json").ret < 0
+    report = suite.report()
+    assert (len(report["results"]), report["exit_status"]) == (2, pytest.ExitCode.INTERRUPTED)
+
+
+def test_cases_without_figures_are_run_and_those_out_of_memory_are_not(suite: Project) -> None:
+    suite.answer(recorded("crashed"), to=LLAMA)
+    suite.answer(ours("h100_out_of_memory"), to=GEMMA)
+    suite.answer(recorded("timed_out"), to=LLAMA_2)
+    suite.run("--gpu-json=report.json").assert_outcomes(failed=3)
+    suite.answer(ours(), to=LLAMA)
+    suite.answer(ours(), to=LLAMA_2)
+    before = len(suite.launches)
+    result = suite.run("--gpu-resume=report.json")
+    assert sorted(launched(suite, before)) == sorted([LLAMA, LLAMA_2])
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} ran out of device memory")
+
+
+def test_what_is_taken_is_judged_anew(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(ours(slower=1.05), to=GEMMA)
+    suite.run("--gpu-json=report.json", "--gpu-time-tolerance=9%").assert_outcomes(passed=3)
+    result = suite.run("--gpu-resume=report.json", "--gpu-reruns=4")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} is 5.0 % slower at ")
+    assert "3 of 3 fresh runs slower" in result.stdout.str()
+
+
+def test_other_steps_scales_and_machines_are_measured(suite: Project) -> None:
+    suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    for arguments in (["--gpu-steps=7"], ["--gpu-scale=tiny"]):
+        before = len(suite.launches)
+        suite.run("--gpu-resume=report.json", *arguments).stdout.fnmatch_lines(["no case taken from *"])
+        assert len(suite.launches) == before + 3
+    suite.answer(ours(device_count=4))  # as if of more processes than the case has now
+    suite.run("--gpu-json=wide.json").assert_outcomes(passed=3)
+    suite.run("--gpu-resume=wide.json").stdout.fnmatch_lines(["no case taken from *"])
+    suite.machine("NVIDIA A100-SXM4-80GB")
+    suite.answer(ours(device_name="NVIDIA A100-SXM4-80GB"))
+    before = len(suite.launches)
+    suite.run("--gpu-resume=report.json").stdout.fnmatch_lines(["no case taken from *"])
+    assert len(suite.launches) == before + 3
+
+
+def test_a_baseline_has_the_runs_of_both_with_their_dates(suite: Project) -> None:
+    suite.run("--gpu-baseline-update", "--gpu-runs=2", "--gpu-json=first.json", "-k", "gemma").assert_outcomes(
+        passed=1, deselected=2
+    )
+    first = suite.report("first.json")["session"]
+    before = len(suite.launches)
+    arguments = ["--gpu-baseline-update", "--gpu-runs=3", "--gpu-resume=first.json", "-k", "gemma"]
+    suite.run(*arguments, "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
+    assert len(suite.launches) == before + 1
+    sessions = [run["session"] for run in suite.baselines("tuning", H100_FOLDER)[GEMMA]["runs"]]
+    assert sessions == [first, first, suite.report()["session"]]
+
+
+def test_the_history_has_every_measurement_once(suite: Project) -> None:
+    def lines() -> list[tuple[str, str, int]]:
+        text = (suite.path / "history.jsonl").read_text()
+        found = map(json.loads, text.splitlines())
+        return [(line["key"], line["session"], line["runs"]) for line in found]
+
+    history = "--gpu-history=history.jsonl"
+    suite.run("--gpu-json=first.json", history, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    suite.run("--gpu-json=second.json", "--gpu-resume=first.json", "-k", "not llama-2", "--gpu-runs=3").assert_outcomes(
+        passed=2, deselected=1
+    )
+    suite.run("--gpu-json=report.json", "--gpu-resume=second.json", history).assert_outcomes(passed=3)
+    first, second, third = (suite.report(f"{name}.json")["session"] for name in ("first", "second", "report"))
+    assert sorted(lines()) == sorted([(GEMMA, first, 1), (GEMMA, second, 2), (LLAMA, second, 3), (LLAMA_2, third, 1)])
+
+
+def test_what_a_resumed_run_does_not_get_to_stays_in_its_report(suite: Project) -> None:
+    suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    arguments = ["--gpu-json=report.json", "--gpu-resume=report.json"]
+    suite.run(*arguments, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    kept = {result["key"]: result["verdict"] is not None for result in suite.report()["results"]}
+    assert kept == {GEMMA: True, LLAMA: False, LLAMA_2: False}
+    before = len(suite.launches)
+    suite.run(*arguments).assert_outcomes(passed=3)
+    assert len(suite.launches) == before
+
+
+def test_two_workers_resume_as_one(suite: Project) -> None:
+    pytest.importorskip("xdist")
+    suite.run("--gpu-json=first.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    before = len(suite.launches)
+    result = suite.spawn("-n2", "--gpu-resume=first.json", "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    assert sorted(launched(suite, before)) == sorted([LLAMA, LLAMA_2])
+    result.stdout.fnmatch_lines(["1 case taken from *"])
+
+
+def test_a_fleet_is_not_asked_for_what_there_is(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = stand_in(monkeypatch)
+    engine.nodes = [(H100, 1)]
+    arguments = ["-m", "h100", "--gpu-fleet=slurm"]
+    suite.write(test_tuning=SUITE.replace("batch_size=2", 'batch_size=2, platforms=("h100",)'))
+    suite.run(*arguments, "--gpu-json=first.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    suite.run(*arguments, "--gpu-resume=first.json", "--gpu-json=report.json").assert_outcomes(passed=3)
+    assert sorted(engine.submitted) == sorted([LLAMA, GEMMA, LLAMA_2])
+    # The device is that of the node which ran the case, whatever the others turn out to be.
+    assert {result["device"] for result in suite.report()["results"]} == {H100_FOLDER}
+
+
+def test_one_worker_alone_is_not_measured_again(h100: Project) -> None:
+    h100.machine(H100, gpus=2)
+    h100.write(
+        test_scaling=SUITE.replace("check(case)", "check(case, scaling=True)").replace(
+            "batch_size=2", "batch_size=2, gpus=2, parallel='ddp'"
+        )
+    )
+    h100.answer(ours(device_count=2))
+    h100.run("--gpu-json=first.json").assert_outcomes(passed=3)
+    assert len(h100.launches) == 6
+    h100.run("--gpu-resume=first.json", "--gpu-json=report.json").assert_outcomes(passed=3)
+    assert len(h100.launches) == 6
+    first, second = (
+        {result["key"]: result["summary"]["scaling_efficiency"] for result in h100.report(f"{name}.json")["results"]}
+        for name in ("first", "report")
+    )
+    assert first == second
+    assert None not in first.values()
+
+
+def test_last_failed_runs_what_failed_and_what_had_no_figures(suite: Project) -> None:
+    """pytest's own ``--lf``: what the report has regressed figures of is measured again, which a resumed run does not."""
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    suite.answer(recorded("crashed"), to=LLAMA)
+    suite.answer(ours(slower=1.2), to=GEMMA)
+    suite.run("--gpu-json=first.json").assert_outcomes(passed=1, failed=2)
+    before = len(suite.launches)
+    suite.run("--lf", "--gpu-reruns=0").assert_outcomes(failed=2)
+    assert launched(suite, before) == [LLAMA, GEMMA]
+    suite.run("--lf", "--gpu-reruns=0", "--gpu-resume=first.json").assert_outcomes(failed=2)
+    assert launched(suite, before + 2) == [LLAMA]
+
+
+def git(project: Project, *arguments: str) -> str:
+    identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=project.path, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def committed(project: Project) -> None:
+    (project.path / ".gitignore").write_text("*\n!test_*.py\n!baselines\n!baselines/**\n")
+    git(project, "init", "-q")
+    git(project, "add", ".")
+    git(project, "commit", "-q", "-m", "first")
+
+
+def test_figures_of_another_code_are_refused(suite: Project) -> None:
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    committed(suite)
+    # The run's own changes of committed baselines are none of the code.
+    suite.run("--gpu-baseline-update", "--gpu-json=clean.json").assert_outcomes(passed=3)
+    suite.run("--gpu-resume=clean.json").stdout.fnmatch_lines(["3 cases taken from *clean.json"])
+    test = suite.path / "test_tuning.py"
+    test.write_text(SUITE + "# changed\n")
+    before = len(suite.launches)
+    commit = git(suite, "rev-parse", "--short=12", "HEAD")
+    refused = f"*clean.json is of {commit} with other uncommitted changes than there are now; restore those, or leave * out*"
+    result = suite.run("--gpu-resume=clean.json")
+    result.stderr.fnmatch_lines([f"ERROR: --gpu-resume: {refused}"])
+    suite.run("--gpu-json=dirty.json").assert_outcomes(passed=3)
+    suite.run("--gpu-resume=dirty.json").stdout.fnmatch_lines(["3 cases taken from *dirty.json"])
+    test.write_text(SUITE + "# changed again\n")
+    suite.run("--gpu-resume=dirty.json").stderr.fnmatch_lines(["*with other uncommitted changes*"])
+    git(suite, "commit", "-qam", "second")
+    after = git(suite, "rev-parse", "--short=12", "HEAD")
+    suite.run("--gpu-resume=clean.json").stderr.fnmatch_lines(
+        [f"*is of commit {commit}, and this is {after}; check that out, or*"]
+    )
+    assert len(suite.launches) == before + 3
+
+
+def test_figures_of_other_libraries_are_refused(h100: Project) -> None:
+    h100.write(test_tuning=SUITE)
+    h100.run("--gpu-json=report.json")
+    before = len(h100.launches)
+    result = h100.run("--gpu-resume=report.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --gpu-resume: *report.json was measured with *, and here is *; install that, or leave*"]
+    )
+    assert len(h100.launches) == before
+
+
+def test_figures_beside_others_that_nobody_looked_for_are_refused(suite: Project) -> None:
+    suite.run("--gpu-json=report.json", "--gpu-foreign=ignore")
+    suite.run("--gpu-resume=report.json").stderr.fnmatch_lines(
+        ["*was measured with --gpu-foreign=ignore; give the same, or*"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "*nothing.json cannot be read: No such file or directory"),
+        ("{", "*nothing.json is not a report of --gpu-json: *; give the file that --gpu-json wrote"),
+        ('{"format": 99}', "*nothing.json has format 99, this version reads format 1; *"),
+    ],
+)
+def test_what_is_no_report_is_refused(suite: Project, text: str | None, sentence: str) -> None:
+    if text is not None:
+        (suite.path / "nothing.json").write_text(text)
+    assert_refused(suite, f"--gpu-resume: {sentence}", "--gpu-resume=nothing.json")
+
+
+@pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20", "--gpu-dry-run"])
+def test_studies_are_not_resumed(suite: Project, study: str) -> None:
+    sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
+    assert_refused(suite, sentence, "--gpu-resume=report.json", study)

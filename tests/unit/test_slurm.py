@@ -1,0 +1,260 @@
+"""Slurm's own words, recorded from Slurm 22.05, as the engine understands them; and what it asks Slurm for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from unit_examples import CASE
+
+from pytest_gputrain.fleet.bench import engine_of
+from pytest_gputrain.fleet.engine import Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.fleet.slurm import Slurm, _job
+from pytest_gputrain.records import Conditions, Order, Task
+
+FULL = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
+SILENT = "Unable to contact slurm controller (connect failure)"
+
+SQUEUE = """\
+4|COMPLETED|n1|None
+5|NODE_FAIL|n1|NodeDown
+2|PENDING||PartitionConfig
+3|PENDING||PartitionNodeLimit
+6|RUNNING|n2|None
+7|PENDING||Resources
+8|PENDING||Priority
+9|FAILED|n2|NonZeroExitCode
+10|PREEMPTED|n2|None
+11|CANCELLED||BeginTime
+12|RUNNING|n[1-2]|None
+"""
+
+COMMAND = """#!{python}
+import json, os, sys, time
+name = os.path.basename(sys.argv[0])
+with open({log!r}, "a") as log:
+    log.write(json.dumps([name, *sys.argv[1:]]) + "\\n")
+code, said, complaint, seconds = json.load(open({answers!r}))[name]
+print(complaint, file=sys.stderr, flush=True)
+time.sleep(seconds)
+print(said, end="")
+sys.exit(code)
+"""
+
+
+class Commands:
+    """Slurm's commands, which answer what they are told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._answers = folder / "answers.json"
+        self._log = folder / "log.jsonl"
+        self._known: dict[str, tuple[int, str, str, float]] = {}
+        for name in ("sbatch", "squeue", "scancel"):
+            script = folder / name
+            script.write_text(COMMAND.format(python=sys.executable, log=str(self._log), answers=str(self._answers)))
+            script.chmod(0o755)
+            self.answer(name)
+
+    def answer(self, name: str, said: str = "", complaint: str = "", *, code: int = 0, seconds: float = 0.0) -> None:
+        self._known[name] = (code, said, complaint, seconds)
+        self._answers.write_text(json.dumps(self._known))
+
+    def calls(self, name: str) -> list[list[str]]:
+        known = [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+        return [words[1:] for words in known if words[0] == name]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return Commands(folder)
+
+
+def order(*, gpus: int = 1, nodes: int = 1) -> Order:
+    task = Task(case=CASE, scale="full", device_type="gpu", root="/")
+    conditions = Conditions(platform="h100", timeout_seconds=1790, foreign="warn", shared="/")
+    return Order(task=task, conditions=conditions, nodes=nodes, gpus=gpus, cpus=4)
+
+
+def options(commands: Commands, folder: Path, *arguments: str, **takes: int) -> list[str]:
+    """Of sbatch, up to the script, without those that are the same for all."""
+    commands.answer("sbatch", "17\n")
+    (folder / "fleet-x").mkdir(exist_ok=True)
+    Slurm(arguments).submit(order(**takes), folder / "fleet-x" / "1")
+    (words,) = commands.calls("sbatch")
+    own = words[: words.index(str(folder / "fleet-x" / "job.sh"))]
+    return [word for word in own if not word.startswith(("--parsable", "--no-requeue", "--job-name", "--output", "--time"))]
+
+
+def test_what_jobs_do_is_read_from_squeue(commands: Commands) -> None:
+    commands.answer("squeue", SQUEUE)
+    assert Slurm(()).jobs(["4", "5"]) == {
+        "4": Job("ended", "", "n1"),
+        "5": Job("node_died", "NODE_FAIL, NodeDown", "n1"),
+        "2": Job("held", "PartitionConfig"),
+        "3": Job("held", "PartitionNodeLimit"),
+        "6": Job("running", "RUNNING", "n2"),
+        "7": Job("waiting", "Resources"),
+        "8": Job("waiting", "Priority"),
+        "9": Job("ended", "FAILED, NonZeroExitCode", "n2"),
+        "10": Job("preempted", "PREEMPTED", "n2"),
+        "11": Job("cancelled", "CANCELLED, BeginTime"),
+        "12": Job("running", "RUNNING", "n[1-2]"),
+    }
+
+
+def test_jobs_that_slurm_has_forgotten_are_left_out(commands: Commands) -> None:
+    commands.answer("squeue", complaint="slurm_load_jobs error: Invalid job id specified", code=1)
+    assert Slurm(()).jobs(["999"]) == {}
+
+
+def test_a_silent_controller_is_no_news_of_the_jobs(commands: Commands) -> None:
+    commands.answer("squeue", complaint=f"slurm_load_jobs error: {SILENT}", code=1)
+    with pytest.raises(Unreachable, match="connect failure"):
+        Slurm(()).jobs(["1"])
+
+
+@pytest.mark.parametrize(
+    ("complaint", "kind", "says"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid feature specification", NeverSo, "Invalid feature"),
+        (
+            "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: No",
+            NeverSo,
+            ": x Batch",
+        ),
+        (f"sbatch: error: Batch job submission failed: {SILENT}", Unreachable, "connect failure"),
+        (
+            "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size "
+            "and/or time limits)",
+            NotNow,
+            "job submit limit",
+        ),
+    ],
+)
+def test_a_refusal_is_told_by_its_kind(
+    commands: Commands, tmp_path: Path, complaint: str, kind: type[Exception], says: str
+) -> None:
+    commands.answer("sbatch", complaint=complaint, code=1)
+    with pytest.raises(kind, match=says) as caught:
+        Slurm(()).submit(order(), tmp_path / "1")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_sbatch_that_waits_for_a_full_queue_is_ended(commands: Commands, tmp_path: Path) -> None:
+    commands.answer("sbatch", "18\n", FULL, seconds=60)
+    commands.answer("squeue", "")
+    began = time.monotonic()
+    with pytest.raises(NotNow, match="temporarily unable"):
+        Slurm(()).submit(order(), tmp_path / "1")
+    assert time.monotonic() - began < 30
+
+
+def test_a_job_that_slurm_took_while_sbatch_was_ended_is_not_submitted_twice(commands: Commands, tmp_path: Path) -> None:
+    commands.answer("sbatch", "18\n", FULL, seconds=60)
+    commands.answer("squeue", "18|PENDING||Priority\n")
+    assert Slurm(()).submit(order(), tmp_path / "1") == "18"
+
+
+def test_a_job_runs_the_node_with_this_python(commands: Commands, tmp_path: Path) -> None:
+    options(commands, tmp_path)
+    (words,) = commands.calls("sbatch")
+    folder = tmp_path / "fleet-x"
+    assert words[-6:] == [
+        str(folder / "job.sh"),
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest_gputrain.fleet.node",
+        str(folder / "1"),
+    ]
+    assert "--time=40" in words
+    assert "--job-name=gputrain-fleet-x" in words
+    started = subprocess.run(["sh", folder / "job.sh", "echo", "a b", "$c"], capture_output=True, text=True, check=True)
+    assert started.stdout == "a b $c\n"
+
+
+def test_by_default_gpus_and_cores_are_asked_for(commands: Commands, tmp_path: Path) -> None:
+    asked = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=4"]
+    assert options(commands, tmp_path, gpus=8, nodes=2) == asked
+
+
+def test_a_case_on_cpus_asks_for_no_gpu(commands: Commands, tmp_path: Path) -> None:
+    assert options(commands, tmp_path, gpus=0) == ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=4"]
+
+
+def test_a_site_asks_in_its_own_words(commands: Commands, tmp_path: Path) -> None:
+    site = ("--partition=gpu", "--gres=gpu:h100:{gpus}")
+    asked = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=4", "--partition=gpu", "--gres=gpu:h100:2"]
+    assert options(commands, tmp_path, *site, gpus=2) == asked
+
+
+def test_a_site_may_count_cores_in_its_own_way(commands: Commands, tmp_path: Path) -> None:
+    asked = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=2", "--mincpus=4"]
+    assert options(commands, tmp_path, "--mincpus={cpus}", gpus=2) == asked
+
+
+def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Path) -> None:
+    given = (("", ("--account=x",)), ("h100", ("--partition=a",)), ("a100", ("--partition=b",)))
+    engine = engine_of(SimpleNamespace(fleet="slurm", fleet_args=given), "h100")  # type: ignore[arg-type]
+    commands.answer("sbatch", "17\n")
+    engine.submit(order(), tmp_path / "1")
+    (words,) = commands.calls("sbatch")
+    assert [word for word in words if word.startswith(("--account", "--partition"))] == ["--account=x", "--partition=a"]
+
+
+@pytest.mark.parametrize("argument", ["--gres={gpu}", "--comment={", "--x={}"])
+def test_braces_around_something_unknown_are_told_before_anything_runs(commands: Commands, argument: str) -> None:
+    with pytest.raises(ValueError, match="--gpu-fleet-args") as caught:
+        Slurm((argument,))
+    assert argument in str(caught.value)
+
+
+def test_lacking_commands_are_told_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="sbatch, squeue, scancel not found"):
+        Slurm(())
+
+
+def test_a_job_of_pytest_s_own_lends_no_wishes_to_those_of_cases(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump = tmp_path / "environment.json"
+    (commands.folder / "sbatch").write_text(
+        f"#!{sys.executable}\nimport json, os\njson.dump(dict(os.environ), open({str(dump)!r}, 'w'))\nprint(5)\n"
+    )
+    for name in ("SLURM_NTASKS", "SBATCH_PARTITION", "CUDA_VISIBLE_DEVICES", "PYTEST_CURRENT_TEST", "SLURM_CONF", "HOME_OF"):
+        monkeypatch.setenv(name, "x")
+    Slurm(()).submit(order(), tmp_path / "1")
+    environment = json.loads(dump.read_text())
+    assert {"SLURM_CONF", "HOME_OF", "PATH"} <= set(environment)
+    assert not {"SLURM_NTASKS", "SBATCH_PARTITION", "CUDA_VISIBLE_DEVICES", "PYTEST_CURRENT_TEST"} & set(environment)
+
+
+def test_only_named_jobs_are_cancelled(commands: Commands) -> None:
+    Slurm(()).cancel(["1", "2"])
+    assert commands.calls("scancel") == [["--quiet", "1", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "doing"),
+    [
+        ("QOSMaxJobsPerUserLimit", "waiting"),
+        ("AssocGrpCpuLimit", "waiting"),
+        ("Licenses", "waiting"),
+        ("QOSMaxWallDurationPerJobLimit", "held"),
+        ("AssocMaxGRESPerNode", "held"),
+        ("ReqNodeNotAvail", "held"),
+    ],
+)
+def test_a_limit_on_all_jobs_of_a_user_is_a_turn_and_one_on_a_job_is_not(reason: str, doing: str) -> None:
+    assert _job("PENDING", "", reason).doing == doing

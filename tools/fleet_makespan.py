@@ -1,0 +1,276 @@
+"""How long a suite takes on a fleet, simulated, beside what is claimed of it; exits with 1 where a claim fails.
+
+    python tools/fleet_makespan.py [--replicates N] [--seed N] [--rule longest|shortest|random] [--history FILE]
+
+A replicate is a suite. Each of its cases is drawn from those that have a prediction in ``baselines/dry-run/h100``. It
+takes as long to start as `START_SECONDS` and `START_SECONDS_OF_A_BILLION` say, which are assumed, and then its steps: as
+many times the predicted least time as a case took that is drawn from those that were also published, two to eleven times.
+With ``--history`` the steps take what the latest lines of that file say. The fleet knows the predictions, nothing else.
+
+pytest submits one job after the other, so that as many wait as run, up to the window, and asks every few seconds which of
+them run and have ended. The scheduler starts them in the order of their arrival; one that does not fit yet holds up all
+that follow. Where a setting says so, a share of the cases is in doubt after the first run and has further ones.
+
+A makespan is told as its excess over the least that any order can reach: all work spread over the nodes, or the longest
+case. A claim holds where it does for 99 suites in 100. ``--rule`` takes another order than the product's, to see that claims
+can fail.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from claims import Row, parser, report
+
+from pytest_gputrain.baselines import key_of
+from pytest_gputrain.dry_run.store import PredictionStore
+from pytest_gputrain.fleet.fleet import ASK_SECONDS, LEAST_WAITING
+from pytest_gputrain.history import read
+from pytest_gputrain.published import PublishedStore
+
+BASELINES: Final = Path(__file__).parents[1] / "baselines"
+PLATFORM: Final = "h100"
+
+START_SECONDS: Final = 30.0
+"""Assumed: the scheduler's start of a job, imports, the device's context, kernels' first calls."""
+START_SECONDS_OF_A_BILLION: Final = 2.0
+"""Assumed: to make the weights of so many parameters."""
+SUBMIT_SECONDS: Final = 0.05
+"""Of one job: a command of the scheduler's."""
+WINDOW: Final = 256
+"""Jobs in the queue at most: the default of --gpu-fleet-jobs."""
+IN_DOUBT: Final = 0.11
+"""Share of the cases, with baselines of five runs and processes that differ by 1 %: counted with `pytest_gputrain.stats`."""
+RUNS_OF_DOUBT: Final = 2
+
+NODES: Final = 64
+WIDTHS: Final = {1: 0.76, 2: 0.11, 4: 0.05, 8: 0.08}
+"""Nodes of a case and shares of such cases, where cases take several: what GPUs are to the suites of this project."""
+
+
+class Job(NamedTuple):
+    """A run of a case."""
+
+    seconds: float
+    nodes: int
+    forecast: float
+    """Seconds of its steps, as far as the fleet knows."""
+    in_doubt: bool
+
+
+class Known(NamedTuple):
+    """A case of this project's suites."""
+
+    start_seconds: float
+    forecast: float
+    steps_seconds: float | None
+    """Where a history tells; None for what is drawn."""
+
+
+class _Line(msgspec.Struct):
+    suite: str
+    key: str
+    platform: str
+    median_step_seconds: float | None
+
+
+class Suites:
+    """
+    Args:
+        history: of real runs; None for predictions alone.
+    """
+
+    def __init__(self, seed: int, history: Path | None = None) -> None:
+        self.rng = np.random.default_rng(seed)
+        lines = read(history, _Line, lambda warning: None) if history else ()
+        measured = {(line.suite, line.key): line.median_step_seconds for _, line in lines if line.platform == PLATFORM}
+        predictions, published = PredictionStore(BASELINES), PublishedStore.beside(BASELINES)
+        self.known, self.ratios = [], []
+        for path in sorted((BASELINES / "dry-run" / PLATFORM).glob("*.json")):
+            for key, recorded in predictions.suite(PLATFORM, path.stem).items():
+                least, case = recorded.predictions[-1].roofline_seconds, recorded.case
+                if least is None or recorded.predictions[-1].fits is False:
+                    continue
+                count = case.steps + case.warmup
+                seconds = measured.get((path.stem, key_of(case, "full")))
+                start = START_SECONDS + START_SECONDS_OF_A_BILLION * (recorded.predictions[-1].parameters or 0) / 1e9
+                self.known.append(Known(start, least * count, None if seconds is None else seconds * count))
+                row = published.get(PLATFORM, path.stem, key)
+                if row is not None and row.figures and (figure := row.figures["pytorch"].step_seconds) is not None:
+                    self.ratios.append(figure.middle / least)
+
+    def draw(
+        self, cases: int, *, widths: dict[int, float] | None = None, forecast: float = 1.0, longest: float = math.inf
+    ) -> list[Job]:
+        """A suite.
+
+        Args:
+            widths: nodes that its cases take, and shares of them.
+            forecast: share of the cases that have one.
+            longest: seconds that no case exceeds.
+        """
+        of = self.rng.choice(list(widths), cases, p=list(widths.values())) if widths else np.ones(cases, int)
+        which, ratios = self.rng.integers(len(self.known), size=cases), self.rng.choice(self.ratios, cases)
+        foretold, doubtful = self.rng.random(cases) < forecast, self.rng.random(cases) < IN_DOUBT
+        suite = []
+        for known, ratio, nodes, told, doubt in zip(
+            map(self.known.__getitem__, which), ratios.tolist(), of.tolist(), foretold, doubtful.tolist(), strict=True
+        ):
+            steps = known.forecast * ratio if known.steps_seconds is None else known.steps_seconds
+            seconds = min(longest, known.start_seconds + steps)
+            guess = known.forecast if known.steps_seconds is None else known.steps_seconds
+            suite.append(Job(seconds, nodes, guess if told else 0.0, doubt))
+        return suite
+
+    def shuffled(self, jobs: Sequence[Job]) -> list[int]:
+        return [int(at) for at in self.rng.permutation(len(jobs))]
+
+
+Rule = Callable[[Suites, Sequence[Job]], list[int]]
+"""In which order a suite is submitted."""
+
+RULES: Final[dict[str, Rule]] = {
+    "longest": lambda suites, jobs: sorted(range(len(jobs)), key=lambda at: -jobs[at].forecast),
+    "shortest": lambda suites, jobs: sorted(range(len(jobs)), key=lambda at: jobs[at].forecast),
+    "random": lambda suites, jobs: suites.shuffled(jobs),
+}
+
+
+def least(jobs: Sequence[Job], nodes: int, *, doubts: bool = False) -> float:
+    """Seconds below which no order gets.
+
+    Args:
+        doubts: count the further runs of cases in doubt, which begin after the first and all at once.
+    """
+    work = sum(job.seconds * job.nodes * (1 + RUNS_OF_DOUBT * (doubts and job.in_doubt)) for job in jobs)
+    return max(work / nodes, *(job.seconds * (1 + (doubts and job.in_doubt)) for job in jobs))
+
+
+@dataclass
+class Fleet:
+    """One pytest process and a scheduler."""
+
+    nodes: int = NODES
+    window: int = WINDOW
+    submit_seconds: float = SUBMIT_SECONDS
+    ask_seconds: float = ASK_SECONDS
+    least_waiting: int = LEAST_WAITING
+    doubts: bool = False
+    """Whether cases in doubt have further runs."""
+    at_once: bool = False
+    """Whether those are submitted together, and when the first run is delivered, whatever pytest waits for."""
+
+    def makespan(self, jobs: Sequence[Job], order: Sequence[int]) -> float:
+        """Seconds until the last test of the suite has what it asks for."""
+        to_submit, queued = deque(order), deque[int]()
+        events: list[tuple[float, int, str, int]] = [(0.0, 0, "asks", 0)]
+        numbers = itertools.count(1)
+        free, running, submitted, ended = self.nodes, 0, 0, 0
+        seen_running = seen_ended = 0
+        clock = last = idle_at = 0.0
+        test, further, delivered = 0, [0] * len(jobs), [0] * len(jobs)
+
+        def at(time: float, what: str, job: int = 0) -> None:
+            heapq.heappush(events, (time, next(numbers), what, job))
+
+        while events:
+            clock, _, what, job = heapq.heappop(events)
+            if what == "arrives":
+                queued.append(job)
+            elif what == "asks":
+                seen_running, seen_ended = running, ended
+                if to_submit or ended < submitted:
+                    at(clock + self.ask_seconds, "asks")
+            else:
+                last = clock
+                free, running, ended = free + jobs[job].nodes, running - 1, ended + 1
+                delivered[job] += 1
+                if self.doubts and self.at_once and jobs[job].in_doubt and delivered[job] == 1:
+                    to_submit.extendleft([job] * RUNS_OF_DOUBT)
+            while self.doubts and not self.at_once and test < len(jobs) and delivered[test] > further[test]:
+                if jobs[test].in_doubt and further[test] < RUNS_OF_DOUBT:
+                    further[test] += 1
+                    to_submit.appendleft(test)
+                else:
+                    test += 1
+            room = min(self.window, seen_running + max(seen_running, self.least_waiting))
+            while to_submit and submitted - seen_ended < room:
+                submitted, idle_at = submitted + 1, max(clock, idle_at) + self.submit_seconds
+                at(idle_at, "arrives", to_submit.popleft())
+            while queued and jobs[queued[0]].nodes <= free:
+                started = queued.popleft()
+                free, running = free - jobs[started].nodes, running + 1
+                at(clock + jobs[started].seconds, "ends", started)
+        return last
+
+
+_FLEET: Final = Fleet()
+
+
+def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
+    """The claims one by one, then what is not claimed."""
+
+    def told(
+        setting: str,
+        cases: int,
+        limit: float | None,
+        *,
+        fleet: Fleet = _FLEET,
+        by: Rule = rule,
+        **how: Any,
+    ) -> Row:
+        excesses = []
+        for _ in range(max(2, replicates * 500 // cases)):
+            jobs = suites.draw(cases, **how)
+            shortest = least(jobs, fleet.nodes, doubts=fleet.doubts)
+            excesses.append(100 * (fleet.makespan(jobs, by(suites, jobs)) / shortest - 1))
+        claim = f"over the least{'' if limit is None else f' <= {limit:g} %'}"
+        middle, most = float(np.median(excesses)), float(np.quantile(excesses, 0.99))
+        return Row(setting, claim, middle, most, limit, unit=" %", digits=1)
+
+    yield told("500 cases", 500, 10)
+    yield told("500 cases of 10 minutes at most", 500, 10, longest=600)
+    yield told("500 cases of 1 to 8 nodes", 500, 10, widths=WIDTHS)
+    yield told("10,000 cases", 10_000, 10)
+    yield told("10,000 cases of 1 to 8 nodes", 10_000, 10, widths=WIDTHS)
+    yield told("500 cases, a fifth of them unknown", 500, None, forecast=0.8)
+    yield told("500 cases, a window of 64", 500, None, fleet=Fleet(window=64))
+    yield told("10,000 cases, a window of 64", 10_000, None, fleet=Fleet(window=64))
+    yield told("500 cases, submitted in 0.5 s each", 500, None, fleet=Fleet(submit_seconds=0.5))
+    yield told("500 cases, in no order", 500, None, by=RULES["random"])
+    yield told("500 cases of 10 minutes at most, in no order", 500, None, by=RULES["random"], longest=600)
+    yield told("500 cases, the shortest first", 500, None, by=RULES["shortest"])
+    yield told("10,000 cases, in no order", 10_000, None, by=RULES["random"])
+    yield told("500 cases, 11 % in doubt", 500, None, fleet=Fleet(doubts=True))
+    yield told("500 cases, 11 % in doubt, at once", 500, None, fleet=Fleet(doubts=True, at_once=True))
+    yield told("10,000 cases, 11 % in doubt", 10_000, None, fleet=Fleet(doubts=True))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser(__doc__, replicates=200, rules=RULES, default="longest")
+    options.add_argument("--history", type=Path, help="file of --gpu-history whose step times count before predictions")
+    given = options.parse_args(arguments)
+    suites = Suites(given.seed, given.history)
+    jobs = suites.draw(100_000)
+    seconds, ratios = [job.seconds for job in jobs], suites.ratios
+    print(f"seed {given.seed}, {given.replicates} suites, {given.rule} first, {NODES} nodes")
+    print(
+        f"{len(suites.known)} predicted cases; {len(ratios)} published ones took {min(ratios):.1f} to {max(ratios):.1f} "
+        f"times the least, {np.median(ratios):.1f} in the middle; a case takes {np.mean(seconds):.0f} s, half of them "
+        f"{np.median(seconds):.0f} s or less, the longest {max(seconds) / 60:.0f} min"
+    )
+    return report(rows(suites, RULES[given.rule], given.replicates), 44, 22)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
