@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+TESTS = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "replies"
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -132,7 +133,8 @@ class Project:
         return self.pytester.path
 
     def write(self, **files: str) -> None:
-        """Python files by stem."""
+        """Python files by stem; not of the stem of a module of these tests, which one process of theirs may have imported."""
+        assert (taken := files.keys() & {path.stem for path in TESTS.rglob("*.py")} - {"conftest"}) == set(), taken
         self.pytester.makepyfile(**files)
 
     def ini(self, *lines: str) -> None:

@@ -177,7 +177,7 @@ def test_a_fleet_is_not_asked_for_what_there_is(suite: Project, monkeypatch: pyt
 def test_one_worker_alone_is_not_measured_again(h100: Project) -> None:
     h100.machine(H100, gpus=2)
     h100.write(
-        test_scaling=SUITE.replace("check(case)", "check(case, scaling=True)").replace(
+        test_several=SUITE.replace("check(case)", "check(case, scaling=True)").replace(
             "batch_size=2", "batch_size=2, gpus=2, parallel='ddp'"
         )
     )
