@@ -133,7 +133,7 @@ class Project:
         return self.pytester.path
 
     def write(self, **files: str) -> None:
-        """Python files by stem; not of the stem of a module of these tests, which one process of theirs may have imported."""
+        """Python files by stem: none of a module of these tests, which may be imported already."""
         assert (taken := files.keys() & {path.stem for path in TESTS.rglob("*.py")} - {"conftest"}) == set(), taken
         self.pytester.makepyfile(**files)
 
