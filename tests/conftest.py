@@ -3,14 +3,18 @@
 import contextlib
 import signal
 
-# What a shell runs in the background ignores Ctrl-C, and so does all that it starts; tests send it to processes of theirs.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# pytester forgets what was imported in its runs: libraries of which it forgets only parts break, and others are read again.
+import filelock  # noqa: F401
+import psutil  # noqa: F401
+import rich.table  # noqa: F401
 
-# pytester forgets what was imported in its runs, and libraries of which it forgets only parts break.
 with contextlib.suppress(ImportError):
     import jinja2  # noqa: F401
     import matplotlib.backends.backend_svg
     import matplotlib.dates
     import matplotlib.figure
     import matplotlib.ticker  # noqa: F401
+
+# What a shell runs in the background ignores Ctrl-C, and so does all that it starts; tests send it to processes of theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
