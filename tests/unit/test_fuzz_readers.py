@@ -1,0 +1,60 @@
+"""Damaged input to every reader, a little of it in every run; ``tools/fuzz_readers.py`` feeds a million."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import secrets
+from pathlib import Path
+from typing import Any
+
+import fuzz_readers
+import pytest
+from readers import READERS, Reader, Scratch
+
+INPUTS = 60
+
+BY_NAME = {reader.name: reader for reader in READERS}
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_a_reader_fails_by_its_documented_errors_only(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    failures = fuzz_readers.run([reader], INPUTS, secrets.randbits(32))
+    assert failures == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("raised", "documented", "told"),
+    [
+        (KeyError("x"), (), "KeyError at test_fuzz_readers.py"),
+        (ValueError("one sentence"), (), "ValueError at test_fuzz_readers.py"),
+        (ValueError("two\nlines"), (ValueError,), "no sentence: ValueError"),
+        (ValueError(""), (ValueError,), "no sentence: ValueError"),
+        (RecursionError("deep"), (ValueError,), "RecursionError at test_fuzz_readers.py"),
+    ],
+)
+def test_anything_else_is_a_failure_with_the_seed_that_makes_its_input_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], raised: Exception, documented: Any, told: str
+) -> None:
+    inputs = []
+
+    def read(data: bytes, scratch: Scratch, rng: random.Random) -> None:
+        inputs.append(data)
+        if len(data) % 2:
+            raise raised
+
+    reader = dataclasses.replace(BY_NAME["baseline"], read=read, documented=documented)
+    assert fuzz_readers.run([reader], 30, 1) > 0
+    shown = capsys.readouterr().out
+    assert told in shown
+    seed = int(shown.partition("--seed ")[2].partition(":")[0])
+    first = next(data for data in inputs if len(data) % 2)
+    assert fuzz_readers.run([reader], 1, seed) == 1
+    assert inputs[-1] == first
+
+
+def test_a_documented_error_of_one_sentence_is_none() -> None:
+    def read(data: bytes, scratch: Scratch, rng: random.Random) -> None:
+        raise ValueError("the file is not JSON: unexpected end; restore it from git")
+
+    assert fuzz_readers.run([dataclasses.replace(BY_NAME["baseline"], read=read, documented=(ValueError,))], 20, 1) == 0
