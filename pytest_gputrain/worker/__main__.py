@@ -44,7 +44,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     try:
         from pytest_gputrain.worker.libraries import load
 
-        load(task.case)
+        load(task.case, predicted=task.target is not None)
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.run import run
     except ImportError as error:

@@ -13,10 +13,13 @@ from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case
 
 
-def load(case: Case) -> None:
+def load(case: Case, *, predicted: bool = False) -> None:
     """Import the modules that training ``case`` takes; nothing is computed.
 
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
+
+    Args:
+        predicted: by a dry run, which patches what is there, and cannot know what own code will import.
 
     Raises:
         ImportError: a library is missing or broken.
@@ -24,6 +27,8 @@ def load(case: Case) -> None:
     with _uncollected():
         import pytest_gputrain.worker.run  # noqa: F401
 
+        if case.parallel == "fsdp" or (case.code and predicted):
+            importlib.import_module("torch.distributed.fsdp")
         if case.code:
             return
         for part in architectures()[case.model].parts.values():

@@ -64,7 +64,8 @@ def _fork(wish: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     folder, rank = Path(wish["folder"]), int(wish["rank"])
     # What fails here fails again in the worker, which tells of it.
     with contextlib.suppress(Exception):
-        load(msgspec.json.decode((folder / CASE).read_bytes(), type=Task).case)
+        task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
+        load(task.case, predicted=task.target is not None)
     if len(os.listdir("/proc/self/task")) > 1:
         return 0
     # Keeps the libraries' memory shared: a collection would write to all of it.

@@ -127,3 +127,15 @@ def test_no_compiler_is_loaded():
         "sys.exit('bitsandbytes' not in sys.modules or 'torch._inductor.compile_fx' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_own_code_waits_for_no_library_that_it_may_not_use():
+    code = (
+        "import sys; from pytest_gputrain import Case; from pytest_gputrain.worker.libraries import load; "
+        "own = Case(model='mine', method='custom', code='mine.py::build'); load(own); "
+        "early = {'torch.distributed.fsdp', 'sympy', 'torch._dynamo', 'transformers'} & set(sys.modules); "
+        "load(own, predicted=True); "
+        "sys.exit(f'{early}' if early or 'torch.distributed.fsdp' not in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -143,7 +143,8 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _for_gpu(device: torch.device) -> Iterator[Any]:
     # FSDP knows one CPU.
-    yield mock.patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", return_value=device)
+    if "torch.distributed.fsdp" in sys.modules:
+        yield mock.patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", return_value=device)
 
 
 def _for_lists() -> Iterator[Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from pytest_gputrain.worker.parallel.engine import Setting
 from pytest_gputrain.worker.parallel.single import Single
@@ -17,6 +16,9 @@ class FullySharded(Single):
     """A unit per block and one for the rest. Autocast precisions become FSDP's own: fp32 shards, gathered in 16 bits."""
 
     def spread(self, model: nn.Module, setting: Setting) -> nn.Module:
+        # With DTensor and sympy behind it, a third of the start of every worker, whether or not it shards.
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
         offload = CPUOffloadPolicy(pin_memory=setting.device.type != "cpu") if setting.case.cpu_offload else OffloadPolicy()
         arithmetic = setting.precision.autocast
         policy = (
