@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -62,7 +63,13 @@ class FleetBench(Bench):
         # What kind of H100 it is, its delivery will tell.
         self._asked = Host(name="", platform=platform, device=catalog.slug(platform), gpus=gpus)
         self._conditions = msgspec.structs.replace(conditions_of(settings), platform=platform)
-        self._fleet = Fleet(engine, settings.shared, most_jobs=settings.fleet_jobs, wait_seconds=settings.fleet_wait_seconds)
+        self._fleet = Fleet(
+            engine,
+            settings.shared,
+            most_jobs=settings.fleet_jobs,
+            wait_seconds=settings.fleet_wait_seconds,
+            on_arrival=self._look_ahead,
+        )
         self._hosts: dict[bytes, Host] = {}
         """The first that ran each task."""
 
@@ -80,11 +87,16 @@ class FleetBench(Bench):
         self.measure(task, False, None, 1)
         return self._hosts.get(identity_of(task), self._asked)
 
-    def expect(self, task: Task, runs: int) -> None:
-        have = self.measure(task, False, None, 1)
-        if all(isinstance(reply, Measurement | OutOfMemory) for reply in have):
+    def expect(self, task: Task, runs: int, *, soon: bool = False) -> None:
+        if all(isinstance(reply, Measurement | OutOfMemory) for reply in self.measure(task, False, None, 1)):
             with _shared():
-                self._fleet.expect([self._order(task)] * (runs - len(have)))
+                self._fleet.expect(self._missing(task, runs), soon=soon)
+
+    def drop(self, task: Task) -> None:
+        self._fleet.drop(self._order(task))
+
+    def only(self, tasks: Iterable[Task]) -> None:
+        self._fleet.only(map(self._order, tasks))
 
     def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
         taken = super().taken(task, inline, builder)
@@ -135,10 +147,30 @@ class FleetBench(Bench):
         if self._began:
             return
         self._began = True
-        missing = [(suite, task) for suite, task in self.ahead() if not self.taken(task, False).replies]
-        orders = {identity_of(task): (self._seconds_of(suite, task), task) for suite, task in missing}
-        longest_first = sorted(orders.values(), key=lambda known: -known[0])
-        self._fleet.expect([self._order(task) for _, task in longest_first])
+        longest_first = sorted(self.ahead(), key=lambda known: -self._seconds_of(known.suite, known.task))
+        # The first of all, then the second of all: runs of a baseline are spread over the time of the suite.
+        rounds = itertools.zip_longest(*(self._missing(task, runs) for _, task, runs, _ in longest_first))
+        self._fleet.expect([order for orders in rounds for order in orders if order is not None])
+        for known in longest_first:
+            if self.taken(known.task, False).replies:
+                self._look_ahead(self._order(known.task))
+
+    def _look_ahead(self, order: Order) -> None:
+        """Submit what the first runs of an order make tests ask for, before they do."""
+        taken, arrived = self.taken(order.task, False), self._fleet.arrived(order)
+        host = taken.host or next((one.host for one in arrived if isinstance(one, Delivery)), self._asked)
+        replies = [*taken.replies, *(one.reply if isinstance(one, Delivery) else one for one in arrived)]
+        figures = [reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)]
+        if len(figures) < len(replies):  # no test asks for more
+            self._fleet.drop(order)
+            figures = []
+        for _, task, runs, soon in self.foresee(order.task, figures, host):
+            self._fleet.expect(self._missing(task, runs), soon=soon)
+
+    def _missing(self, task: Task, runs: int) -> list[Order]:
+        """Orders of the runs that are neither there nor under way."""
+        order = self._order(task)
+        return [order] * (runs - len(self.taken(task, False).replies) - self._fleet.ordered(order))
 
     def _order(self, task: Task) -> Order:
         nodes = self.nodes(task.case)
