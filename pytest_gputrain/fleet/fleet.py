@@ -273,7 +273,7 @@ class Fleet:
         else:
             self._silent_since = None
             for ticket in list(self._live):
-                self._heed(ticket, jobs.get(ticket.job, Job("ended")))
+                self._heed(ticket, jobs.get(ticket.job, Job("forgotten")))
 
     def _heed(self, ticket: _Ticket, job: Job) -> None:
         """Draw the conclusion from what a job does."""
@@ -306,7 +306,14 @@ class Fleet:
                 self._lose(ticket, "preempted", f"{named} was ended for the sake of another{on}{why}; {_AGAIN}")
             elif job.doing == "cancelled":
                 self._lose(ticket, "cancelled", f"{named} was cancelled{on}{why}; {_AGAIN}")
-            elif job.final or now - ticket.ended >= GRACE_SECONDS:
+            elif job.doing == "forgotten" and now - ticket.ended >= GRACE_SECONDS:
+                unknown = "there is no delivery, and how it ended nobody knows"
+                self._lose(
+                    ticket,
+                    "no_delivery",
+                    f"{scheduler} does not know its job {ticket.job}{on} any more; {unknown}; {_AGAIN}",
+                )
+            elif job.doing == "ended" and (job.final or now - ticket.ended >= GRACE_SECONDS):
                 remedy = self._engine.remedies["undelivered"]
                 self._lose(ticket, "no_delivery", f"{named} ended{on}{why} without a delivery; {remedy}")
 
