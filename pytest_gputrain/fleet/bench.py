@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -143,17 +142,20 @@ class FleetBench(Bench):
         return outcome.reply
 
     def _begin(self) -> None:
-        """Submit what tests will ask for, the longest first: they find it done, or under way."""
+        """Submit what tests will ask for, the longest first, or else in turn: they find it done, or under way."""
         if self._began:
             return
         self._began = True
-        longest_first = sorted(self.ahead(), key=lambda known: -self._seconds_of(known.suite, known.task))
-        # The first of all, then the second of all: runs of a baseline are spread over the time of the suite.
-        rounds = itertools.zip_longest(*(self._missing(task, runs) for _, task, runs, _ in longest_first))
-        self._fleet.expect([order for orders in rounds for order in orders if order is not None])
-        for known in longest_first:
-            if self.taken(known.task, False).replies:
-                self._look_ahead(self._order(known.task))
+        orders: list[tuple[float, int, Order]] = []
+        foreseen = list(self.ahead())
+        for suite, task, runs, _ in foreseen:
+            seconds = self._seconds_of(suite, task)
+            # Several runs of a case count as long as those that are left, which spreads them among those of other cases.
+            orders += [(left * seconds, left, order) for left, order in enumerate(self._missing(task, runs), 1)]
+        self._fleet.expect(order for _, _, order in sorted(orders, key=lambda known: known[:2], reverse=True))
+        for _, task, _, _ in foreseen:
+            if self.taken(task, False).replies:
+                self._look_ahead(self._order(task))
 
     def _look_ahead(self, order: Order) -> None:
         """Submit what the first runs of an order make tests ask for, before they do."""

@@ -78,6 +78,17 @@ def test_runs_that_are_known_from_the_start_are_submitted_in_turn(project: Proje
     assert engine.during == [f"test_tuning[{LLAMA}]"] * 15
 
 
+def test_several_runs_count_as_long_as_those_that_are_left(project: Project, engine: AtOnce) -> None:
+    engine.ask_seconds = 0.0
+    for case, slower in ((LLAMA, 1.0), (GEMMA, 2.5), (LLAMA_2, 1.4)):
+        project.answer(recorded(device_name=H100, slower=slower), to=case)
+    project.run(*FLEET, "--gpu-history=history.jsonl")
+    engine.orders.clear()
+    project.run(*FLEET, "--gpu-history=history.jsonl", "--gpu-runs=3")
+    # 7.5, 5, 4.2, 3, 2.8, 2.5, 2, 1.4, 1
+    assert engine.submitted == [GEMMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2, GEMMA, LLAMA, LLAMA_2, LLAMA]
+
+
 def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(project: Project, engine: AtOnce) -> None:
     engine.ask_seconds = 0.0
     project.run(*FLEET, "--gpu-baseline-update", "-k", "gemma")
