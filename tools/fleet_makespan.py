@@ -272,8 +272,8 @@ def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
     yield told("500 cases of 10 minutes at most, in no order", 500, None, by=RULES["random"], longest=600)
     yield told("500 cases, the shortest first", 500, None, by=RULES["shortest"])
     yield told("10,000 cases, in no order", 10_000, None, by=RULES["random"])
-    yield told("500 cases, 11 % in doubt, behind the others", 500, None, fleet=Fleet(doubt="behind"))
-    yield told("10,000 cases, 11 % in doubt, behind", 10_000, None, fleet=Fleet(doubt="behind"))
+    yield told("of 10 minutes at most, 11 % in doubt", 500, None, fleet=Fleet(doubt="at once"), longest=600)
+    yield told("of 10 minutes at most, in doubt, behind", 500, None, fleet=Fleet(doubt="behind"), longest=600)
     yield told("500 cases, 11 % in doubt, tests ask", 500, None, fleet=Fleet(doubt="asked for"))
     yield told("10,000 cases, 11 % in doubt, tests ask", 10_000, None, fleet=Fleet(doubt="asked for"))
 
