@@ -41,13 +41,15 @@ def test_a_fleet_judges_as_the_node_itself_would(project: Project, engine: AtOnc
     engine.ask_seconds = ask_seconds
     project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=3")
     project.answer(recorded(device_name=H100, slower=1.2), to=GEMMA)
+    project.answer(recorded("crashed"), to=LLAMA_2)
     there = project.run(*FLEET, "--gpu-json=there.json")
     project.machine(H100, gpus=8)
     project.answer(recorded(device_name=H100))
     project.answer(recorded(device_name=H100, slower=1.2), to=GEMMA)
+    project.answer(recorded("crashed"), to=LLAMA_2)
     here = project.run("-m", "h100", "--gpu-json=here.json")
     assert failures(there) == failures(here)
-    assert list(failures(there)) == [f"test_tuning[{GEMMA}]"]
+    assert list(failures(there)) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
     assert project.report("there.json")["results"] == project.report("here.json")["results"]
 
 
@@ -119,16 +121,21 @@ def test_what_a_limit_asks_for_is_foreseen_too(project: Project, engine: AtOnce)
     assert set(engine.during) == {f"test_tuning[{LLAMA}]"}
 
 
-def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(project: Project, engine: AtOnce) -> None:
-    engine.ask_seconds = 0.0
+@pytest.mark.parametrize(
+    ("case", "ask_seconds"), [(LLAMA_2, 0.0), (LLAMA, 4.0)], ids=["by its delivery", "by its test, for both at once"]
+)
+def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(
+    project: Project, engine: AtOnce, case: str, ask_seconds: float
+) -> None:
+    engine.ask_seconds = ask_seconds
     project.run(*FLEET, "--gpu-baseline-update")
     engine.orders.clear()
     # The second is within the limit, which settles it; the third is not.
     bigger = recorded(device_name=H100, bigger=2**34)
-    project.answer(bigger, recorded(device_name=H100), bigger, to=LLAMA_2)
+    project.answer(bigger, recorded(device_name=H100), bigger, to=case)
     project.run(*FLEET, "--gpu-json=report.json").assert_outcomes(passed=3)
-    assert engine.submitted.count(LLAMA_2) == 3
-    (result,) = [one for one in project.report()["results"] if one["key"] == LLAMA_2]
+    assert engine.submitted.count(case) == 3
+    (result,) = [one for one in project.report()["results"] if one["key"] == case]
     peaks = [reply["peak_allocated_bytes"] for reply in result["replies"]]
     assert peaks == [bigger["peak_allocated_bytes"], bigger["peak_allocated_bytes"] - 2**34]
 
@@ -164,7 +171,7 @@ def test_what_is_only_measured_is_run_no_further_when_the_tests_are_over(project
     project.run(*FLEET, "--gpu-baseline-update").assert_outcomes(passed=3)
     assert list(project.baselines("tuning", H100_FOLDER)) == [GEMMA]
     assert engine.submitted.count(GEMMA) == 5
-    assert engine.submitted.count(LLAMA_2) < 5
+    assert {case for case, test in zip(engine.submitted, engine.during, strict=True) if not test} == {GEMMA}
 
 
 def test_a_study_runs_nothing_but_its_own_tasks(project: Project, engine: AtOnce) -> None:
