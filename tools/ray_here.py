@@ -24,6 +24,9 @@ _STORE_BYTES = 80 << 20
 _SHORT = "/tmp"
 """For the sockets of Ray, whose whole path may have 107 characters: TMPDIR may be anywhere."""
 
+_CPUS = 4
+"""Of each node, whatever the machine has: what a case with parameter servers takes."""
+
 _ATTEMPTS = 4
 _WAIT_SECONDS = 120
 
@@ -41,8 +44,8 @@ class RayHere:
         return {"RAY_ADDRESS": self.address}
 
     def add_node(self, **resources: float) -> Any:
-        """Start a node, with two CPUs, that has these resources besides."""
-        wanted = {"num_cpus": 2, "object_store_memory": _STORE_BYTES, "resources": resources}
+        """Start a node that has these resources besides."""
+        wanted = {"num_cpus": _CPUS, "object_store_memory": _STORE_BYTES, "resources": resources}
         node = _started(lambda: self._cluster.add_node(**wanted))
         self._cluster.wait_for_nodes(_WAIT_SECONDS)
         return node
@@ -72,13 +75,13 @@ def _started(start: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def ray_here() -> Iterator[RayHere]:
-    """A cluster while the context is open: a node with two CPUs and the resource ``first``, and one with ``second``."""
+    """A cluster while the context is open: a node with the resource ``first``, and one with ``second``."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir=_SHORT, ignore_cleanup_errors=True) as folder:
         os.environ["RAY_TMPDIR"] = folder  # where Ray notes its latest cluster, in a folder that has to be there
         os.makedirs(f"{folder}/ray")
         from ray.cluster_utils import Cluster
 
-        first = {"num_cpus": 2, "object_store_memory": _STORE_BYTES, "resources": {"first": 2}}
+        first = {"num_cpus": _CPUS, "object_store_memory": _STORE_BYTES, "resources": {"first": 2}}
         head = {**first, "include_dashboard": False, "temp_dir": folder}
         cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=head))
         try:

@@ -228,10 +228,11 @@ class Fleet:
         """Whether the scheduler's queue should hold another job.
 
         As many may wait as run: that keeps the machines busy. With more, a test that asks for a further run would wait for
-        all cases of the tests after it.
+        all cases of the tests after it. What is held waits for no turn, and must not keep others from theirs.
         """
-        running = sum(ticket.seen is not None and ticket.seen.doing == "running" for ticket in self._live)
-        return len(self._live) < min(self._most_jobs, running + max(running, LEAST_WAITING))
+        doing = Counter(ticket.seen.doing for ticket in self._live if ticket.seen is not None)
+        most = doing["held"] + doing["running"] + max(doing["running"], LEAST_WAITING)
+        return len(self._live) < min(self._most_jobs, most)
 
     def _put_off(self, refusal: NotNow | Unreachable) -> None:
         """Try again later, unless nothing has got on for too long: all that wait have waited as long then."""

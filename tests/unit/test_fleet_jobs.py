@@ -120,6 +120,16 @@ def test_as_many_wait_as_run(scheduler: Scheduler, tmp_path: Path) -> None:
     assert sizes == [LEAST_WAITING, 2 * LEAST_WAITING, 4 * LEAST_WAITING, 40]
 
 
+def test_what_is_held_does_not_keep_others_from_their_turn(scheduler: Scheduler, tmp_path: Path) -> None:
+    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
+    fleet = Fleet(scheduler, tmp_path, most_jobs=40, wait_seconds=WAIT, **clock)  # type: ignore[arg-type]
+    fleet.expect(order(f"wide-{number}-") for number in range(LEAST_WAITING))
+    scheduler.says = dict.fromkeys(scheduler.submitted, Job("held", "no node has so many"))
+    scheduler.script = {10: lambda: scheduler.deliver("a")}
+    assert fleet.run(order("a")) == DONE
+    assert scheduler.now < WAIT
+
+
 def test_a_test_that_waits_goes_before_what_is_only_expected(fleet: Fleet, scheduler: Scheduler) -> None:
     fleet.expect(map(order, "abcde"))
     scheduler.script = {10: lambda: scheduler.deliver("a"), 20: lambda: scheduler.deliver("e")}
