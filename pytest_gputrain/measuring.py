@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,17 @@ from pytest_gputrain.shelf import Cabinet
 
 Watch = Callable[[Case, Event, int], None]
 """Called with what a case does, and in which of its fresh processes, from 1."""
+
+
+class Foreseen(NamedTuple):
+    """Runs that tests will ask for."""
+
+    suite: str
+    task: Task
+    runs: int
+    """In all, those that there are included."""
+    soon: bool = False
+    """Whether they go before the runs of other cases."""
 
 
 def conditions_of(settings: Settings) -> Conditions:
@@ -45,8 +56,10 @@ class Bench:
         self.watch: Watch = lambda case, event, run: None
         self.preloaded = launch.Preloaded() if settings.isolation == "auto" else None
         self._here = Here(conditions_of(settings), self.preloaded)
-        self.ahead: Callable[[], Iterable[tuple[str, Task]]] = tuple
-        """Suites and tasks that tests will ask for, for a fleet, which begins with them all."""
+        self.ahead: Callable[[], Iterable[Foreseen]] = tuple
+        """What tests will ask for, for a fleet, which begins with all of it."""
+        self.foresee: Callable[[Task, Sequence[Reply], Host], Iterable[Foreseen]] = lambda task, replies, host: ()
+        """And what the first replies of a task, which the host gave, add to that."""
         self._replies: Cabinet[bytes, tuple[Reply, ...]] = Cabinet(tuple[Reply, ...])
 
     @property
@@ -78,8 +91,18 @@ class Bench:
         """
         return self.host
 
-    def expect(self, task: Task, runs: int) -> None:
-        """Take notice that so many replies will be asked for: a fleet begins with all of them."""
+    def expect(self, task: Task, runs: int, *, soon: bool = False) -> None:
+        """Take notice that so many replies will be asked for: a fleet begins with all of them.
+
+        Args:
+            soon: before those of other tasks.
+        """
+
+    def drop(self, task: Task) -> None:
+        """Take notice that no more replies will be asked for, or none soon."""
+
+    def only(self, tasks: Iterable[Task]) -> None:
+        """Take notice that replies of other tasks will not be asked for."""
 
     def close(self) -> None:
         """End what was kept running for the cases to come."""

@@ -18,8 +18,10 @@ from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.harmless import shown
+from pytest_gputrain.here import BadCase
 from pytest_gputrain.interrupts import terminable, undisturbed
-from pytest_gputrain.marks import HELP
+from pytest_gputrain.limits import NO_TERMS, Terms
+from pytest_gputrain.marks import HELP, terms_of
 from pytest_gputrain.measuring import Bench
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
@@ -151,6 +153,13 @@ def _cases_of(item: pytest.Item) -> list[Case]:
     return [sweep.override(case, knobs) for case in callspec.params.values() if isinstance(case, Case)]
 
 
+def _terms_of(item: pytest.Item) -> Terms:
+    try:
+        return terms_of(item)
+    except BadCase:  # its test will tell
+        return NO_TERMS
+
+
 class GpuTrainPlugin:
     """The hooks of one run.
 
@@ -212,7 +221,8 @@ class GpuTrainPlugin:
             markers = frozenset(mark.name for mark in item.iter_markers())
             if not markers & _MAY_NOT_RUN:
                 suite = suite_of(item.path)
-                expected += [Expected(suite, case, markers, expression) for case in _cases_of(item)]
+                terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
+                expected += [Expected(suite, case, markers, expression, terms) for case in _cases_of(item)]
         self.runner.expected = expected
         if self.book is not None:  # a worker of xdist submits what it runs
             self.runner.look_ahead()

@@ -12,43 +12,53 @@ from dataclasses import dataclass
 import msgspec
 
 from pytest_gputrain.here import BadCase
-from pytest_gputrain.records import Result, Verdict
+from pytest_gputrain.measuring import Bench
+from pytest_gputrain.records import Result, Task, Verdict
 
 
 @dataclass(kw_only=True, slots=True)
 class _Waiting:
     result: Result
+    task: Task
     wanted: int
     again: Callable[[int], Result]
 
 
 class Rounds:
-    """Cases of one pytest process whose baselines wait for further runs."""
+    """Cases of one pytest process whose baselines wait for further runs.
 
-    def __init__(self) -> None:
+    Args:
+        bench: where they run.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
         self._waiting: list[_Waiting] = []
 
-    def add(self, result: Result, wanted: int, again: Callable[[int], Result]) -> Result:
+    def add(self, result: Result, task: Task, wanted: int, again: Callable[[int], Result]) -> Result:
         """Take in the first runs of a case, and return them with how many are to come.
 
         Args:
             wanted: runs of the baseline.
             again: measures until there are so many runs, and judges them.
         """
-        result = _marked(result, wanted)
-        if result.to_come:
-            self._waiting.append(_Waiting(result=result, wanted=wanted, again=again))
-        return result
+        waiting = _Waiting(result=_marked(result, wanted), task=task, wanted=wanted, again=again)
+        if waiting.result.to_come:
+            self._waiting.append(waiting)
+        else:
+            self._drop(task)
+        return waiting.result
 
     def forget(self, nodeid: str) -> None:
         """Drop the cases of a test that failed: they become no baselines."""
-        self._waiting = [waiting for waiting in self._waiting if waiting.result.nodeid != nodeid]
+        self._let_go(lambda waiting: waiting.result.nodeid == nodeid)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def complete(self) -> Iterator[Result]:
         """Measure what is to come, one run of each case in turn; after each the case's result with all its runs so far."""
+        self._bench.only(waiting.task for waiting in self._waiting)
         while self._waiting:
             for waiting in list(self._waiting):
                 try:
@@ -58,7 +68,19 @@ class Rounds:
                     result = msgspec.structs.replace(waiting.result, verdict=verdict)
                 waiting.result = _marked(result, waiting.wanted)
                 yield waiting.result
-            self._waiting = [waiting for waiting in self._waiting if waiting.result.to_come]
+            self._let_go(lambda waiting: not waiting.result.to_come)
+
+    def _let_go(self, over: Callable[[_Waiting], bool]) -> None:
+        """Wait no longer for these."""
+        gone = [waiting for waiting in self._waiting if over(waiting)]
+        self._waiting = [waiting for waiting in self._waiting if not over(waiting)]
+        for waiting in gone:
+            self._drop(waiting.task)
+
+    def _drop(self, task: Task) -> None:
+        """End what a fleet has begun of it, unless another test waits for that, too."""
+        if all(waiting.task != task for waiting in self._waiting):
+            self._bench.drop(task)
 
 
 def _marked(result: Result, wanted: int) -> Result:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
+from pytest_gputrain.limits import Terms
 from pytest_gputrain.records import Case
 
 _ALL: Final = frozenset(MARKERS)
@@ -21,6 +22,8 @@ class Expected(NamedTuple):
     markers: frozenset[str]
     expression: str
     """Of ``-m``."""
+    terms: Terms
+    """Of its test, for a fleet; none for others, which have no use for them before the test runs."""
 
 
 def platforms_of(declared: object) -> tuple[str, ...]:

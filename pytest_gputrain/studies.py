@@ -26,7 +26,7 @@ COMPARED: Final = ("fp32", "bf16-amp", "fp16")
 class Study:
     """What became of a case."""
 
-    case: Case
+    task: Task
     """As the replies' process ran it."""
     replies: tuple[Reply, ...]
     search: Search | None = None
@@ -38,16 +38,16 @@ def search_batch(task: Task, most: int, launch: Launch) -> Study:
     named = tuple(dict.fromkeys([*task.case.named, "batch_size"]))
     replies: dict[int, Reply] = {}
 
-    def case_of(batch: int) -> Case:
-        return task.case.replace(batch_size=batch, named=named)
+    def task_of(batch: int) -> Task:
+        return msgspec.structs.replace(task, case=task.case.replace(batch_size=batch, named=named))
 
     def try_batch(batch: int) -> Try:
-        replies[batch] = launch(msgspec.structs.replace(task, case=case_of(batch)))
+        replies[batch] = launch(task_of(batch))
         return _try(batch, batch * task.processes, replies[batch])
 
     search = find_batch(try_batch, most)
     shown = search.fastest or search.tries[-1].batch_size
-    return Study(case=case_of(shown), replies=(replies[shown],), search=search)
+    return Study(task=task_of(shown), replies=(replies[shown],), search=search)
 
 
 def _try(batch: int, samples: int, reply: Reply) -> Try:
@@ -69,6 +69,10 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Stud
         platform: catalog marker. A precision that it or the parallelism lacks is left out, unless it is the case's own.
     """
     case = task.case.replace(steps=steps, warmup=0)
+
+    def task_of(precision: str) -> Task:
+        return msgspec.structs.replace(task, case=case.replace(precision=precision), curve=True)
+
     curves: dict[str, LossCurve] = {}
     replies: dict[str, Reply] = {}
     for precision in dict.fromkeys([*COMPARED, case.precision]):
@@ -76,7 +80,7 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Stud
         if reason:
             curves[precision] = LossCurve(precision=precision, outcome="left_out", reason=reason)
             continue
-        reply = launch(msgspec.structs.replace(task, case=case.replace(precision=precision), curve=True))
+        reply = launch(task_of(precision))
         replies[precision] = reply
         curves[precision] = _curve(precision, reply, steps)
     reference = curves["fp32"].losses
@@ -84,7 +88,7 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Stud
         curve if precision == "fp32" else msgspec.structs.replace(curve, gap=loss.gap(curve.losses, reference))
         for precision, curve in curves.items()
     )
-    return Study(case=case, replies=(replies[case.precision],), loss_curves=tuple(compared))
+    return Study(task=task_of(case.precision), replies=(replies[case.precision],), loss_curves=tuple(compared))
 
 
 def _curve(precision: str, reply: Reply, steps: int) -> LossCurve:

@@ -9,7 +9,9 @@ With ``--history`` the steps take what the latest lines of that file say. The fl
 
 pytest submits one job after the other, so that as many wait as run, up to the window, and asks every few seconds which of
 them run and have ended. The scheduler starts them in the order of their arrival; one that does not fit yet holds up all
-that follow. Where a setting says so, a share of the cases is in doubt after the first run and has further ones.
+that follow. Of several runs of a case each counts as long as those that are left. Where a setting says so, a share of the
+cases is in doubt after the first run and has further ones. These go before the first runs of others as soon as the fleet has
+seen the delivery, or behind them, or each waits until its test asks for it.
 
 A makespan is told as its excess over the least that any order can reach: all work spread over the nodes, or the longest
 case. A claim holds where it does for 99 suites in 100. ``--rule`` takes another order than the product's, to see that claims
@@ -26,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -132,27 +134,42 @@ class Suites:
             suite.append(Job(seconds, nodes, guess if told else 0.0, doubt))
         return suite
 
-    def shuffled(self, jobs: Sequence[Job]) -> list[int]:
-        return [int(at) for at in self.rng.permutation(len(jobs))]
+    def shuffled(self, jobs: Sequence[Job], runs: int) -> list[int]:
+        return [int(at) for at in self.rng.permutation(np.repeat(np.arange(len(jobs)), runs))]
 
 
-Rule = Callable[[Suites, Sequence[Job]], list[int]]
-"""In which order a suite is submitted."""
+Rule = Callable[[Suites, Sequence[Job], int], list[int]]
+"""In which order so many runs of each case of a suite are submitted."""
+
+
+def _by(seconds: Callable[[float], float]) -> Rule:
+    def rule(suites: Suites, jobs: Sequence[Job], runs: int) -> list[int]:
+        turns = [(left, at) for left in range(runs, 0, -1) for at in range(len(jobs))]
+        return [at for left, at in sorted(turns, key=lambda turn: seconds(turn[0] * jobs[turn[1]].forecast))]
+
+    return rule
+
 
 RULES: Final[dict[str, Rule]] = {
-    "longest": lambda suites, jobs: sorted(range(len(jobs)), key=lambda at: -jobs[at].forecast),
-    "shortest": lambda suites, jobs: sorted(range(len(jobs)), key=lambda at: jobs[at].forecast),
-    "random": lambda suites, jobs: suites.shuffled(jobs),
+    "longest": _by(lambda seconds: -seconds),
+    "shortest": _by(lambda seconds: seconds),
+    "random": lambda suites, jobs, runs: suites.shuffled(jobs, runs),
 }
 
 
-def least(jobs: Sequence[Job], nodes: int, *, doubts: bool = False) -> float:
+Doubt = Literal["none", "asked for", "at once", "behind"]
+"""When the further runs of a case in doubt are submitted: when its test asks for one of them after the other, or with its
+first delivery, before those that wait or behind them."""
+
+
+def least(jobs: Sequence[Job], nodes: int, *, doubts: bool = False, runs: int = 1) -> float:
     """Seconds below which no order gets.
 
     Args:
         doubts: count the further runs of cases in doubt, which begin after the first and all at once.
+        runs: of every case, which may all begin at once.
     """
-    work = sum(job.seconds * job.nodes * (1 + RUNS_OF_DOUBT * (doubts and job.in_doubt)) for job in jobs)
+    work = runs * sum(job.seconds * job.nodes * (1 + RUNS_OF_DOUBT * (doubts and job.in_doubt)) for job in jobs)
     return max(work / nodes, *(job.seconds * (1 + (doubts and job.in_doubt)) for job in jobs))
 
 
@@ -165,10 +182,7 @@ class Fleet:
     submit_seconds: float = SUBMIT_SECONDS
     ask_seconds: float = ASK_SECONDS
     least_waiting: int = LEAST_WAITING
-    doubts: bool = False
-    """Whether cases in doubt have further runs."""
-    at_once: bool = False
-    """Whether those are submitted together, and when the first run is delivered, whatever pytest waits for."""
+    doubt: Doubt = "none"
 
     def makespan(self, jobs: Sequence[Job], order: Sequence[int]) -> float:
         """Seconds until the last test of the suite has what it asks for."""
@@ -179,6 +193,7 @@ class Fleet:
         seen_running = seen_ended = 0
         clock = last = idle_at = 0.0
         test, further, delivered = 0, [0] * len(jobs), [0] * len(jobs)
+        foreseen: list[int] = []
 
         def at(time: float, what: str, job: int = 0) -> None:
             heapq.heappush(events, (time, next(numbers), what, job))
@@ -189,15 +204,17 @@ class Fleet:
                 queued.append(job)
             elif what == "asks":
                 seen_running, seen_ended = running, ended
+                (to_submit.extendleft if self.doubt == "at once" else to_submit.extend)(foreseen)
+                foreseen.clear()
                 if to_submit or ended < submitted:
                     at(clock + self.ask_seconds, "asks")
             else:
                 last = clock
                 free, running, ended = free + jobs[job].nodes, running - 1, ended + 1
                 delivered[job] += 1
-                if self.doubts and self.at_once and jobs[job].in_doubt and delivered[job] == 1:
-                    to_submit.extendleft([job] * RUNS_OF_DOUBT)
-            while self.doubts and not self.at_once and test < len(jobs) and delivered[test] > further[test]:
+                if self.doubt in ("at once", "behind") and jobs[job].in_doubt and delivered[job] == 1:
+                    foreseen += [job] * RUNS_OF_DOUBT
+            while self.doubt == "asked for" and test < len(jobs) and delivered[test] > further[test]:
                 if jobs[test].in_doubt and further[test] < RUNS_OF_DOUBT:
                     further[test] += 1
                     to_submit.appendleft(test)
@@ -227,13 +244,14 @@ def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
         *,
         fleet: Fleet = _FLEET,
         by: Rule = rule,
+        runs: int = 1,
         **how: Any,
     ) -> Row:
         excesses = []
         for _ in range(max(2, replicates * 500 // cases)):
             jobs = suites.draw(cases, **how)
-            shortest = least(jobs, fleet.nodes, doubts=fleet.doubts)
-            excesses.append(100 * (fleet.makespan(jobs, by(suites, jobs)) / shortest - 1))
+            shortest = least(jobs, fleet.nodes, doubts=fleet.doubt != "none", runs=runs)
+            excesses.append(100 * (fleet.makespan(jobs, by(suites, jobs, runs)) / shortest - 1))
         claim = f"over the least{'' if limit is None else f' <= {limit:g} %'}"
         middle, most = float(np.median(excesses)), float(np.quantile(excesses, 0.99))
         return Row(setting, claim, middle, most, limit, unit=" %", digits=1)
@@ -243,6 +261,9 @@ def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
     yield told("500 cases of 1 to 8 nodes", 500, 10, widths=WIDTHS)
     yield told("10,000 cases", 10_000, 10)
     yield told("10,000 cases of 1 to 8 nodes", 10_000, 10, widths=WIDTHS)
+    yield told("500 cases, 11 % in doubt", 500, 10, fleet=Fleet(doubt="at once"))
+    yield told("10,000 cases, 11 % in doubt", 10_000, 10, fleet=Fleet(doubt="at once"))
+    yield told("500 cases, five runs of each", 500, 10, runs=5)
     yield told("500 cases, a fifth of them unknown", 500, None, forecast=0.8)
     yield told("500 cases, a window of 64", 500, None, fleet=Fleet(window=64))
     yield told("10,000 cases, a window of 64", 10_000, None, fleet=Fleet(window=64))
@@ -251,9 +272,10 @@ def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
     yield told("500 cases of 10 minutes at most, in no order", 500, None, by=RULES["random"], longest=600)
     yield told("500 cases, the shortest first", 500, None, by=RULES["shortest"])
     yield told("10,000 cases, in no order", 10_000, None, by=RULES["random"])
-    yield told("500 cases, 11 % in doubt", 500, None, fleet=Fleet(doubts=True))
-    yield told("500 cases, 11 % in doubt, at once", 500, None, fleet=Fleet(doubts=True, at_once=True))
-    yield told("10,000 cases, 11 % in doubt", 10_000, None, fleet=Fleet(doubts=True))
+    yield told("of 10 minutes at most, 11 % in doubt", 500, None, fleet=Fleet(doubt="at once"), longest=600)
+    yield told("of 10 minutes at most, in doubt, behind", 500, None, fleet=Fleet(doubt="behind"), longest=600)
+    yield told("500 cases, 11 % in doubt, tests ask", 500, None, fleet=Fleet(doubt="asked for"))
+    yield told("10,000 cases, 11 % in doubt, tests ask", 10_000, None, fleet=Fleet(doubt="asked for"))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,15 +8,27 @@ runs the command with that cluster and ends it afterwards. It takes 1.1 GiB of m
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import psutil
 
 _STORE_BYTES = 80 << 20
 """Ray's least is 75 MiB; orders and deliveries are some kilobytes."""
+
+_SHORT = "/tmp"
+"""For the sockets of Ray, whose whole path may have 107 characters: TMPDIR may be anywhere."""
+
+_CPUS = 4
+"""Of each node, whatever the machine has: what a case with parameter servers takes."""
+
+_ATTEMPTS = 4
+_WAIT_SECONDS = 120
 
 
 class RayHere:
@@ -32,9 +44,10 @@ class RayHere:
         return {"RAY_ADDRESS": self.address}
 
     def add_node(self, **resources: float) -> Any:
-        """Start a node, with two CPUs, that has these resources besides."""
-        node = self._cluster.add_node(num_cpus=2, object_store_memory=_STORE_BYTES, resources=resources)
-        self._cluster.wait_for_nodes()
+        """Start a node that has these resources besides."""
+        wanted = {"num_cpus": _CPUS, "object_store_memory": _STORE_BYTES, "resources": resources}
+        node = _started(lambda: self._cluster.add_node(**wanted))
+        self._cluster.wait_for_nodes(_WAIT_SECONDS)
         return node
 
     def kill_node(self, node: Any) -> None:
@@ -42,16 +55,35 @@ class RayHere:
         self._cluster.remove_node(node, allow_graceful=False)
 
 
+def _started(start: Callable[[], Any]) -> Any:
+    """What ``start`` returns. Ray gives up a node that is not there within 30 seconds, as on a machine that has other work.
+
+    Raises:
+        Exception: Ray's own, where it does so again and again.
+    """
+    there = set(psutil.Process().children(recursive=True))
+    for attempt in itertools.count(1):
+        try:
+            return start()
+        except Exception as error:  # Ray raises nothing narrower
+            for process in set(psutil.Process().children(recursive=True)) - there:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if attempt == _ATTEMPTS or "timed out" not in str(error):
+                raise
+
+
 @contextlib.contextmanager
 def ray_here() -> Iterator[RayHere]:
-    """A cluster while the context is open: a node with two CPUs and the resource ``first``, and one with ``second``."""
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        # Other people's work on the machine must not look like a daemon that does not come up.
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    """A cluster while the context is open: a node with the resource ``first``, and one with ``second``."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir=_SHORT, ignore_cleanup_errors=True) as folder:
+        os.environ["RAY_TMPDIR"] = folder  # where Ray notes its latest cluster, in a folder that has to be there
+        os.makedirs(f"{folder}/ray")
         from ray.cluster_utils import Cluster
 
-        first = {"num_cpus": 2, "object_store_memory": _STORE_BYTES, "resources": {"first": 2}}
-        cluster = Cluster(initialize_head=True, head_node_args={**first, "include_dashboard": False, "temp_dir": folder})
+        first = {"num_cpus": _CPUS, "object_store_memory": _STORE_BYTES, "resources": {"first": 2}}
+        head = {**first, "include_dashboard": False, "temp_dir": folder}
+        cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=head))
         try:
             running = RayHere(cluster)
             running.add_node(second=2)

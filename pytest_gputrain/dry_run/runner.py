@@ -104,7 +104,7 @@ class DryRunner(Runner):
         if judged and failed:
             verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(failed[0], 'prediction')}")
         elif judged and prediction is not None:
-            verdict, helps = self._judged(case, prediction, known, module, self._tolerance(terms).memory)
+            verdict, helps = self._judged(case, prediction, known, module, self.standards.tolerance(terms).memory)
         if prediction is not None:
             verdict = with_limits(case, verdict, foretold(terms.caps, case, prediction, scale=self.scale()))
         return Result(

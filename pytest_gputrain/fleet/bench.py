@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -62,7 +62,13 @@ class FleetBench(Bench):
         # What kind of H100 it is, its delivery will tell.
         self._asked = Host(name="", platform=platform, device=catalog.slug(platform), gpus=gpus)
         self._conditions = msgspec.structs.replace(conditions_of(settings), platform=platform)
-        self._fleet = Fleet(engine, settings.shared, most_jobs=settings.fleet_jobs, wait_seconds=settings.fleet_wait_seconds)
+        self._fleet = Fleet(
+            engine,
+            settings.shared,
+            most_jobs=settings.fleet_jobs,
+            wait_seconds=settings.fleet_wait_seconds,
+            on_arrival=self._look_ahead,
+        )
         self._hosts: dict[bytes, Host] = {}
         """The first that ran each task."""
 
@@ -80,11 +86,16 @@ class FleetBench(Bench):
         self.measure(task, False, None, 1)
         return self._hosts.get(identity_of(task), self._asked)
 
-    def expect(self, task: Task, runs: int) -> None:
-        have = self.measure(task, False, None, 1)
-        if all(isinstance(reply, Measurement | OutOfMemory) for reply in have):
+    def expect(self, task: Task, runs: int, *, soon: bool = False) -> None:
+        if all(isinstance(reply, Measurement | OutOfMemory) for reply in self.measure(task, False, None, 1)):
             with _shared():
-                self._fleet.expect([self._order(task)] * (runs - len(have)))
+                self._fleet.expect(self._missing(task, runs), soon=soon)
+
+    def drop(self, task: Task) -> None:
+        self._fleet.drop(self._order(task))
+
+    def only(self, tasks: Iterable[Task]) -> None:
+        self._fleet.only(map(self._order, tasks))
 
     def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
         taken = super().taken(task, inline, builder)
@@ -131,14 +142,37 @@ class FleetBench(Bench):
         return outcome.reply
 
     def _begin(self) -> None:
-        """Submit what tests will ask for, the longest first: they find it done, or under way."""
+        """Submit what tests will ask for, the longest first, or else in turn: they find it done, or under way."""
         if self._began:
             return
         self._began = True
-        missing = [(suite, task) for suite, task in self.ahead() if not self.taken(task, False).replies]
-        orders = {identity_of(task): (self._seconds_of(suite, task), task) for suite, task in missing}
-        longest_first = sorted(orders.values(), key=lambda known: -known[0])
-        self._fleet.expect([self._order(task) for _, task in longest_first])
+        orders: list[tuple[float, int, Order]] = []
+        foreseen = list(self.ahead())
+        for suite, task, runs, _ in foreseen:
+            seconds = self._seconds_of(suite, task)
+            # Several runs of a case count as long as those that are left, which spreads them among those of other cases.
+            orders += [(left * seconds, left, order) for left, order in enumerate(self._missing(task, runs), 1)]
+        self._fleet.expect(order for _, _, order in sorted(orders, key=lambda known: known[:2], reverse=True))
+        for _, task, _, _ in foreseen:
+            if self.taken(task, False).replies:
+                self._look_ahead(self._order(task))
+
+    def _look_ahead(self, order: Order) -> None:
+        """Submit what the first runs of an order make tests ask for, before they do."""
+        taken, arrived = self.taken(order.task, False), self._fleet.arrived(order)
+        host = taken.host or next((one.host for one in arrived if isinstance(one, Delivery)), self._asked)
+        replies = [*taken.replies, *(one.reply if isinstance(one, Delivery) else one for one in arrived)]
+        figures = [reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)]
+        if len(figures) < len(replies):  # no test asks for more
+            self._fleet.drop(order)
+            figures = []
+        for _, task, runs, soon in self.foresee(order.task, figures, host):
+            self._fleet.expect(self._missing(task, runs), soon=soon)
+
+    def _missing(self, task: Task, runs: int) -> list[Order]:
+        """Orders of the runs that are neither there nor under way."""
+        order = self._order(task)
+        return [order] * (runs - len(self.taken(task, False).replies) - self._fleet.ordered(order))
 
     def _order(self, task: Task) -> Order:
         nodes = self.nodes(task.case)

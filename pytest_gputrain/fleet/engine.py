@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from pytest_gputrain.records import Order
 
-Doing = Literal["waiting", "held", "running", "ended", "node_died", "preempted", "cancelled"]
+SPARE_SECONDS: Final = 600.0
+"""That a job may run beyond the time limit of its case: to start, to wait for devices, to end."""
+
+Doing = Literal["waiting", "held", "running", "ended", "node_died", "preempted", "cancelled", "forgotten"]
 """What a job does.
 
 waiting     its turn has not come, or its machines are busy
@@ -18,6 +21,7 @@ ended       by itself, whether well or not
 node_died   it was running on a node that is gone
 preempted   ended for the sake of another job
 cancelled   ended by the scheduler or by somebody, for another reason
+forgotten   the scheduler does not know it, or not any more
 """
 
 
@@ -72,7 +76,7 @@ class Engine(Protocol):
         """
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, Job]:
-        """What each of these jobs does; one that the scheduler has forgotten, because it ended long ago, is left out.
+        """What each of these jobs does; one that the scheduler has forgotten is left out.
 
         Raises:
             Unreachable

@@ -7,7 +7,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,6 @@ class _Ticket:
     """An order on its way."""
 
     order: Order
-    key: bytes
     folder: Path
     job: str = ""
     """Empty before it is submitted."""
@@ -65,6 +64,7 @@ class Fleet:
         shared: folder that all machines see.
         most_jobs: that the scheduler's queue is to hold of this pytest process.
         wait_seconds: that a job may wait while nothing of the fleet gets on.
+        on_arrival: called, while a test waits, with an order of which something is known before a test has asked for it.
         now, sleep: the clock, in seconds.
     """
 
@@ -75,6 +75,7 @@ class Fleet:
         *,
         most_jobs: int,
         wait_seconds: float,
+        on_arrival: Callable[[Order], object] = lambda order: None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -83,10 +84,14 @@ class Fleet:
         self._folder: Path | None = None
         self._most_jobs = most_jobs
         self._wait_seconds = wait_seconds
+        self._on_arrival = on_arrival
         self._now = now
         self._sleep = sleep
         self._open: dict[bytes, deque[_Ticket]] = {}
         """Tickets that no test has asked for yet, by order."""
+        self._asked: Counter[bytes] = Counter()
+        """Tickets that a test has asked for, likewise."""
+        self._arrivals: deque[Order] = deque()
         self._to_submit: deque[_Ticket] = deque()
         self._live: list[_Ticket] = []
         self._progress = now()
@@ -96,24 +101,49 @@ class Fleet:
         self._ask_at = self._submit_at = -math.inf
         self._number = 0
 
-    def expect(self, orders: Iterable[Order]) -> None:
-        """Have these done, one after the other as there is room for them; `run` will ask for them."""
-        self._to_submit.extend(self._ticket(order) for order in orders)
+    def expect(self, orders: Iterable[Order], *, soon: bool = False) -> None:
+        """Have these done, one after the other as there is room for them; `run` will ask for them.
+
+        Args:
+            soon: before those that were expected earlier.
+        """
+        tickets = [self._ticket(order) for order in orders]
+        if soon:
+            self._to_submit.extendleft(reversed(tickets))
+        else:
+            self._to_submit.extend(tickets)
         self.step()
+
+    def ordered(self, order: Order) -> int:
+        """How often it was expected, or asked for; not what was dropped."""
+        key = msgspec.json.encode(order)
+        return self._asked[key] + len(self._open.get(key, ()))
+
+    def arrived(self, order: Order) -> list[Delivery | Lost]:
+        """What came of those that no test has asked for, up to the first of which that is not known."""
+        outcomes: list[Delivery | Lost] = []
+        for ticket in self._open.get(msgspec.json.encode(order), ()):
+            if ticket.outcome is None:
+                break
+            outcomes.append(ticket.outcome)
+        return outcomes
 
     def run(self, order: Order) -> Delivery | Lost:
         """What comes of an order; waits until that is known."""
-        known = self._open.get(key := msgspec.json.encode(order))
-        ticket = known.popleft() if known else None
-        if ticket is None:
-            ticket = self._ticket(order)
-            self._open[key].remove(ticket)
+        key = msgspec.json.encode(order)
+        if not self._open.get(key):
+            self._ticket(order)
+        ticket = self._open[key].popleft()
+        self._asked[key] += 1
         if not ticket.job and ticket.outcome is None:
             with contextlib.suppress(ValueError):
                 self._to_submit.remove(ticket)
             self._to_submit.appendleft(ticket)  # a test waits
         while True:
             self.step()
+            while self._arrivals:
+                if not self._asked[msgspec.json.encode(arrival := self._arrivals.popleft())]:
+                    self._on_arrival(arrival)
             if ticket.outcome is None and ticket.job:
                 self._collect(ticket)
             if ticket.outcome is not None:
@@ -122,12 +152,23 @@ class Fleet:
             self._sleep(LOOK_SECONDS)
 
     def drop(self, order: Order) -> None:
-        """Cancel what was expected of this order and not asked for."""
-        dropped = self._open.pop(msgspec.json.encode(order), deque())
-        self._to_submit = deque(ticket for ticket in self._to_submit if ticket not in dropped)
-        self._live = [ticket for ticket in self._live if ticket not in dropped]
-        if jobs := [ticket.job for ticket in dropped if ticket.job and ticket.outcome is None]:
-            self._engine.cancel(jobs)
+        """Cancel what was expected of this order and not asked for. What has an outcome keeps it."""
+        self._drop([msgspec.json.encode(order)])
+
+    def only(self, orders: Iterable[Order]) -> None:
+        """Drop all others."""
+        self._drop(self._open.keys() - {msgspec.json.encode(order) for order in orders})
+
+    def _drop(self, keys: Iterable[bytes]) -> None:
+        dropped = set[_Ticket]()
+        for key in keys:
+            known = self._open.pop(key, deque())
+            self._open[key] = deque(ticket for ticket in known if ticket.outcome is not None)
+            dropped.update(ticket for ticket in known if ticket.outcome is None)
+        if dropped:
+            self._to_submit = deque(ticket for ticket in self._to_submit if ticket not in dropped)
+            self._live = [ticket for ticket in self._live if ticket not in dropped]
+            self._engine.cancel([ticket.job for ticket in dropped if ticket.job])
 
     def close(self) -> None:
         """Cancel what has not ended."""
@@ -155,8 +196,8 @@ class Fleet:
             self._shared.mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=self._shared))
             self._folder.chmod(0o755)  # a node's job may be another user's, or root's without rights
-        ticket = _Ticket(order, msgspec.json.encode(order), self._folder / str(self._number))
-        self._open.setdefault(ticket.key, deque()).append(ticket)
+        ticket = _Ticket(order, self._folder / str(self._number))
+        self._open.setdefault(msgspec.json.encode(order), deque()).append(ticket)
         return ticket
 
     def _submit(self) -> None:
@@ -187,10 +228,11 @@ class Fleet:
         """Whether the scheduler's queue should hold another job.
 
         As many may wait as run: that keeps the machines busy. With more, a test that asks for a further run would wait for
-        all cases of the tests after it.
+        all cases of the tests after it. What is held waits for no turn, and must not keep others from theirs.
         """
-        running = sum(ticket.seen is not None and ticket.seen.doing == "running" for ticket in self._live)
-        return len(self._live) < min(self._most_jobs, running + max(running, LEAST_WAITING))
+        doing = Counter(ticket.seen.doing for ticket in self._live if ticket.seen is not None)
+        most = doing["held"] + doing["running"] + max(doing["running"], LEAST_WAITING)
+        return len(self._live) < min(self._most_jobs, most)
 
     def _put_off(self, refusal: NotNow | Unreachable) -> None:
         """Try again later, unless nothing has got on for too long: all that wait have waited as long then."""
@@ -232,7 +274,7 @@ class Fleet:
         else:
             self._silent_since = None
             for ticket in list(self._live):
-                self._heed(ticket, jobs.get(ticket.job, Job("ended")))
+                self._heed(ticket, jobs.get(ticket.job, Job("forgotten")))
 
     def _heed(self, ticket: _Ticket, job: Job) -> None:
         """Draw the conclusion from what a job does."""
@@ -265,7 +307,14 @@ class Fleet:
                 self._lose(ticket, "preempted", f"{named} was ended for the sake of another{on}{why}; {_AGAIN}")
             elif job.doing == "cancelled":
                 self._lose(ticket, "cancelled", f"{named} was cancelled{on}{why}; {_AGAIN}")
-            elif job.final or now - ticket.ended >= GRACE_SECONDS:
+            elif job.doing == "forgotten" and now - ticket.ended >= GRACE_SECONDS:
+                unknown = "there is no delivery, and how it ended nobody knows"
+                self._lose(
+                    ticket,
+                    "no_delivery",
+                    f"{scheduler} does not know its job {ticket.job}{on} any more; {unknown}; {_AGAIN}",
+                )
+            elif job.doing == "ended" and (job.final or now - ticket.ended >= GRACE_SECONDS):
                 remedy = self._engine.remedies["undelivered"]
                 self._lose(ticket, "no_delivery", f"{named} ended{on}{why} without a delivery; {remedy}")
 
@@ -293,4 +342,5 @@ class Fleet:
 
     def _settle(self, ticket: _Ticket, outcome: Delivery | Lost) -> None:
         ticket.outcome = outcome
+        self._arrivals.append(ticket.order)
         self._live = [live for live in self._live if live is not ticket]

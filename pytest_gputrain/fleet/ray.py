@@ -18,8 +18,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pytest_gputrain.fleet import ray_task
-from pytest_gputrain.fleet.engine import DELIVERY, OUTPUT, Doing, Job, Unreachable
+from pytest_gputrain.fleet.engine import DELIVERY, OUTPUT, SPARE_SECONDS, Doing, Job, Unreachable
 from pytest_gputrain.records import Order
+from pytest_gputrain.units import format_seconds
 
 _ADDRESS: Final = "--address="
 _NODE_SECONDS: Final = 30.0
@@ -39,6 +40,9 @@ class _Run:
     asked: Mapping[str, float]
     """Resources of each node."""
     nodes: int
+    most_seconds: float
+    """That it may run."""
+    began_at: float = 0.0
     group: Any = None
     seats: Sequence[Any] = ()
     node: str = ""
@@ -102,7 +106,15 @@ class Ray:
             do = self._ray.remote(ray_task.do).options(**options, num_returns="streaming")
             answers = do.remote(sys.executable, msgspec.json.encode(order), shared)
         number = str(next(self._numbers))
-        self._runs[number] = _Run(answers=answers, folder=folder, asked=asked, nodes=order.nodes, group=group, seats=seats)
+        self._runs[number] = _Run(
+            answers=answers,
+            folder=folder,
+            asked=asked,
+            nodes=order.nodes,
+            most_seconds=order.conditions.timeout_seconds + SPARE_SECONDS,
+            group=group,
+            seats=seats,
+        )
         return number
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, Job]:
@@ -115,9 +127,7 @@ class Ray:
 
     def cancel(self, ids: Sequence[str]) -> None:
         for run in (self._runs[number] for number in ids if number in self._runs):
-            for task in (run.answers, *run.seats):
-                with contextlib.suppress(Exception):  # over already, or nobody there
-                    self._ray.cancel(task)
+            self._cancel(run)
 
     def close(self) -> None:
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -169,6 +179,11 @@ class Ray:
             asked[order.conditions.platform] = order.gpus
         return {name: amount for name, amount in (asked | site).items() if amount}
 
+    def _cancel(self, run: _Run, **how: bool) -> None:
+        for task in (run.answers, *run.seats):
+            with contextlib.suppress(Exception):  # over already, or nobody there
+                self._ray.cancel(task, **how)
+
     def _job(self, run: _Run, alive: Mapping[str, Mapping[str, float]]) -> Job:
         if run.over is None:
             self._listen(run)
@@ -201,6 +216,12 @@ class Ray:
             run.over = ("node_died", _first_line(error))
         except errors.RayError as error:
             run.over = ("ended", _first_line(error))
+        if run.over is None and run.host and time.monotonic() - run.began_at > run.most_seconds:
+            self._cancel(run, force=True)  # what hangs on its node heeds nothing else
+            run.over = (
+                "cancelled",
+                f"it ran for more than {format_seconds(run.most_seconds)}, which --gpu-timeout is part of",
+            )
         if run.over is not None:
             run.ended_at = time.monotonic()
             self._leave(run)
@@ -210,6 +231,7 @@ class Ray:
         match run.got:
             case [str(begun)]:
                 run.node, _, run.host = begun.partition(" ")
+                run.began_at = time.monotonic()
             case [_, bytes(delivery), str(how), bytes(output)]:
                 with contextlib.suppress(OSError):  # nobody waits for it any more
                     (run.folder / OUTPUT).write_bytes(output)

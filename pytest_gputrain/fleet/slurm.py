@@ -14,13 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pytest_gputrain.fleet.engine import OUTPUT, Doing, Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.fleet.engine import OUTPUT, SPARE_SECONDS, Doing, Job, NeverSo, NotNow, Unreachable
 from pytest_gputrain.kernel import PARENT
 from pytest_gputrain.launch.environment import CHOOSING
 from pytest_gputrain.records import Order
-
-_SPARE_SECONDS: Final = 600.0
-"""Of the job's time limit beyond the case's own: to start, to wait for devices, to end."""
 
 _COMMAND_SECONDS: Final = 60.0
 
@@ -140,7 +137,7 @@ class Slurm:
 
     def _asked(self, order: Order) -> list[str]:
         """Options of sbatch for what the order takes: ours, without those that the site asks for in its own words."""
-        minutes = math.ceil((order.conditions.timeout_seconds + _SPARE_SECONDS) / 60)
+        minutes = math.ceil((order.conditions.timeout_seconds + SPARE_SECONDS) / 60)
         site = " ".join(self._arguments)
         asked = [f"--nodes={order.nodes}", "--ntasks-per-node=1", f"--time={minutes}"]
         if order.gpus and "{gpus}" not in site:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ class AtOnce:
 
     def __init__(self) -> None:
         self.orders: list[Order] = []
+        self.during: list[str] = []
+        """Names of the tests that ran when each was submitted; empty where none did any more."""
+        self.cancelled: list[str] = []
+        """What was done already, and nobody wants any more."""
         self.refused: set[str] = set()
         """Ids of cases."""
         self.nodes: list[tuple[str, int]] | None = None
@@ -40,6 +45,7 @@ class AtOnce:
             raise NeverSo("no such partition")
         assert order == msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
         self.orders.append(order)
+        self.during.append(os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].partition(" ")[0])
         with pytest.MonkeyPatch.context() as node:
             if self.nodes is not None:
                 name, count = self.nodes[(len(self.orders) - 1) % len(self.nodes)]
@@ -55,7 +61,7 @@ class AtOnce:
         return dict.fromkeys(ids, Job("ended"))
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """Nothing is under way."""
+        self.cancelled += ids
 
     def close(self) -> None:
         """There is nothing to leave."""

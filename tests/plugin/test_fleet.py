@@ -36,16 +36,20 @@ def engine(project: Project, monkeypatch: pytest.MonkeyPatch) -> AtOnce:
     return engine
 
 
-def test_a_fleet_judges_as_the_node_itself_would(project: Project, engine: AtOnce) -> None:
+@pytest.mark.parametrize("ask_seconds", [4.0, 0.0], ids=["tests ask", "all foreseen"])
+def test_a_fleet_judges_as_the_node_itself_would(project: Project, engine: AtOnce, ask_seconds: float) -> None:
+    engine.ask_seconds = ask_seconds
     project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=3")
     project.answer(recorded(device_name=H100, slower=1.2), to=GEMMA)
+    project.answer(recorded("crashed"), to=LLAMA_2)
     there = project.run(*FLEET, "--gpu-json=there.json")
     project.machine(H100, gpus=8)
     project.answer(recorded(device_name=H100))
     project.answer(recorded(device_name=H100, slower=1.2), to=GEMMA)
+    project.answer(recorded("crashed"), to=LLAMA_2)
     here = project.run("-m", "h100", "--gpu-json=here.json")
     assert failures(there) == failures(here)
-    assert list(failures(there)) == [f"test_tuning[{GEMMA}]"]
+    assert list(failures(there)) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
     assert project.report("there.json")["results"] == project.report("here.json")["results"]
 
 
@@ -65,6 +69,120 @@ def test_first_runs_are_submitted_ahead_and_the_longest_first(project: Project, 
     engine.orders.clear()
     project.run(*FLEET, "--gpu-history=history.jsonl", "-k", "llama-3.1 or gemma or llama-2")
     assert engine.submitted == [LLAMA_2, LLAMA, GEMMA]
+
+
+@pytest.mark.parametrize("option", ["--gpu-baseline-update", "--gpu-runs=5"])
+def test_runs_that_are_known_from_the_start_are_submitted_in_turn(project: Project, engine: AtOnce, option: str) -> None:
+    engine.ask_seconds = 0.0
+    project.run(*FLEET, option)
+    assert engine.submitted == [LLAMA, GEMMA, LLAMA_2] * 5
+    # As many as may wait, and those that there is room for when these are seen to be done.
+    assert engine.during == [f"test_tuning[{LLAMA}]"] * 15
+
+
+def test_several_runs_count_as_long_as_those_that_are_left(project: Project, engine: AtOnce) -> None:
+    engine.ask_seconds = 0.0
+    for case, slower in ((LLAMA, 1.0), (GEMMA, 2.5), (LLAMA_2, 1.4)):
+        project.answer(recorded(device_name=H100, slower=slower), to=case)
+    project.run(*FLEET, "--gpu-history=history.jsonl")
+    engine.orders.clear()
+    project.run(*FLEET, "--gpu-history=history.jsonl", "--gpu-runs=3")
+    # 7.5, 5, 4.2, 3, 2.8, 2.5, 2, 1.4, 1
+    assert engine.submitted == [GEMMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2, GEMMA, LLAMA, LLAMA_2, LLAMA]
+
+
+def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(project: Project, engine: AtOnce) -> None:
+    engine.ask_seconds = 0.0
+    project.run(*FLEET, "--gpu-baseline-update", "-k", "gemma")
+    engine.orders.clear()
+    engine.during.clear()
+    project.run(*FLEET, "--gpu-baseline-update-new-only")
+    assert sorted(engine.submitted) == sorted([LLAMA] * 5 + [GEMMA] + [LLAMA_2] * 5)
+    of_last = [test for case, test in zip(engine.submitted, engine.during, strict=True) if case == LLAMA_2]
+    assert of_last == [f"test_tuning[{LLAMA}]"] * 5
+
+
+def test_a_case_in_doubt_is_run_again_before_its_test_asks(project: Project, engine: AtOnce) -> None:
+    project.run(*FLEET, "--gpu-baseline-update")
+    engine.orders.clear()
+    engine.during.clear()
+    engine.ask_seconds = 0.0
+    project.answer(recorded(device_name=H100, slower=1.2), to=LLAMA_2)
+    assert list(failures(project.run(*FLEET))) == [f"test_tuning[{LLAMA_2}]"]
+    assert engine.submitted == [LLAMA, GEMMA, LLAMA_2, LLAMA_2, LLAMA_2]
+    assert set(engine.during) == {f"test_tuning[{LLAMA}]"}
+
+
+def test_what_a_limit_asks_for_is_foreseen_too(project: Project, engine: AtOnce) -> None:
+    engine.ask_seconds = 0.0
+    project.write(test_tuning=SUITE.replace("@pytest.mark.p", "@pytest.mark.gpu_limit(memory='1 GiB')\n@pytest.mark.p"))
+    project.run(*FLEET).assert_outcomes(failed=3)
+    assert sorted(engine.submitted) == sorted([LLAMA, GEMMA, LLAMA_2] * 3)
+    assert set(engine.during) == {f"test_tuning[{LLAMA}]"}
+
+
+@pytest.mark.parametrize(
+    ("case", "ask_seconds"), [(LLAMA_2, 0.0), (LLAMA, 4.0)], ids=["by its delivery", "by its test, for both at once"]
+)
+def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(
+    project: Project, engine: AtOnce, case: str, ask_seconds: float
+) -> None:
+    engine.ask_seconds = ask_seconds
+    project.run(*FLEET, "--gpu-baseline-update")
+    engine.orders.clear()
+    # The second is within the limit, which settles it; the third is not.
+    bigger = recorded(device_name=H100, bigger=2**34)
+    project.answer(bigger, recorded(device_name=H100), bigger, to=case)
+    project.run(*FLEET, "--gpu-json=report.json").assert_outcomes(passed=3)
+    assert engine.submitted.count(case) == 3
+    (result,) = [one for one in project.report()["results"] if one["key"] == case]
+    peaks = [reply["peak_allocated_bytes"] for reply in result["replies"]]
+    assert peaks == [bigger["peak_allocated_bytes"], bigger["peak_allocated_bytes"] - 2**34]
+
+
+def test_a_day_on_which_all_are_slower_puts_none_of_them_in_doubt(project: Project, engine: AtOnce) -> None:
+    many = SUITE.replace('method=["lora"]', 'method=["lora"], batch_size=[1, 2, 3, 4]')
+    project.write(test_tuning=many)
+    project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=5")
+    project.answer(recorded(device_name=H100, slower=1.04))
+    engine.ask_seconds = 0.0
+    engine.orders.clear()
+    there = project.run(*FLEET, "--gpu-json=there.json", "--gpu-time-tolerance=1%")
+    project.machine(H100, gpus=8)
+    project.answer(recorded(device_name=H100, slower=1.04))
+    before = len(project.launches)
+    here = project.run("-m", "h100", "--gpu-json=here.json", "--gpu-time-tolerance=1%")
+    assert failures(there) == failures(here)
+    assert project.report("there.json")["results"] == project.report("here.json")["results"]
+    assert len(engine.orders) == len(project.launches) - before == 12
+
+
+def test_what_becomes_no_baseline_is_run_no_further(project: Project, engine: AtOnce) -> None:
+    project.write(test_tuning=SUITE + "    assert case.model != 'gemma-7b'\n")
+    project.run(*FLEET, "--gpu-baseline-update").assert_outcomes(passed=2, failed=1)
+    counts = {case: engine.submitted.count(case) for case in (LLAMA, GEMMA, LLAMA_2)}
+    assert counts == {LLAMA: 5, GEMMA: 3, LLAMA_2: 5}
+    assert len(engine.cancelled) == 2
+
+
+def test_what_is_only_measured_is_run_no_further_when_the_tests_are_over(project: Project, engine: AtOnce) -> None:
+    ask = "(gputrain.check if case.model == 'gemma-7b' else gputrain.measure)"
+    project.write(test_tuning=SUITE.replace("gputrain.check", ask))
+    project.run(*FLEET, "--gpu-baseline-update").assert_outcomes(passed=3)
+    assert list(project.baselines("tuning", H100_FOLDER)) == [GEMMA]
+    assert engine.submitted.count(GEMMA) == 5
+    assert {case for case, test in zip(engine.submitted, engine.during, strict=True) if not test} == {GEMMA}
+
+
+def test_a_study_runs_nothing_but_its_own_tasks(project: Project, engine: AtOnce) -> None:
+    project.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=5"))
+    project.run(*FLEET, "-k", "gemma", "--gpu-find-batch", "--gpu-find-batch-max=4", "--gpu-json=report.json")
+    assert sorted({order.task.case.batch_size for order in engine.orders}) == [1, 2, 3, 4]
+    engine.orders.clear()
+    project.run(*FLEET, "-k", "gemma", "--gpu-loss=20", "--gpu-json=losses.json")
+    assert all(order.task.curve for order in engine.orders)
+    (found,), (curves,) = project.report()["results"], project.report("losses.json")["results"]
+    assert (found["device"], curves["device"]) == (H100_FOLDER, H100_FOLDER)
 
 
 def test_collecting_submits_nothing(project: Project, engine: AtOnce) -> None:

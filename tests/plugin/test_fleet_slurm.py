@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from plugin_project import Project
 from slurm_here import SlurmHere, lacking, slurm_here
 
 from pytest_gputrain.fleet import fleet as fleet_module
-from pytest_gputrain.fleet.engine import DELIVERY
 from pytest_gputrain.fleet.fleet import Fleet
 from pytest_gputrain.fleet.slurm import Slurm
 from pytest_gputrain.records import Case, Conditions, Delivery, Lost, Measurement, Order, Task
@@ -44,6 +44,15 @@ def sleeps(setup):
     import time
 
     time.sleep(600)
+
+
+def waits(setup):
+    import time
+    from pathlib import Path
+
+    while not Path(__file__).with_name("go.txt").exists():
+        time.sleep(0.05)
+    return sound(setup)
 
 
 def raises(setup):
@@ -107,9 +116,7 @@ def order(name: str, shared: Path, *, nodes: int = 1, **knobs: Any) -> Order:
 
 
 @contextlib.contextmanager
-def fleet(
-    shared: Path, *arguments: str, engine: type[Slurm] = Slurm, then: Callable[[], object] = lambda: None, **limits: float
-) -> Iterator[Fleet]:
+def fleet(shared: Path, *arguments: str, then: Callable[[], object] = lambda: None, **limits: float) -> Iterator[Fleet]:
     """
     Args:
         then: done as soon as the first job runs.
@@ -122,7 +129,7 @@ def fleet(
             due.pop()()
 
     known: Any = {"most_jobs": 10, "wait_seconds": 60.0, **limits}
-    running = Fleet(engine(arguments), shared, sleep=sleep, **known)
+    running = Fleet(Slurm(arguments), shared, sleep=sleep, **known)
     try:
         yield running
     finally:
@@ -231,17 +238,16 @@ def test_a_job_that_is_refused_is_told_with_the_words_of_slurm(used: SlurmHere, 
 
 
 def test_a_delivery_that_is_gone_is_a_lost_reply(used: SlurmHere, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forgetful(Slurm):
-        def jobs(self, ids: Any) -> Any:
-            for delivery in shared.glob(f"*/*/{DELIVERY}"):
-                delivery.unlink()
-            return super().jobs(ids)
+    def lose_the_folder() -> None:
+        for folder in shared.glob("*/*/"):
+            shutil.rmtree(folder)
+        (shared.parent / "go.txt").touch()
 
     monkeypatch.setattr(fleet_module, "GRACE_SECONDS", 2.0)
-    monkeypatch.setattr(Fleet, "_collect", lambda self, ticket: None)
-    with fleet(shared, engine=Forgetful) as running:
-        outcome = lost(running.run(order("sound", shared)))
-    assert outcome.cause == "no_delivery"
+    with fleet(shared, then=lose_the_folder) as running:
+        outcome = lost(running.run(order("waits", shared)))
+    assert (outcome.cause, outcome.detail) == ("no_delivery", "")
+    assert "ended on n" in outcome.sentence
     assert "--gpu-shared" in outcome.sentence
 
 

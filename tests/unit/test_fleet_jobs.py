@@ -120,11 +120,59 @@ def test_as_many_wait_as_run(scheduler: Scheduler, tmp_path: Path) -> None:
     assert sizes == [LEAST_WAITING, 2 * LEAST_WAITING, 4 * LEAST_WAITING, 40]
 
 
+def test_what_is_held_does_not_keep_others_from_their_turn(scheduler: Scheduler, tmp_path: Path) -> None:
+    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
+    fleet = Fleet(scheduler, tmp_path, most_jobs=40, wait_seconds=WAIT, **clock)  # type: ignore[arg-type]
+    fleet.expect(order(f"wide-{number}-") for number in range(LEAST_WAITING))
+    scheduler.says = dict.fromkeys(scheduler.submitted, Job("held", "no node has so many"))
+    scheduler.script = {10: lambda: scheduler.deliver("a")}
+    assert fleet.run(order("a")) == DONE
+    assert scheduler.now < WAIT
+
+
 def test_a_test_that_waits_goes_before_what_is_only_expected(fleet: Fleet, scheduler: Scheduler) -> None:
     fleet.expect(map(order, "abcde"))
     scheduler.script = {10: lambda: scheduler.deliver("a"), 20: lambda: scheduler.deliver("e")}
     assert fleet.run(order("e")) == DONE
     assert scheduler.submitted == ["a", "b", "c", "e", "d"]
+
+
+def test_what_is_soon_to_be_asked_for_goes_before_what_was_expected_earlier(fleet: Fleet, scheduler: Scheduler) -> None:
+    fleet.expect(map(order, "abcde"))
+    fleet.expect([order("f"), order("g")], soon=True)
+    for job in "abcfgde":
+        scheduler.deliver(job)
+        assert fleet.run(order(job)) == DONE
+        scheduler.now += ASK_SECONDS
+        fleet.step()
+    assert scheduler.submitted == ["a", "b", "c", "f", "g", "d", "e"]
+
+
+def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: Scheduler, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def tell_of(order: Order) -> None:
+        told.append((order.task.case.model, len(fleet.arrived(order)), fleet.ordered(order)))
+        if len(told) == 1:
+            fleet.expect([order], soon=True)
+
+    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
+    fleet = Fleet(scheduler, tmp_path, most_jobs=9, wait_seconds=WAIT, on_arrival=tell_of, **clock)  # type: ignore[arg-type]
+    fleet.expect(map(order, "abb"))
+    scheduler.script = {
+        10: lambda: scheduler.deliver("b1"),  # with a gap before it
+        20: lambda: scheduler.deliver("b"),
+        30: lambda: scheduler.deliver("b2"),
+        40: lambda: scheduler.deliver("a"),
+    }
+    assert fleet.run(order("a")) == DONE
+    assert told == [("b", 0, 2), ("b", 2, 3), ("b", 3, 3)]
+    assert scheduler.submitted == ["a", "b", "b1", "b2"]
+    # A test that asks knows best.
+    fleet.expect([order("b")])
+    scheduler.deliver("b3")
+    assert [fleet.run(order("b")) for _ in range(4)] == [DONE] * 4
+    assert len(told) == 3
 
 
 def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Scheduler) -> None:
@@ -178,9 +226,26 @@ def test_a_delivery_that_cannot_come_any_more_is_not_waited_for(fleet: Fleet, sc
     assert scheduler.now <= 2 * ASK_SECONDS
 
 
-def test_a_job_that_the_scheduler_has_forgotten_has_ended(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.script = {1: scheduler.says.clear}
-    assert lost(fleet.run(order())).cause == "no_delivery"
+def test_a_job_that_the_scheduler_has_forgotten_ended_nobody_knows_how(fleet: Fleet, scheduler: Scheduler) -> None:
+    scheduler.says["a"] = Job("running", host="n7")
+    scheduler.script = {10: scheduler.says.clear}
+    outcome = lost(fleet.run(order()))
+    assert (outcome.cause, outcome.host) == ("no_delivery", "n7")
+    assert outcome.sentence == (
+        "Test does not know its job a on n7 any more; there is no delivery, and how it ended nobody knows; "
+        "pytest --lf runs it again"
+    )
+    assert GRACE_SECONDS <= scheduler.now - 10 <= GRACE_SECONDS + 3 * ASK_SECONDS
+
+
+def test_what_a_forgotten_job_delivered_counts(fleet: Fleet, scheduler: Scheduler) -> None:
+    def forget() -> None:
+        scheduler.deliver("a")
+        scheduler.says.clear()
+
+    fleet.expect([order()])
+    forget()
+    assert fleet.run(order()) == DONE
 
 
 def test_what_a_lost_job_printed_is_kept(fleet: Fleet, scheduler: Scheduler) -> None:
@@ -289,6 +354,26 @@ def test_what_is_dropped_is_cancelled_and_nothing_else(fleet: Fleet, scheduler: 
     assert scheduler.cancelled == ["a1"]
     fleet.close()
     assert scheduler.cancelled == ["a1", "b", "closed"]
+
+
+def test_what_was_delivered_outlasts_being_dropped(fleet: Fleet, scheduler: Scheduler) -> None:
+    fleet.expect([order("a"), order("a"), order("b")])
+    scheduler.deliver("a")
+    scheduler.now += ASK_SECONDS
+    fleet.step()
+    fleet.drop(order("a"))
+    assert (fleet.arrived(order("a")), fleet.ordered(order("a"))) == ([DONE], 1)
+    assert scheduler.cancelled == ["a1"]
+    assert fleet.run(order("a")) == DONE
+
+
+def test_all_but_some_can_be_dropped(fleet: Fleet, scheduler: Scheduler) -> None:
+    fleet.expect(map(order, "abcde"))
+    fleet.only([order("b"), order("e")])
+    assert sorted(scheduler.cancelled) == ["a", "c"]
+    scheduler.script = {5: lambda: scheduler.deliver("b"), 15: lambda: scheduler.deliver("e")}
+    assert [fleet.run(order("b")), fleet.run(order("e"))] == [DONE, DONE]
+    assert scheduler.submitted == ["a", "b", "c", "e"]
 
 
 def test_the_end_cancels_what_is_under_way_and_leaves_no_folder(fleet: Fleet, scheduler: Scheduler, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ FLOORS = {
     "launch": 3,
     "here": 3,
     "measuring": 3,
+    "standards": 3,
+    "foresight": 3,
     "fleet": 3,
     "marks": 4,
     "studies": 4,

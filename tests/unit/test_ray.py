@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from unit_examples import CASE
 
+from pytest_gputrain.fleet.engine import SPARE_SECONDS, Job
 from pytest_gputrain.fleet.ray import Ray
 from pytest_gputrain.records import Conditions, Order, Task
 
@@ -80,6 +81,42 @@ def test_a_case_asks_for_its_gpus_and_its_platform(
 def test_a_case_on_cpus_asks_for_nothing_else(asked: list[dict[str, Any]]) -> None:
     Ray([]).submit(order(0, 2, "cpu"), Path("/nowhere"))
     assert (asked[1]["num_cpus"], asked[1]["num_gpus"], asked[1]["resources"]) == (2, 0, {})
+
+
+class _Stream:
+    """Of what a task has yielded so far."""
+
+    def __init__(self, *answers: str | bytes) -> None:
+        self.answers = list(answers)
+
+    def __next__(self) -> str | bytes:
+        return self.answers.pop(0)
+
+
+def test_a_task_that_hangs_on_its_node_is_ended_some_time_after_the_case_should_have_been(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, ended, stream = [1000.0], [], _Stream("node7 host7")
+    module = sys.modules["ray"]
+    module.nodes = lambda: [{"NodeID": "node7", "Alive": True, "Resources": {"CPU": 8, "GPU": 8, "h100": 8}}]
+    module.wait = lambda streams, timeout: ([one for one in streams if one.answers], [])
+    module.get = lambda answer: answer
+    module.cancel = lambda task, force=False: ended.append((task, force))
+    errors = ("TaskCancelledError", "NodeDiedError")
+    module.exceptions = SimpleNamespace(RayError=RuntimeError, **{name: type(name, (RuntimeError,), {}) for name in errors})
+    monkeypatch.setattr(_Remote, "remote", lambda self, *arguments: stream)
+    monkeypatch.setattr("pytest_gputrain.fleet.ray.time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine = Ray([])
+    job = engine.submit(order(2, 8, "h100"), Path("/nowhere"))
+    now[0] += 10_000  # in the queue, which is the fleet's business
+    assert engine.jobs([job]) == {job: Job("running", "", "host7")}
+    now[0] += 60 + SPARE_SECONDS
+    assert engine.jobs([job])[job].doing == "running"
+    now[0] += 1
+    why = "it ran for more than 660 s, which --gpu-timeout is part of"
+    assert engine.jobs([job]) == {job: Job("cancelled", why, "host7")}
+    assert ended == [(stream, True)]
+    engine.cancel([])
 
 
 def test_the_address_is_that_of_the_arguments_or_of_ray(

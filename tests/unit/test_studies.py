@@ -69,7 +69,7 @@ def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
 def test_a_search_has_the_figures_of_the_fastest_and_all_tries() -> None:
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
-    assert (study.replies[0].batch_size, study.case.batch_size) == (11, 11)
+    assert (study.replies[0].batch_size, study.task.case.batch_size) == (11, 11)
     assert [one.batch_size for one in study.search.tries] == [task.case.batch_size for task in launched]
     assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
 
@@ -82,13 +82,13 @@ def test_a_try_differs_from_the_case_in_its_batch_only_and_is_named_by_it() -> N
 
 def test_where_nothing_fits_the_reply_says_why() -> None:
     study, _ = _search(0)
-    assert (study.search.largest, study.search.fastest, study.case.batch_size) == (None, None, 1)
+    assert (study.search.largest, study.search.fastest, study.task.case.batch_size) == (None, None, 1)
     assert study.replies == (out_of_memory(),)
 
 
 def test_a_crash_is_the_reply() -> None:
     study, _ = _search(5, beyond=crashed())
-    assert (study.replies, study.case.batch_size) == ((crashed(),), 8)
+    assert (study.replies, study.task.case.batch_size) == ((crashed(),), 8)
 
 
 def test_a_time_out_keeps_its_reason() -> None:
