@@ -168,7 +168,7 @@ def _out_of_memory(
             return Judgement(Verdict(status="pass", sentence=f"{what}, as in its baseline of {dates(baseline)}"))
         ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, known))} memory"
         return Judgement(Verdict(status="failed", sentence=f"{what}; {ran_out}"))
-    peak = max((run.peak_allocated_bytes or 0 for run in baseline.runs), default=0)
+    peak = max(run.peak_allocated_bytes or 0 for run in baseline.runs)
     if others := next(filter(None, (crowded(reply, baseline.runs) for reply in out)), ""):
         sentence = f"{what}; {others}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
         return Judgement(Verdict(status="inconclusive", sentence=sentence))
@@ -250,12 +250,12 @@ def _ruled(
         most=circumstances.most,
         shift=circumstances.shift if name == "step_seconds" else 0.0,  # one worker is as slow as several, that day
     )
-    notes = []
-    if decision.outcome == "pass" and len(new) > 1 and decision.suspicious:
+    note = ""
+    if decision.outcome != "pass":
+        note = f"the whole suite is {format_percent(math.expm1(decision.shift))} today" if decision.shift else ""
+    elif len(new) > 1 and decision.suspicious:
         ratios = ", ".join(format_percent(round(math.expm1(ratio), 6) + 0.0) for ratio in decision.ratios)
-        notes.append(f"measured {len(new)} times: {ratios}")
-    if decision.shift and decision.outcome != "pass":
-        notes.append(f"the whole suite is {format_percent(math.expm1(decision.shift))} today")
+        note = f"measured {len(new)} times: {ratios}"
     value, known, limit = statistics.median(new), decision.centre, decision.centre * math.exp(decision.limit)
     if name == "scaling_efficiency":
         value, known, limit = 1 / value, 1 / known, 1 / limit
@@ -265,7 +265,7 @@ def _ruled(
         value=value,
         baseline=known,
         limit=limit,
-        note="; ".join(notes),
+        note=note,
         sd=decision.sd,
         sensitivity=math.expm1(decision.sensitivity),
         baseline_runs=len(base),
@@ -354,7 +354,7 @@ def _conclude(
     tolerance: Tolerance,
 ) -> Verdict:
     measures = [metric for metric in metrics if metric.metric != "flops_per_step"]
-    if all(metric.status in ("not-comparable", "new") for metric in measures):
+    if all(metric.status == "not-comparable" for metric in measures):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in measures))
         sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {reasons}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -36,6 +37,20 @@ def test_a_difference_stays_and_the_moods_of_rounds_go(moods: list[tuple[float, 
     known, found = levelled(base, [mood * slower for mood in base])
     assert [new / old for old, new in zip(known, found, strict=True)] == pytest.approx([slower] * len(moods))
     assert known == pytest.approx([known[0]] * len(known))
+
+
+def test_what_is_left_of_a_round_is_that_of_the_formula_by_hand() -> None:
+    """Differences of 1, 3 and 8 %, of which the median is 3; the mean of all logarithms is 12 %."""
+    base, head = ([math.exp(x / 100) for x in logs] for logs in ((0, 10, 20), (1, 13, 28)))
+    known, found = (list(map(math.log, side)) for side in levelled(base, head))
+    halves = [0.015 - 0.02 / math.sqrt(2), 0.015, 0.015 + 0.05 / math.sqrt(2)]
+    assert known == pytest.approx([0.12 - half for half in halves])
+    assert found == pytest.approx([0.12 + half for half in halves])
+
+
+def test_a_round_has_two_sides() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        levelled([1.0, 1.0], [1.0])
 
 
 @given(SECONDS)

@@ -123,6 +123,11 @@ def test_the_format_before_the_first_is_no_reason_to_update(file: Path) -> None:
     assert "update" not in _refusal(file.parents[1])
 
 
+def test_a_figure_of_another_kind_is_no_reason_to_update(file: Path) -> None:
+    _change(file, "cases", KEY, "runs", 0, peak_allocated_bytes="much")
+    assert "update" not in _refusal(file.parents[1])
+
+
 COUNTS = [name for name, type_ in BaselineRun.__annotations__.items() if str(type_).startswith("Whole")]
 
 

@@ -32,7 +32,8 @@ from unit_examples import (
 )
 
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of, to_baseline
-from pytest_gputrain.records import MAX_RUNS, Baseline, BaselineRun, Environment
+from pytest_gputrain.findings import LossCurve
+from pytest_gputrain.records import MAX_RUNS, Baseline, BaselineRun, Environment, Origin
 from pytest_gputrain.report import document
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
@@ -258,8 +259,15 @@ def test_a_folder_that_cannot_be_is_told_in_one_sentence(tmp_path: Path) -> None
 
 
 def test_checking_leaves_no_file(tmp_path: Path) -> None:
-    Store(tmp_path / "new").check_writable()
-    assert list((tmp_path / "new").iterdir()) == []
+    for _ in ("before", "and when it is there"):
+        Store(tmp_path / "a" / "new").check_writable()
+        assert list((tmp_path / "a" / "new").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
+def test_a_folder_that_takes_no_file_is_told_before_anything_is_measured() -> None:
+    with pytest.raises(BaselineError, match=r"cannot be written to /proc/self \(.+\); make it .+ --gpu-baseline-dir$"):
+        Store(Path("/proc/self")).check_writable()
 
 
 ADD_ENTRIES = """
@@ -419,7 +427,13 @@ def test_impossible_figures_are_told(tmp_path: Path, place: tuple[Any, ...], val
 
 
 def test_a_result_becomes_its_runs() -> None:
-    reply = measurement(step_seconds=(1.23456789, 2.0), peak_reserved_bytes=5, flops_per_step=7)
+    reply = measurement(
+        step_seconds=(1.23456789, 2.0),
+        peak_reserved_bytes=5,
+        flops_per_step=7,
+        free_bytes=6,
+        one_worker_seconds=0.123456789,
+    )
     made = to_baseline(result(replies=(reply,)), date="2026-02-01", session="s", commit="c")
     expected = baseline_run(
         date="2026-02-01",
@@ -431,14 +445,38 @@ def test_a_result_becomes_its_runs() -> None:
         peak_host_bytes=3_000_000_000,
         model_bytes=16_000_000_000,
         flops_per_step=7,
+        free_bytes=6,
+        one_worker_seconds=0.123457,
         final_loss=1.0,
     )
     assert made == baseline(expected)
 
 
+def test_own_code_without_losses_has_no_final_one() -> None:
+    (run,) = to_baseline(result(replies=(measurement(losses=()),)), date="d", session="s", commit="").runs
+    assert run.final_loss is None
+
+
+def test_the_runs_of_a_resumed_case_keep_their_origins() -> None:
+    replies = [measurement(step_seconds=(float(number),)) for number in (1, 2, 3, 4)]
+    earlier = [
+        Origin(session=f"s{number}", date=f"2026-01-0{number}", commit=f"c{number}", branch="main", runs=runs)
+        for number, runs in ((1, 2), (2, 1))
+    ]
+    resumed = result(replies=tuple(replies), resumed=tuple(earlier))
+    runs = to_baseline(resumed, date="2026-02-01", session="s3", commit="c3").runs
+    assert [(run.step_seconds, run.date, run.session, run.commit) for run in runs] == [
+        ((1.0,), "2026-01-01", "s1", "c1"),
+        ((2.0,), "2026-01-01", "s1", "c1"),
+        ((3.0,), "2026-01-02", "s2", "c2"),
+        ((4.0,), "2026-02-01", "s3", "c3"),
+    ]
+
+
 def test_running_out_of_memory_becomes_a_run() -> None:
-    (run,) = to_baseline(result(replies=(out_of_memory(),)), date="d", session="s", commit="").runs
-    assert run.outcome == "out_of_memory"
+    assert to_baseline(result(replies=(out_of_memory(),)), date="d", session="s", commit="c").runs == (
+        oom_run(date="d", session="s", commit="c"),
+    )
 
 
 @pytest.mark.parametrize("reply", [crashed(), timed_out(), out_of_memory(environment=None)])
@@ -453,13 +491,15 @@ def test_what_a_case_is_declared_for_is_not_stored() -> None:
 
 def test_a_report_gives_its_results_as_baselines(tmp_path: Path) -> None:
     tiny = result(scale="tiny", key=f"{KEY}@tiny")
-    written = report(result(), tiny, result(key="bad", replies=(crashed(),), summary=None))
+    curves = result(key="curves", loss_curves=(LossCurve(precision="bf16", outcome="recorded"),))
+    written = report(curves, result(), tiny, result(key="bad", replies=(crashed(),), summary=None))
     document.write(written, tmp_path / "old.json")
     store = ReportStore(tmp_path / "old.json")
     as_baseline = to_baseline(result(), date=written.created, session=written.session, commit=written.commit)
     assert store.get("any-device", SUITE, KEY) == as_baseline
     assert store.get(DEVICE, SUITE, f"{KEY}@tiny") is not None
     assert store.get(DEVICE, SUITE, "bad") is None
+    assert store.get(DEVICE, SUITE, "curves") is None, "of other steps than the case's"
     assert store.get(DEVICE, "other", KEY) is None
 
 
@@ -469,6 +509,7 @@ def test_what_is_no_report_is_told(tmp_path: Path, text: str) -> None:
     with pytest.raises(BaselineError) as caught:
         ReportStore(tmp_path / "old.json")
     assert str(tmp_path / "old.json") in str(caught.value)
+    assert str(caught.value).endswith("give the file that --gpu-json wrote")
     assert len(str(caught.value).splitlines()) == 1
 
 

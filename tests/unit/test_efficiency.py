@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import baseline, baseline_run, cpu_environment, gpu_environment, measurement
 
-from pytest_gputrain.judge import Tolerance, judge
+from pytest_gputrain.judge import Circumstances, Tolerance, judge
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Baseline, Case, Measurement, MetricVerdict, Verdict
 from pytest_gputrain.scaling import efficiency, one_worker
@@ -34,7 +36,17 @@ def test_efficiency_has_its_limits_at_the_time_tolerance(alone: float, status: s
     verdict, metric = _judged(1.25, alone)
     assert metric is not None
     assert (verdict.status, metric.status, metric.value) == (status, status, pytest.approx(alone / 1.25))
-    assert metric.limit == pytest.approx(0.8 / 1.1)
+    assert (metric.baseline, metric.limit) == (pytest.approx(0.8), pytest.approx(0.8 / 1.1))
+
+
+def test_one_worker_is_as_slow_as_several_on_a_slow_day() -> None:
+    """So what the whole suite is slower by explains no efficiency."""
+    circumstances = Circumstances(shift=math.log(1.25))
+    verdict = judge(CASE, [_run(1.5625)] * 3, EIGHTY, WIDE, circumstances=circumstances).verdict
+    assert [(metric.metric, metric.status) for metric in verdict.metrics if metric.metric != "peak_allocated_bytes"] == [
+        ("step_seconds", "inconclusive"),
+        ("scaling_efficiency", "regressed"),
+    ]
 
 
 def test_without_one_worker_there_is_nothing_to_judge() -> None:
@@ -44,7 +56,14 @@ def test_without_one_worker_there_is_nothing_to_judge() -> None:
 
 def test_a_regression_of_another_figure_counts_before_a_missing_efficiency() -> None:
     known = baseline(baseline_run(step_seconds=(1.0,) * 3), case=CASE)
-    assert _judged(1.05, known=known)[0].status == "new"
+    verdict, metric = _judged(1.05, known=known)
+    assert verdict.status == "new"
+    assert verdict.sentence == (
+        f"{CASE} has no scaling efficiency in its baseline of 2026-01-31; record it with --gpu-baseline-update"
+    )
+    assert metric == verdict.metrics[-1]
+    assert metric is not None
+    assert (metric.value, metric.baseline, metric.note) == (pytest.approx(1 / 1.05), None, "the baseline has none")
     assert _judged(1.25, known=known)[0].status == "regressed"
 
 
@@ -56,7 +75,8 @@ def test_efficiency_of_other_devices_is_not_compared(environment: object) -> Non
         reply = measurement(one_worker_seconds=1.0)
     metric = judge(CASE, [reply], known, WIDE).verdict.metric("scaling_efficiency")
     assert metric is not None
-    assert (metric.status, metric.value) == ("not-comparable", 1.0)
+    assert (metric.status, metric.value, metric.baseline) == ("not-comparable", 1.0, 5.0)
+    assert metric.note
 
 
 def test_accumulating_cases_are_compared_by_whole_updates() -> None:

@@ -30,6 +30,7 @@ from pytest_gputrain.records import (
     Case,
     Crashed,
     Environment,
+    Holder,
     Measurement,
     MetricVerdict,
     OutOfMemory,
@@ -178,6 +179,14 @@ def test_a_change_within_the_limit_on_a_cpu_is_told() -> None:
     assert "+1,000 bytes" in verdict.sentence
 
 
+def test_what_the_baseline_has_measured_on_a_cpu_is_no_change() -> None:
+    peaks = (BASE_BYTES, BASE_BYTES + 500, BASE_BYTES + 1000)
+    known = baseline(*(baseline_run(peak_allocated_bytes=peak, environment=cpu_environment()) for peak in peaks))
+    for peak in peaks:
+        metric = _memory(_judge(_on_cpu(peak_allocated_bytes=peak), known))
+        assert (metric.status, metric.note) == ("pass", "")
+
+
 def test_memory_regresses_if_every_one_of_the_runs_is_above_the_limit() -> None:
     peaks = [60 * GiB, 45 * GiB, 50 * GiB]
     verdict = _judge([measurement(peak_allocated_bytes=peak) for peak in peaks], baseline())
@@ -301,6 +310,9 @@ def test_a_pass_that_took_several_processes_is_told() -> None:
     verdict = _judged([_took(1.2), _took(1.0), _took(1.01), _took(1.0)], FIVE).verdict
     assert verdict.status == "pass"
     assert "measured 4 times: +20.0 %, +0.0 %, +1.0 %, +0.0 %" in verdict.sentence
+    verdict = _judged([_took(1.029), _took(1 - 1e-9)], FIVE, most=2).verdict
+    assert "measured 2 times: +2.9 %, +0.0 %" in verdict.sentence
+    assert "times:" not in _judged([_took(1.029)], FIVE, most=1).verdict.sentence
 
 
 def test_a_pass_tells_which_slowdown_would_have_been_caught() -> None:
@@ -346,7 +358,12 @@ def test_another_kind_of_device_is_not_comparable_at_all(reply: Measurement) -> 
 
 
 def test_running_out_of_memory_on_another_kind_of_device_is_not_comparable() -> None:
-    assert _judge(out_of_memory(environment=cpu_environment()), baseline()).status == "not-comparable"
+    verdict = _judge(out_of_memory(environment=cpu_environment()), baseline())
+    assert verdict.status == "not-comparable"
+    assert verdict.sentence == (
+        f"{CASE} cannot be compared with its baseline of 2026-01-31: recorded on NVIDIA H100 80GB HBM3, here cpu; "
+        "record it with --gpu-baseline-update"
+    )
 
 
 def test_fitting_on_another_kind_of_device_is_not_comparable() -> None:
@@ -365,6 +382,66 @@ def test_other_steps_or_platforms_are_the_same_case(change: dict[str, Any]) -> N
     assert _judge(measurement(), baseline(case=CASE.replace(**change))).status == "pass"
 
 
+@pytest.mark.parametrize(
+    ("known", "found", "compared"), [(100, 150, True), (None, 150, False), (0, 150, False), (100, None, False)]
+)
+def test_flops_that_one_side_does_not_know_are_not_compared(known: int | None, found: int | None, compared: bool) -> None:
+    verdict = _judge(measurement(flops_per_step=found), baseline(baseline_run(flops_per_step=known)))
+    assert (verdict.metric("flops_per_step") is not None) == compared
+
+
+def test_flops_of_another_number_of_processes_are_not_compared() -> None:
+    known = baseline(baseline_run(flops_per_step=100, environment=gpu_environment(device_count=8)))
+    assert _judge(measurement(flops_per_step=150), known).metric("flops_per_step") is None
+
+
+def test_what_is_not_compared_is_shown_with_what_is_known_of_it() -> None:
+    known = baseline(baseline_run(step_seconds=(2.0,), environment=cpu_environment()))
+    verdict = _judge(_took(9.0, peak_allocated_bytes=7), known)
+    why = "recorded on cpu, here NVIDIA H100 80GB HBM3"
+    assert _time(verdict) == MetricVerdict(metric="step_seconds", status="not-comparable", value=9.0, baseline=2.0, note=why)
+    assert _memory(verdict) == MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=7, note=why)
+
+
+# Beside others
+
+HOLDERS = (Holder(pid=7, gpu=0, name="python"),)
+
+
+@pytest.mark.parametrize(
+    ("beside", "alone", "status"),
+    [(3, 2, "regressed"), (5, 0, "inconclusive"), (1, 2, "inconclusive"), (0, 3, "regressed")],
+)
+def test_a_slower_case_beside_others_is_judged_by_its_runs_alone(beside: int, alone: int, status: str) -> None:
+    """Of five runs that there may be: with two of three used up beside others, the rest may still speak."""
+    verdict = _judge([_took(1.5, holders=HOLDERS)] * beside + [_took(1.5)] * alone, FIVE)
+    assert verdict.status == status
+    assert ("measured beside python (pid 7) on GPU 0" in verdict.sentence) == (status == "inconclusive")
+
+
+def test_running_out_of_memory_beside_others_says_nothing_of_the_case() -> None:
+    verdict = _judge(out_of_memory(other_processes=1), baseline(baseline_run(peak_allocated_bytes=40 * GiB)))
+    assert verdict == Verdict(
+        status="inconclusive",
+        sentence=(
+            f"{CASE} ran out of device memory (measure in step 2): CUDA out of memory.; "
+            "1 other process computed on the GPU when it started, so that says nothing of the case, which fitted with "
+            "40.0 GiB allocated"
+        ),
+    )
+
+
+# Scaling efficiency
+
+
+def test_a_missing_scaling_efficiency_is_no_pass() -> None:
+    verdict = _judge(measurement(), baseline(), no_scaling="one worker alone ran out of device memory")
+    assert verdict.status == "not-comparable"
+    assert verdict.sentence == f"{CASE} has no scaling efficiency: one worker alone ran out of device memory"
+    assert [metric.status for metric in verdict.metrics] == ["pass", "pass", "not-comparable"]
+    assert verdict.metrics[-1].metric == "scaling_efficiency"
+
+
 # Outcomes
 
 
@@ -372,6 +449,7 @@ def test_without_baseline_a_case_is_new() -> None:
     verdict = _judge(measurement(), None, hint="there are some for nvidia-h200")
     assert verdict.status == "new"
     assert "there are some for nvidia-h200" in verdict.sentence
+    assert _judge(measurement(), None).sentence == f"{CASE} has no baseline; record it with --gpu-baseline-update"
 
 
 @pytest.mark.parametrize(("ratio", "status"), [(1.08, "pass"), (0.93, "pass"), (1.12, "regressed"), (0.88, "improved")])
@@ -443,6 +521,19 @@ def test_a_baseline_that_did_not_always_fit_is_what_most_runs_were(fitting: int,
     assert _judge(measurement(), known).status == ("pass" if fits else "improved")
     slower = [_took(1.5, peak_allocated_bytes=2 * BASE_BYTES)] * 3
     assert _judge(slower, known).status == ("regressed" if fits else "improved")
+
+
+def test_what_fits_or_does_not_as_before_or_newly_is_told_in_full() -> None:
+    assert _judge(out_of_memory(), baseline(oom_run())).sentence.endswith(", as in its baseline of 2026-01-31")
+    assert _judge(measurement(), baseline(oom_run())).sentence == (
+        f"{CASE} fits in memory now; its baseline of 2026-01-31 did not; record it with --gpu-baseline-update"
+    )
+
+
+def test_a_single_run_that_ran_out_of_memory_is_not_counted_out() -> None:
+    verdict = _judge([out_of_memory()], baseline(), most=1)
+    assert verdict.metrics == (MetricVerdict(metric="peak_allocated_bytes", status="regressed", baseline=BASE_BYTES),)
+    assert "CUDA out of memory.; its baseline" in verdict.sentence
 
 
 def test_another_memory_than_the_baselines_fails() -> None:
@@ -518,6 +609,14 @@ def test_flops_are_gated_where_time_is_not(flops: int, status: str, told: str) -
     assert verdict.status == status
     assert told in verdict.sentence
     assert verdict.sentence.count("FLOP") <= 2
+    metric = verdict.metric("flops_per_step")
+    assert metric is not None
+    assert (metric.limit, bool(metric.note)) == (pytest.approx(103), flops == 102)
+
+
+def test_the_same_flops_pass_without_tolerance() -> None:
+    known = baseline(baseline_run(flops_per_step=100))
+    assert _judge(measurement(flops_per_step=100), known, tolerance=EXACT).status == "pass"
 
 
 def test_flops_alone_do_not_make_a_case_comparable() -> None:

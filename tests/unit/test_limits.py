@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unit_examples import CASE, cpu_environment, measurement, out_of_memory
+from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory, prediction
 
-from pytest_gputrain.limits import Cap, Limited, against, with_limits
-from pytest_gputrain.records import Reply, Verdict
+from pytest_gputrain.limits import Cap, Limited, against, foretold, with_limits
+from pytest_gputrain.records import Holder, LimitVerdict, Measurement, Reply, Verdict
 from pytest_gputrain.units import GiB
 
 STATED = "gpu_limit on test_it"
@@ -17,7 +17,7 @@ STEP = Cap(metric="step_seconds", most=0.5, stated=STATED)
 OWN = CASE.replace(code="test_it.py::build", method="custom")
 
 
-def _run(seconds: float = 0.4, gib: float = 20, **fields: Any) -> Reply:
+def _run(seconds: float = 0.4, gib: float = 20, **fields: Any) -> Measurement:
     return measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=round(gib * GiB), **fields)
 
 
@@ -60,12 +60,58 @@ def test_own_code_has_its_own_size_at_any_scale() -> None:
 
 def test_time_on_a_cpu_is_judged_on_request_only() -> None:
     slow = _run(seconds=0.6, environment=cpu_environment())
-    assert _against(STEP, slow, case=OWN).limits[0].status == "not-judged"
+    assert _against(STEP, slow, case=OWN).limits[0].note == "time on a CPU is shown, not judged"
     assert _against(STEP, slow, slow, slow, case=OWN, cpu_time=True).limits[0].status == "over-limit"
 
 
+def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
+    crowded = _run(seconds=0.6, gib=25, holders=(Holder(pid=7, gpu=0, name="python"),))
+    (time,) = _against(STEP, *[crowded] * 3).limits
+    assert time.status == "not-judged"
+    assert time.note == "it is over, but was measured beside python (pid 7) on GPU 0"
+    assert _against(STEP, *[_run(holders=crowded.holders)] * 3).limits[0].status == "pass"
+    assert _against(MEMORY, *[crowded] * 3).limits[0].status == "over-limit"
+
+
 def test_a_case_without_figures_is_not_within_its_limit() -> None:
-    assert _against(MEMORY, out_of_memory()).limits[0].status == "not-judged"
+    found = _against(MEMORY, out_of_memory())
+    assert (found.limits[0].status, found.limits[0].note, found.limits[0].value) == (
+        "not-judged",
+        "there are no figures",
+        None,
+    )
+    assert found.settled
+
+
+def test_a_process_that_ran_out_of_memory_is_one_fewer_to_decide_with() -> None:
+    assert not _against(STEP, _run(seconds=0.6), _run(seconds=0.6), out_of_memory(), most=4).settled
+    assert _against(STEP, _run(seconds=0.6), _run(seconds=0.6), out_of_memory(), most=3).settled
+
+
+def test_after_a_crash_nothing_is_open() -> None:
+    assert _against(STEP, _run(seconds=0.6), crashed()).settled
+
+
+@pytest.mark.parametrize(("gib", "status"), [(24, "pass"), (25, "over-limit")])
+def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) -> None:
+    memory, time = foretold([MEMORY, STEP], CASE, prediction(peak_allocated_bytes=gib * GiB), scale="full")
+    assert memory == LimitVerdict(
+        metric="peak_allocated_bytes", status=status, value=gib * GiB, limit=24 * GiB, stated=STATED
+    )
+    assert time == LimitVerdict(
+        metric="step_seconds", status="not-judged", value=None, limit=0.5, stated=STATED, note="a dry run predicts no time"
+    )
+
+
+def test_a_prediction_over_a_limit_is_told_as_one() -> None:
+    verdict = with_limits(CASE, None, foretold([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="full"))
+    assert verdict is not None
+    assert verdict.sentence.endswith(f"over its limit of 24.0 GiB by prediction ({STATED})")
+
+
+def test_a_tiny_prediction_is_not_what_was_limited() -> None:
+    (found,) = foretold([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="tiny")
+    assert (found.status, found.note) == ("not-judged", "it is for the model, and this is the tiny scale")
 
 
 def test_the_sentence_names_figure_limit_and_where_it_is_stated() -> None:
@@ -87,11 +133,12 @@ def test_a_limit_counts_whatever_the_baseline_says(status: Any) -> None:
     assert (verdict.status, verdict.limits) == ("over-limit", limits)
 
 
-def test_a_regression_stays_one_and_tells_of_the_limit_too() -> None:
+@pytest.mark.parametrize("status", ["regressed", "failed"])
+def test_a_regression_stays_one_and_tells_of_the_limit_too(status: Any) -> None:
     limits = _against(MEMORY, *[_run(gib=25)] * 3).limits
-    verdict = with_limits(CASE, Verdict(status="regressed", sentence="it is slower"), limits)
+    verdict = with_limits(CASE, Verdict(status=status, sentence="it is slower"), limits)
     assert verdict is not None
-    assert verdict.status == "regressed"
+    assert (verdict.status, verdict.limits) == (status, limits)
     assert verdict.sentence.startswith("it is slower; it also needs 25.0 GiB peak allocated, over")
 
 
@@ -100,5 +147,8 @@ def test_limits_that_hold_leave_the_verdict() -> None:
     held = with_limits(CASE, verdict, _against(MEMORY, _run()).limits)
     assert held is not None
     assert (held.status, held.sentence, held.limits[0].status) == ("new", "it is new", "pass")
+    assert with_limits(CASE, None, held.limits) == Verdict(
+        status="pass", sentence=f"{CASE} was measured within its limits", limits=held.limits
+    )
     assert with_limits(CASE, verdict, ()) == verdict
     assert with_limits(CASE, None, ()) is None

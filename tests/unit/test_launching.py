@@ -1,0 +1,414 @@
+"""Launching: what workers are given, what their traces mean, and that they end with all that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from test_ranks import Answering
+from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction
+
+from pytest_gputrain.kernel import PARENT
+from pytest_gputrain.launch import ranks
+from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
+from pytest_gputrain.launch.merge import merge
+from pytest_gputrain.launch.processes import CASE_FOLDER, Fresh, end_all_of
+from pytest_gputrain.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
+from pytest_gputrain.records import (
+    FORMAT,
+    Crashed,
+    Event,
+    Measurement,
+    OutOfMemory,
+    Served,
+    Target,
+    Task,
+    TimedOut,
+)
+from pytest_gputrain.records import Rank as OfRank
+
+TASK = Task(case=CASE, scale="full", device_type="gpu", root=".")
+TARGET = Target(marker="h100", kind="cuda", memory_bytes=79 << 30, context_bytes=0)
+
+
+# Environment
+
+
+def test_a_worker_knows_nothing_of_a_launcher_or_of_the_running_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
+    for name in (*told, "OF_MINE"):
+        monkeypatch.setenv(name, "1")
+    environment = worker_environment(TASK, ())
+    assert environment["OF_MINE"] == "1"
+    assert not environment.keys() & {*told, "PYTEST_CURRENT_TEST"}
+
+
+def test_what_must_not_vary_is_the_same_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/somewhere")
+    fixed = {
+        PARENT: str(os.getpid()),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}/somewhere",
+        "HF_HUB_OFFLINE": "1",
+    }
+    assert worker_environment(TASK, ()).items() >= fixed.items()
+
+
+def test_own_code_may_reach_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    own = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", method="custom"))
+    assert "HF_HUB_OFFLINE" not in worker_environment(own, ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "one"), [({"device_type": "cpu"}, True), ({"target": TARGET}, True), ({}, False)], ids=["cpu", "dry", "gpu"]
+)
+def test_a_cpu_computes_on_one_thread(fields: dict[str, Any], one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    for name in threads:
+        monkeypatch.delenv(name, raising=False)
+    environment = worker_environment(msgspec.structs.replace(TASK, **fields), ())
+    assert {name: environment.get(name) for name in threads} == (threads if one else dict.fromkeys(threads))
+
+
+def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_recursion()
+    monkeypatch.setenv(PARENT, "1")
+    with pytest.raises(RuntimeError, match="a worker of pytest-gputrain must not start workers"):
+        refuse_recursion()
+
+
+# Figures of several ranks
+
+
+def _of_rank(number: int, **fields: Any) -> Measurement:
+    """Figures of which each rank has the larger in turn, so that a rank's alone are nobody's."""
+    many, few = (10, 1) if number else (1, 10)
+    return measurement(
+        step_seconds=(float(many), float(few)),
+        warmup_seconds=(float(few),),
+        device_step_seconds=(few / 2, many / 2),
+        losses=(float(many), float(few)),
+        batch_size=2,
+        model_bytes=100 * many,
+        peak_allocated_bytes=1000 * few,
+        peak_reserved_bytes=2000 * few,
+        device_used_bytes=3000 * many,
+        peak_host_bytes=many,
+        flops_per_step=many,
+        recomputed_flops_per_step=few,
+        own_seconds=(0.5, 0.25 * many),
+        environment=gpu_environment(host="one"),
+        **fields,
+    )
+
+
+def test_figures_of_a_case_are_of_the_slowest_the_largest_or_of_all_its_ranks() -> None:
+    server = Served(updates=3, rows=4, model_bytes=5000, peak_allocated_bytes=99_000, peak_host_bytes=6)
+    workers = [_of_rank(0), _of_rank(1)]
+    merged = merge([*workers, server])
+    assert merged == msgspec.structs.replace(
+        workers[0],
+        step_seconds=(10.0, 10.0),
+        warmup_seconds=(10.0,),
+        device_step_seconds=(5.0, 5.0),
+        losses=(5.5, 5.5),
+        batch_size=4,
+        model_bytes=5000,
+        peak_allocated_bytes=99_000,
+        peak_reserved_bytes=20_000,
+        device_used_bytes=30_000,
+        peak_host_bytes=17,
+        flops_per_step=11,
+        recomputed_flops_per_step=11,
+        own_seconds=(),
+        ranks=(
+            *(
+                OfRank(
+                    step_seconds=worker.step_seconds,
+                    peak_allocated_bytes=worker.peak_allocated_bytes,
+                    peak_reserved_bytes=worker.peak_reserved_bytes,
+                    peak_host_bytes=worker.peak_host_bytes,
+                    own_seconds=worker.own_seconds,
+                )
+                for worker in workers
+            ),
+            OfRank(role="server", step_seconds=(), peak_allocated_bytes=99_000, peak_host_bytes=6, updates=3, rows=4),
+        ),
+    )
+
+
+def test_what_no_rank_knows_is_not_known_and_what_one_knows_is() -> None:
+    unknown = {"model_bytes": None, "flops_per_step": None, "recomputed_flops_per_step": None, "peak_reserved_bytes": None}
+    silent, known = (msgspec.structs.replace(_of_rank(1), **fields) for fields in (unknown, {}))
+    assert {getattr(merge([silent, silent]), name) for name in unknown} == {None}
+    for replies in ([silent, known], [known, silent]):
+        assert all(getattr(merge(replies), name) == getattr(known, name) for name in unknown)
+
+
+def test_the_figures_of_a_single_rank_are_left_alone() -> None:
+    alone = _of_rank(0)
+    assert merge([alone]) is alone
+
+
+# Traces of a rank
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Callable[..., Rank]:
+    """Makes a rank whose process has ended (after ``polls`` questions) with an exit code, and left these files."""
+
+    def make(exit_code: int = 0, number: int = 0, polls: int = 0, killed: bool = False, **files: bytes) -> Rank:
+        process = Answering(exit_code, polls)
+        process.killed_for_memory = lambda kills_before: killed  # type: ignore[method-assign]
+        made = Rank(number, tmp_path / "case", lambda folder, rank: process)
+        for name, data in files.items():
+            (made.folder / name.replace("_", ".")).write_bytes(data)
+        return made
+
+    (tmp_path / "case").mkdir()
+    return make
+
+
+def _events(*events: Event) -> bytes:
+    return b"".join(msgspec.json.encode(event) + b"\n" for event in events)
+
+
+PROGRESS = _events(Event(phase="build"), Event(phase="measure", step=2))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "said"),
+    [(0, "with exit code 0"), (3, "with exit code 3"), (-11, "by SIGSEGV"), (-1, "by SIGHUP"), (-99, "by signal 99")],
+)
+def test_an_end_without_a_reply_is_told_with_what_was_printed(rank: Any, exit_code: int, said: str) -> None:
+    found = rank(exit_code, progress_jsonl=PROGRESS, stdout_txt=b"out\n", stderr_txt=b"err\n", stacks_txt=b"stacks\n")
+    assert found.failed()
+    assert found.reply() == Crashed(
+        sentence=f"the worker ended {said} without a reply",
+        phase="measure",
+        step=2,
+        detail="out\nerr\nstacks\n",
+        exit_code=exit_code,
+    )
+    assert exit_text(exit_code) == said
+
+
+def test_a_kill_for_memory_is_that_of_the_host(rank: Any) -> None:
+    found = rank(-9, killed=True, progress_jsonl=PROGRESS).reply()
+    assert found == OutOfMemory(where="host", phase="measure", step=2, message="killed by the kernel's OOM killer")
+
+
+def test_a_crash_tells_its_own_words_last(rank: Any) -> None:
+    found = rank(stdout_txt=b"out\n", reply_json=msgspec.json.encode(crashed(detail="traceback"))).reply()
+    assert found == crashed(detail="out\ntraceback")
+
+
+@pytest.mark.parametrize(
+    ("reply", "exit_code", "sentence"),
+    [
+        (msgspec.json.encode(measurement()), 3, "the worker replied, then ended with exit code 3"),
+        (b'{"format": 99}', 0, f"the worker's reply has format 99, this version reads format {FORMAT}: the worker imports"),
+        (b'{"outcome"', 0, "the worker's reply cannot be read: "),
+        (b'{"outcome": "unheard of"}', 0, "the worker's reply cannot be read: "),
+    ],
+    ids=["exit", "format", "cut", "unknown"],
+)
+def test_a_reply_that_cannot_be_taken_is_a_crash(rank: Any, reply: bytes, exit_code: int, sentence: str) -> None:
+    found = rank(exit_code, reply_json=reply, progress_jsonl=PROGRESS, stderr_txt=b"err").reply()
+    assert found.sentence.startswith(sentence)
+    assert (found.phase, found.step, found.detail, found.exit_code) == ("measure", 2, "err", exit_code)
+
+
+@pytest.mark.parametrize(("free", "told"), [((1 << 20) - 1, True), (1 << 20, False)])
+def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(
+    rank: Any, free: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}") == told
+
+
+def test_lines_of_progress_are_read_once_when_they_are_whole(rank: Any) -> None:
+    found = rank()
+    path = found.folder / "progress.jsonl"
+    assert (found.progress.read(), found.progress.last) == ([], Event(phase="start"))
+    first, second = Event(phase="build"), Event(phase="count")
+    line = _events(second)
+    path.write_bytes(_events(first) + line[:5])
+    assert found.progress.read() == [first]
+    with path.open("ab") as file:
+        file.write(line[5:] + b"\xff no event\n")
+    assert (found.progress.read(), found.progress.last) == ([second], second)
+    assert (found.progress.read(), found.progress.last) == ([], second)
+
+
+def test_of_what_a_worker_prints_the_end_is_kept_and_the_disk_is_spared(rank: Any) -> None:
+    found = rank(1)
+    path = found.folder / "stdout.txt"
+    found.limit_output()  # not there yet
+    path.write_bytes(b"x" * (1 << 20))
+    found.limit_output()
+    assert path.stat().st_size == 1 << 20
+    path.write_bytes(b"x" * (1 << 20) + b"end of the first; ")
+    found.limit_output()
+    assert path.stat().st_size == 0
+    path.write_bytes(b"and \xff of the second")
+    detail = found.reply().detail
+    assert detail.endswith("xx end of the first; and \ufffd of the second".replace("xx ", "x"))
+    assert len(detail) == 8000
+
+
+# Which rank's failure is the case's
+
+
+def _replied(reply: Any) -> bytes:
+    return msgspec.json.encode(reply)
+
+
+def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank: Any) -> None:
+    silent = rank(-9, number=0)
+    memory = rank(number=1, reply_json=_replied(out_of_memory()))
+    early, late = (rank(number=number, reply_json=_replied(crashed())) for number in (2, 3))
+    for at, one in enumerate((early, late, memory)):
+        os.utime(one.folder / "reply.json", ns=(at, 1_000 + at))
+    assert [one.number for one in sorted([late, early, memory, silent], key=Rank.order)] == [0, 1, 2, 3]
+
+
+def test_the_failed_rank_is_named_where_there_are_several(rank: Any) -> None:
+    failing = rank(number=1, reply_json=_replied(crashed()))
+    assert follow([rank(polls=9), failing], 60, print) == crashed(rank=1)
+    assert follow([failing], 60, print) == crashed()
+
+
+def test_a_case_ends_when_all_its_ranks_have(rank: Any) -> None:
+    both = [rank(number=number, polls=number, reply_json=_replied(_of_rank(number))) for number in range(2)]
+    assert follow(both, 60, print) == merge([_of_rank(0), _of_rank(1)])
+    assert follow([rank(reply_json=_replied(prediction()))], 60, print) == prediction()
+
+
+def test_every_event_of_the_first_rank_is_shown_once(rank: Any) -> None:
+    shown: list[Event] = []
+    both = [
+        rank(number=number, polls=3, reply_json=_replied(_of_rank(number)), progress_jsonl=PROGRESS) for number in (0, 1)
+    ]
+    follow(both, 60, shown.append)
+    assert shown == [Event(phase="build"), Event(phase="measure", step=2)]
+
+
+def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_STACKS_SECONDS", 0.05)
+    first = rank(polls=10_000, progress_jsonl=PROGRESS, stacks_txt=b"in all_reduce")
+    second = rank(number=1, polls=10_000, stacks_txt=b"asleep")
+    late = TimedOut(timeout_seconds=0.1, phase="measure", step=2, detail="rank 0:\nin all_reduce\nrank 1:\nasleep")
+    assert follow([first, second], 0.1, print) == late
+    assert timed_out([first], 9).detail == "in all_reduce"
+
+
+def test_stacks_are_asked_for_and_waited_for(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_STACKS_SECONDS", 60)
+    found = rank(polls=10_000)
+    answer = threading.Timer(0.1, (found.folder / "stacks.txt").write_bytes, [b"in build"])
+    found.process.ask_for_stacks = answer.start
+    assert found.stacks() == "in build"
+
+
+# Folders and processes
+
+
+def test_a_case_has_a_folder_with_its_task_for_as_long_as_it_runs(tmp_path: Path) -> None:
+    with contextlib.suppress(KeyError), folder_of(TASK, tmp_path) as folder:
+        assert folder.parent == tmp_path
+        assert folder.name.startswith("gputrain-")
+        assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task) == TASK
+        assert folder in ranks._running
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    assert not ranks._running
+
+
+def test_folders_of_cases_that_were_cut_short_go_with_the_process(tmp_path: Path) -> None:
+    folder = tmp_path / "case"
+    folder.mkdir()
+    ranks._running.add(folder)
+    ranks._clear_all()
+    assert not folder.exists()
+    assert not ranks._running
+
+
+@contextlib.contextmanager
+def _family(script: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A worker, and the process that it has started and told of."""
+    worker = subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True, env=os.environ | environment
+    )
+    assert worker.stdout is not None
+    other = int(worker.stdout.readline())
+    try:
+        yield worker, other
+    finally:
+        for pid in (worker.pid, other):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        worker.communicate()
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def _gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not _runs(pid)
+
+
+@pytest.mark.parametrize("start", ["sleep 600 &", "setsid sleep 600 &"], ids=["group", "session"])
+def test_a_worker_ends_with_what_it_started(start: str) -> None:
+    with _family(f"{start} echo $!; wait") as (worker, child):
+        process = Fresh(worker)
+        assert process.poll() is None
+        process.end()
+        assert process.poll() == -signal.SIGKILL
+        assert _gone(child)
+        process.end()  # of one that has ended already
+
+
+def test_a_daemon_of_a_case_ends_with_its_folder_and_others_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "case"
+    folder.mkdir()
+    script = "setsid sleep 600 & echo $!"
+    with (
+        _family(script, **{CASE_FOLDER: str(folder)}) as (_, daemon),
+        _family(script, **{CASE_FOLDER: f"{folder}2"}) as (_, other),
+    ):
+        end_all_of(folder)
+        assert _gone(daemon)
+        assert _runs(other)
+
+
+def test_only_a_kill_that_the_kernel_counted_was_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_gputrain.launch.processes.oom_kills", lambda: 5)
+
+    def ended(exit_code: int) -> Fresh:
+        return Fresh(SimpleNamespace(pid=0, poll=lambda: exit_code))  # type: ignore[arg-type]
+
+    assert ended(-signal.SIGKILL).killed_for_memory(4)
+    assert not ended(-signal.SIGKILL).killed_for_memory(5)
+    assert not ended(-signal.SIGSEGV).killed_for_memory(4)
