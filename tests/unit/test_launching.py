@@ -25,7 +25,7 @@ from pytest_gputrain.kernel import PARENT
 from pytest_gputrain.launch import ranks
 from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
 from pytest_gputrain.launch.merge import merge
-from pytest_gputrain.launch.processes import CASE_FOLDER, Fresh, end_all_of
+from pytest_gputrain.launch.processes import CASE_FOLDER, Fresh
 from pytest_gputrain.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
@@ -90,7 +90,7 @@ def test_a_cpu_computes_on_one_thread(fields: dict[str, Any], one: bool, monkeyp
 def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_recursion()
     monkeypatch.setenv(PARENT, "1")
-    with pytest.raises(RuntimeError, match="a worker of pytest-gputrain must not start workers"):
+    with pytest.raises(RuntimeError, match=r"^a worker of pytest-gputrain must not start workers"):
         refuse_recursion()
 
 
@@ -379,26 +379,33 @@ def _gone(pid: int) -> bool:
     return not _runs(pid)
 
 
-@pytest.mark.parametrize("start", ["sleep 600 &", "setsid sleep 600 &"], ids=["group", "session"])
-def test_a_worker_ends_with_what_it_started(start: str) -> None:
-    with _family(f"{start} echo $!; wait") as (worker, child):
+@pytest.mark.parametrize(
+    "script",
+    [
+        "sleep 600 & echo $!; wait",
+        "setsid sleep 600 & echo $!; wait",
+        "setsid sh -c 'setsid sleep 600 & echo $!; wait' & wait",
+    ],
+    ids=["group", "session", "grandchild"],
+)
+def test_a_worker_ends_with_what_it_started(script: str) -> None:
+    with _family(script) as (worker, child), _family("sleep 600 & echo $!; wait") as (_, other):
         process = Fresh(worker)
         assert process.poll() is None
         process.end()
         assert process.poll() == -signal.SIGKILL
         assert _gone(child)
+        assert _runs(other)
         process.end()  # of one that has ended already
 
 
-def test_a_daemon_of_a_case_ends_with_its_folder_and_others_stay(tmp_path: Path) -> None:
-    folder = tmp_path / "case"
-    folder.mkdir()
+def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
     script = "setsid sleep 600 & echo $!"
-    with (
-        _family(script, **{CASE_FOLDER: str(folder)}) as (_, daemon),
-        _family(script, **{CASE_FOLDER: f"{folder}2"}) as (_, other),
-    ):
-        end_all_of(folder)
+    with contextlib.ExitStack() as stack:
+        with folder_of(TASK, tmp_path) as folder:
+            _, daemon = stack.enter_context(_family(script, **{CASE_FOLDER: str(folder)}))
+            _, other = stack.enter_context(_family(script, **{CASE_FOLDER: f"{folder}2"}))
+            shutil.rmtree(folder)  # nor does it matter who was here before
         assert _gone(daemon)
         assert _runs(other)
 
