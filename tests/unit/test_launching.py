@@ -102,7 +102,8 @@ def _of_rank(number: int, **fields: Any) -> Measurement:
     many, few = (10, 1) if number else (1, 10)
     return measurement(
         step_seconds=(float(many), float(few)),
-        warmup_seconds=(float(few),),
+        warmup_seconds=(float(many),),
+        updates=number,
         device_step_seconds=(few / 2, many / 2),
         losses=(float(many), float(few)),
         batch_size=2,
@@ -215,6 +216,17 @@ def test_a_kill_for_memory_is_that_of_the_host(rank: Any) -> None:
     assert found == OutOfMemory(where="host", phase="measure", step=2, message="killed by the kernel's OOM killer")
 
 
+def test_the_kernel_s_kills_are_counted_from_before_the_start(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "oom_kills", lambda: 7)
+    found = rank(-9)
+    found.process.killed_for_memory = lambda kills_before: kills_before == 7
+    assert isinstance(found.reply(), OutOfMemory)
+
+
+def test_the_end_of_long_stacks_is_kept(rank: Any) -> None:
+    assert rank(1, stacks_txt=b"x" * 9000 + b"end").reply().detail == "x" * 7997 + "end"
+
+
 def test_a_crash_tells_its_own_words_last(rank: Any) -> None:
     found = rank(stdout_txt=b"out\n", reply_json=msgspec.json.encode(crashed(detail="traceback"))).reply()
     assert found == crashed(detail="out\ntraceback")
@@ -242,6 +254,14 @@ def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}") == told
+
+
+def test_a_folder_that_is_gone_leaves_the_end_as_it_is(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(shutil, "disk_usage", refuse)
+    assert rank(1).reply().sentence == "the worker ended with exit code 1 without a reply"
 
 
 def test_lines_of_progress_are_read_once_when_they_are_whole(rank: Any) -> None:
@@ -309,6 +329,19 @@ def test_every_event_of_the_first_rank_is_shown_once(rank: Any) -> None:
     ]
     follow(both, 60, shown.append)
     assert shown == [Event(phase="build"), Event(phase="measure", step=2)]
+
+
+def test_events_of_the_last_moment_are_shown(rank: Any) -> None:
+    shown: list[Event] = []
+    found = rank(reply_json=_replied(measurement()))
+
+    def end() -> int:
+        (found.folder / "progress.jsonl").write_bytes(PROGRESS)
+        return 0
+
+    found.process.poll = end
+    follow([found], 60, shown.append)
+    assert [event.phase for event in shown] == ["build", "measure"]
 
 
 def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
