@@ -57,6 +57,8 @@ def test_a_worker_knows_nothing_of_a_launcher_or_of_the_running_test(monkeypatch
 
 
 def test_what_must_not_vary_is_the_same_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONSAFEPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/somewhere")
     fixed = {
         PARENT: str(os.getpid()),
