@@ -158,11 +158,12 @@ def follow(
     over = math.inf
     cause: Crashed | None = None
     while True:
+        ended = [rank for rank in ranks if rank.process.poll() is not None]
+        # Only now: what a rank told in its last moment would else be read, and lost, by the look at its reply.
         for event in ranks[0].progress.read():
             watch(event)
         for rank in ranks:
             rank.limit_output()
-        ended = [rank for rank in ranks if rank.process.poll() is not None]
         failed = [rank for rank in ended if rank.failed()]
         wrong = trouble()
         now = time.monotonic()

@@ -31,7 +31,7 @@ from pytest_gputrain.records import Prediction
 COMMANDS: Final = list(commands())
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SUITES: Final = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
-NOT_OURS: Final = ("bencher", "cd", "echo", "git", "less", "otava", "source")
+NOT_OURS: Final = ("bencher", "cd", "echo", "git", "less", "otava", "source", "unshare")
 OWN_CODE: Final = "import torch"
 """What tells a program that trains its own code from one whose cases are the zoo's."""
 
@@ -177,6 +177,14 @@ def check_tox(command: Command, place: Place) -> None:
         assert f"[testenv:{environment}]" in text
 
 
+def check_mutmut(command: Command, place: Place) -> None:
+    """Takes an hour: what it is told to mutate, and the tests that it runs, are there."""
+    assert command.arguments[0] == "run"
+    configured = PROJECT["tool"]["mutmut"]
+    files = configured["only_mutate"] + configured["pytest_add_cli_args_test_selection"]
+    assert all([*ROOT.glob(name)] for name in files)
+
+
 def check_pytest_benchmark(command: Command, place: Place) -> None:
     benchmark_cli: Any = pytest.importorskip("pytest_benchmark.cli")
     benchmark_cli.make_parser().parse_args(command.arguments)
@@ -185,6 +193,7 @@ def check_pytest_benchmark(command: Command, place: Place) -> None:
 TOOLS: Final = {path.name for path in ROOT.glob("tools/*.py")}
 RULES: Final[dict[str, Callable[[Command, Place], None]]] = {
     "gputrain": check_gputrain,
+    "mutmut": check_mutmut,
     "pip": check_pip,
     "pytest": check_pytest,
     "pytest-benchmark": check_pytest_benchmark,

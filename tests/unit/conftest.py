@@ -3,4 +3,6 @@
 from hypothesis import settings
 
 settings.register_profile("unit", deadline=None, max_examples=60)
+# For mutmut: few examples for each of some thousand mutants, and the same ones.
+settings.register_profile("mutants", settings.get_profile("unit"), max_examples=10, derandomize=True)
 settings.load_profile("unit")

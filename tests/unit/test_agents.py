@@ -180,6 +180,21 @@ def test_agents_of_a_case_whose_folder_is_gone_can_be_closed(tmp_path: Path, clo
     assert clock[0] == 1000.0
 
 
+def test_an_agent_that_is_gone_ends_a_case_whose_ranks_tell_nothing(
+    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchrun, "_CLOSING_SECONDS", 0.0)
+    agent.exit_code = 3
+    cluster = launch.Cluster(nodes=2, shared=tmp_path, rendezvous="first")
+    reply = launch.on_nodes(TASK, gpus=(), timeout_seconds=60, cluster=cluster)
+    assert isinstance(reply, Crashed)
+    assert reply.sentence == "the agent of this node ended with exit code 3 before the case was over"
+    assert agent.started[0][2]["CUDA_VISIBLE_DEVICES"] == ""
+    agent.exit_code = None
+    reply = launch.on_nodes(TASK, gpus=(), timeout_seconds=0.0, cluster=cluster)
+    assert not isinstance(reply, Crashed), "the case's time is over before its nodes are missed"
+
+
 def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agent: Any, clock: list[float]) -> None:
     folder = tmp_path / "rank1"
     folder.mkdir()
@@ -242,7 +257,15 @@ def test_gpus_are_named_to_slurm_as_before_pytest_chose(
     torchrun._start_by_slurm(tmp_path, 2, mine)
     ((_, arguments, environment, *_, below),) = agent.started
     assert arguments == [str(tmp_path)]
-    assert below[:3] == ["srun", "--nodes=2", "--ntasks=2"]
+    assert below == [
+        "srun",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",
+        "--overlap",
+        "--kill-on-bad-exit=1",
+    ]
     shown = {"CUDA_VISIBLE_DEVICES": "0,1"} if chosen else {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
     assert environment == {"A": "1"} | shown
 

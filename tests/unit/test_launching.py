@@ -25,7 +25,7 @@ from pytest_gputrain.kernel import PARENT
 from pytest_gputrain.launch import ranks
 from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
 from pytest_gputrain.launch.merge import merge
-from pytest_gputrain.launch.processes import CASE_FOLDER, Fresh, end_all_of
+from pytest_gputrain.launch.processes import CASE_FOLDER, Fresh
 from pytest_gputrain.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
@@ -57,6 +57,8 @@ def test_a_worker_knows_nothing_of_a_launcher_or_of_the_running_test(monkeypatch
 
 
 def test_what_must_not_vary_is_the_same_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONSAFEPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/somewhere")
     fixed = {
         PARENT: str(os.getpid()),
@@ -90,7 +92,7 @@ def test_a_cpu_computes_on_one_thread(fields: dict[str, Any], one: bool, monkeyp
 def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_recursion()
     monkeypatch.setenv(PARENT, "1")
-    with pytest.raises(RuntimeError, match="a worker of pytest-gputrain must not start workers"):
+    with pytest.raises(RuntimeError, match=r"^a worker of pytest-gputrain must not start workers"):
         refuse_recursion()
 
 
@@ -102,7 +104,8 @@ def _of_rank(number: int, **fields: Any) -> Measurement:
     many, few = (10, 1) if number else (1, 10)
     return measurement(
         step_seconds=(float(many), float(few)),
-        warmup_seconds=(float(few),),
+        warmup_seconds=(float(many),),
+        updates=number,
         device_step_seconds=(few / 2, many / 2),
         losses=(float(many), float(few)),
         batch_size=2,
@@ -215,6 +218,17 @@ def test_a_kill_for_memory_is_that_of_the_host(rank: Any) -> None:
     assert found == OutOfMemory(where="host", phase="measure", step=2, message="killed by the kernel's OOM killer")
 
 
+def test_the_kernel_s_kills_are_counted_from_before_the_start(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "oom_kills", lambda: 7)
+    found = rank(-9)
+    found.process.killed_for_memory = lambda kills_before: kills_before == 7
+    assert isinstance(found.reply(), OutOfMemory)
+
+
+def test_the_end_of_long_stacks_is_kept(rank: Any) -> None:
+    assert rank(1, stacks_txt=b"x" * 9000 + b"end").reply().detail == "x" * 7997 + "end"
+
+
 def test_a_crash_tells_its_own_words_last(rank: Any) -> None:
     found = rank(stdout_txt=b"out\n", reply_json=msgspec.json.encode(crashed(detail="traceback"))).reply()
     assert found == crashed(detail="out\ntraceback")
@@ -242,6 +256,14 @@ def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}") == told
+
+
+def test_a_folder_that_is_gone_leaves_the_end_as_it_is(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(shutil, "disk_usage", refuse)
+    assert rank(1).reply().sentence == "the worker ended with exit code 1 without a reply"
 
 
 def test_lines_of_progress_are_read_once_when_they_are_whole(rank: Any) -> None:
@@ -309,6 +331,19 @@ def test_every_event_of_the_first_rank_is_shown_once(rank: Any) -> None:
     ]
     follow(both, 60, shown.append)
     assert shown == [Event(phase="build"), Event(phase="measure", step=2)]
+
+
+def test_events_of_the_last_moment_are_shown(rank: Any) -> None:
+    shown: list[Event] = []
+    found = rank(reply_json=_replied(measurement()))
+
+    def end() -> int:
+        (found.folder / "progress.jsonl").write_bytes(PROGRESS)
+        return 0
+
+    found.process.poll = end
+    follow([found], 60, shown.append)
+    assert [event.phase for event in shown] == ["build", "measure"]
 
 
 def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,26 +414,33 @@ def _gone(pid: int) -> bool:
     return not _runs(pid)
 
 
-@pytest.mark.parametrize("start", ["sleep 600 &", "setsid sleep 600 &"], ids=["group", "session"])
-def test_a_worker_ends_with_what_it_started(start: str) -> None:
-    with _family(f"{start} echo $!; wait") as (worker, child):
+@pytest.mark.parametrize(
+    "script",
+    [
+        "sleep 600 & echo $!; wait",
+        "setsid sleep 600 & echo $!; wait",
+        "setsid sh -c 'setsid sleep 600 & echo $!; wait' & wait",
+    ],
+    ids=["group", "session", "grandchild"],
+)
+def test_a_worker_ends_with_what_it_started(script: str) -> None:
+    with _family(script) as (worker, child), _family("sleep 600 & echo $!; wait") as (_, other):
         process = Fresh(worker)
         assert process.poll() is None
         process.end()
         assert process.poll() == -signal.SIGKILL
         assert _gone(child)
+        assert _runs(other)
         process.end()  # of one that has ended already
 
 
-def test_a_daemon_of_a_case_ends_with_its_folder_and_others_stay(tmp_path: Path) -> None:
-    folder = tmp_path / "case"
-    folder.mkdir()
+def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
     script = "setsid sleep 600 & echo $!"
-    with (
-        _family(script, **{CASE_FOLDER: str(folder)}) as (_, daemon),
-        _family(script, **{CASE_FOLDER: f"{folder}2"}) as (_, other),
-    ):
-        end_all_of(folder)
+    with contextlib.ExitStack() as stack:
+        with folder_of(TASK, tmp_path) as folder:
+            _, daemon = stack.enter_context(_family(script, **{CASE_FOLDER: str(folder)}))
+            _, other = stack.enter_context(_family(script, **{CASE_FOLDER: f"{folder}2"}))
+            shutil.rmtree(folder)  # nor does it matter who was here before
         assert _gone(daemon)
         assert _runs(other)
 
