@@ -191,6 +191,7 @@ class ReportStore:
         BaselineError: the file is no report of this package.
         """
         report = read_report(path)
+        self.path = path
         self._suites: dict[str, dict[str, Baseline]] = {}
         for result in report.results:
             if result.search is not None or result.loss_curves:
