@@ -495,6 +495,7 @@ def test_a_report_gives_its_results_as_baselines(tmp_path: Path) -> None:
     written = report(curves, result(), tiny, result(key="bad", replies=(crashed(),), summary=None))
     document.write(written, tmp_path / "old.json")
     store = ReportStore(tmp_path / "old.json")
+    assert store.path == tmp_path / "old.json"
     as_baseline = to_baseline(result(), date=written.created, session=written.session, commit=written.commit)
     assert store.get("any-device", SUITE, KEY) == as_baseline
     assert store.get(DEVICE, SUITE, f"{KEY}@tiny") is not None
