@@ -6,13 +6,13 @@ of the next case of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from pytest_gputrain.here import BadCase
-from pytest_gputrain.measuring import Bench
+from pytest_gputrain.measuring import Bench, identity_of
 from pytest_gputrain.records import Result, Task, Verdict
 
 
@@ -46,7 +46,7 @@ class Rounds:
         if waiting.result.to_come:
             self._waiting.append(waiting)
         else:
-            self._drop(task)
+            self._drop([task])
         return waiting.result
 
     def forget(self, nodeid: str) -> None:
@@ -74,13 +74,15 @@ class Rounds:
         """Wait no longer for these."""
         gone = [waiting for waiting in self._waiting if over(waiting)]
         self._waiting = [waiting for waiting in self._waiting if not over(waiting)]
-        for waiting in gone:
-            self._drop(waiting.task)
+        self._drop(waiting.task for waiting in gone)
 
-    def _drop(self, task: Task) -> None:
-        """End what a fleet has begun of it, unless another test waits for that, too."""
-        if all(waiting.task != task for waiting in self._waiting):
-            self._bench.drop(task)
+    def _drop(self, tasks: Iterable[Task]) -> None:
+        """End what a fleet has begun of them, unless another test waits for that, too."""
+        if unwanted := list(tasks):
+            wanted = {identity_of(waiting.task) for waiting in self._waiting}
+            for task in unwanted:
+                if identity_of(task) not in wanted:
+                    self._bench.drop(task)
 
 
 def _marked(result: Result, wanted: int) -> Result:

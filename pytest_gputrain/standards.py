@@ -19,7 +19,7 @@ from pytest_gputrain.records import Baseline, Case, Host, Measurement, OutOfMemo
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.session import in_ci
 from pytest_gputrain.settings import Settings
-from pytest_gputrain.stats import AGREEING
+from pytest_gputrain.stats import AGREEING, PRIOR_SD
 from pytest_gputrain.suites import Suites
 
 _RECORDED_RUNS: Final = 5
@@ -114,8 +114,10 @@ class Standards:
             most: processes that there may be.
             no_scaling: why the scaling efficiency, which was asked for, is not known.
         """
-        baselines = (self._report or self._store).suite(bar.host.device, bar.suite) if bar.baseline else {}
-        circumstances = Circumstances(most=most, prior=suites.prior(bar.suite, baselines), shift=suites.shift)
+        device, prior = bar.host.device, PRIOR_SD
+        if bar.baseline is not None:  # a case without one must not stand for a suite without any
+            prior = suites.prior(device, bar.suite, (self._report or self._store).suite(device, bar.suite))
+        circumstances = Circumstances(most=most, prior=prior, shift=suites.shift)
         tolerance = self.tolerance(bar.terms)
         return judge(bar.task.case, replies, bar.baseline, tolerance, bar.hint, no_scaling, circumstances)
 

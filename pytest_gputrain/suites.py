@@ -16,7 +16,9 @@ class Suites:
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], float] = {}
-        self._priors: dict[str, float] = {}
+        self._shift: float | None = None
+        """Of the first runs that are known; None until it is asked for."""
+        self._priors: dict[tuple[str, str], float] = {}
 
     @property
     def lacking(self) -> int:
@@ -26,27 +28,34 @@ class Suites:
     @property
     def shift(self) -> float:
         """Logarithm of how much slower all cases are today; 0 as long as there are too few to tell."""
-        return suite_shift(list(self._first.values())) or 0.0
+        if self._shift is None:
+            self._shift = suite_shift(list(self._first.values())) or 0.0
+        return self._shift
 
     def add(self, suite: str, key: str, first: float | None) -> None:
         """Take in the first run of a case, if it could be compared."""
-        if first is not None:
-            self._first.setdefault((suite, key), first)
+        if first is not None and not self.knows(suite, key):
+            self._first[suite, key] = first
+            self._shift = None
 
     def knows(self, suite: str, key: str) -> bool:
         return (suite, key) in self._first
 
-    def prior(self, suite: str, baselines: Mapping[str, Baseline]) -> float:
-        """Standard deviation between processes that a case of the suite is expected to have."""
-        if suite not in self._priors:
-            self._priors[suite] = suite_prior(
+    def prior(self, device: str, suite: str, baselines: Mapping[str, Baseline]) -> float:
+        """Standard deviation between processes that a case of the suite is expected to have on the device.
+
+        Args:
+            baselines: of the suite on the device, by key; the same ones each time.
+        """
+        if (device, suite) not in self._priors:
+            self._priors[device, suite] = suite_prior(
                 [
                     [statistics.median(run.step_seconds) for run in baseline.runs]
                     for baseline in baselines.values()
                     if all(run.step_seconds for run in baseline.runs)
                 ]
             )
-        return self._priors[suite]
+        return self._priors[device, suite]
 
 
 def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]:

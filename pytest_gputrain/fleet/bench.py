@@ -71,6 +71,7 @@ class FleetBench(Bench):
         )
         self._hosts: dict[bytes, Host] = {}
         """The first that ran each task."""
+        self._firsts: dict[bytes, Task] = {}
 
     @property
     def machine(self) -> Machine:
@@ -104,6 +105,10 @@ class FleetBench(Bench):
         return taken
 
     def beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
+        if all(isinstance(reply, Measurement) for reply in replies):
+            rest = len(replies) - len(self.taken(task, False).one_worker_seconds)
+            with _shared():
+                self._fleet.expect(self._missing(self.alone(task), rest), soon=True)
         beside, why_not = super().beside_one_worker(task, replies)
         alone = self._hosts.get(identity_of(self.alone(task)))
         if not why_not and alone is not None:
@@ -126,6 +131,9 @@ class FleetBench(Bench):
             raise
         if not isinstance(reply, Measurement | OutOfMemory):
             self._fleet.drop(order)  # what was to follow
+        elif run == 1:
+            with _shared():
+                self._look_ahead(order, reply)
         return reply
 
     def _reply(self, task: Task, outcome: Delivery | Lost) -> Reply:
@@ -157,11 +165,18 @@ class FleetBench(Bench):
             if self.taken(task, False).replies:
                 self._look_ahead(self._order(task))
 
-    def _look_ahead(self, order: Order) -> None:
-        """Submit what the first runs of an order make tests ask for, before they do."""
+    def _look_ahead(self, order: Order, *asked: Reply) -> None:
+        """Submit what the first runs of an order make tests ask for, before they do.
+
+        Args:
+            asked: what came of one that a test has asked for, and does not have yet.
+        """
         taken, arrived = self.taken(order.task, False), self._fleet.arrived(order)
-        host = taken.host or next((one.host for one in arrived if isinstance(one, Delivery)), self._asked)
-        replies = [*taken.replies, *(one.reply if isinstance(one, Delivery) else one for one in arrived)]
+        first = next((one.host for one in arrived if isinstance(one, Delivery)), self._asked)
+        host = self._hosts.get(identity_of(order.task), first)
+        replies = [*taken.replies, *asked, *(one.reply if isinstance(one, Delivery) else one for one in arrived)]
+        if not replies:  # a later run came before the first
+            return
         figures = [reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)]
         if len(figures) < len(replies):  # no test asks for more
             self._fleet.drop(order)
@@ -175,6 +190,8 @@ class FleetBench(Bench):
         return [order] * (runs - len(self.taken(task, False).replies) - self._fleet.ordered(order))
 
     def _order(self, task: Task) -> Order:
+        # Figures are shared by what a task is; so must the runs be, by whichever of its names it is asked for.
+        task = self._firsts.setdefault(identity_of(task), task)
         nodes = self.nodes(task.case)
         processes = math.ceil((task.processes + task.servers) / nodes)
         gpus = min(task.case.gpus, self._asked.gpus)

@@ -94,6 +94,8 @@ class Fleet:
         self._arrivals: deque[Order] = deque()
         self._to_submit: deque[_Ticket] = deque()
         self._live: list[_Ticket] = []
+        self._dropped: list[str] = []
+        """Jobs that were to be cancelled."""
         self._progress = now()
         """When a job last began, ended, or was taken by the scheduler."""
         self._refused: NotNow | Unreachable | None = None
@@ -166,13 +168,15 @@ class Fleet:
             self._open[key] = deque(ticket for ticket in known if ticket.outcome is not None)
             dropped.update(ticket for ticket in known if ticket.outcome is None)
         if dropped:
+            jobs = [ticket.job for ticket in dropped if ticket.job]
+            self._dropped += jobs
             self._to_submit = deque(ticket for ticket in self._to_submit if ticket not in dropped)
             self._live = [ticket for ticket in self._live if ticket not in dropped]
-            self._engine.cancel([ticket.job for ticket in dropped if ticket.job])
+            self._engine.cancel(jobs)
 
     def close(self) -> None:
-        """Cancel what has not ended."""
-        jobs, self._live = [ticket.job for ticket in self._live], []
+        """Cancel what has not ended, and what was dropped once more: Ctrl-C or a silent scheduler may have kept it."""
+        jobs, self._live, self._dropped = [*(ticket.job for ticket in self._live), *self._dropped], [], []
         self._to_submit.clear()
         self._open.clear()
         if jobs:

@@ -156,7 +156,7 @@ class Slurm:
 
     def cancel(self, ids: Sequence[str]) -> None:
         for at in range(0, len(ids), _MOST_IDS):
-            with contextlib.suppress(Unreachable):
+            with contextlib.suppress(Unreachable, OSError):
                 self._run(["scancel", "--quiet", *ids[at : at + _MOST_IDS]])
 
     def close(self) -> None:

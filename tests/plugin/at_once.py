@@ -35,6 +35,9 @@ class AtOnce:
         """Ids of cases."""
         self.nodes: list[tuple[str, int]] | None = None
         """Names and counts of the GPUs of the nodes that take the jobs in turn; None for a node like this machine."""
+        self.late: dict[int, int] = {}
+        """How often the fleet has to ask for jobs, by number from 1, before they are done."""
+        self._to_deliver: dict[int, Path] = {}
 
     @property
     def submitted(self) -> list[str]:
@@ -46,19 +49,30 @@ class AtOnce:
         assert order == msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
         self.orders.append(order)
         self.during.append(os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].partition(" ")[0])
+        number = len(self.orders)
+        self._to_deliver[number] = folder
+        if number not in self.late:
+            self._deliver(number)
+        return str(number)
+
+    def _deliver(self, number: int) -> None:
+        folder = self._to_deliver.pop(number)
         with pytest.MonkeyPatch.context() as node:
             if self.nodes is not None:
-                name, count = self.nodes[(len(self.orders) - 1) % len(self.nodes)]
+                name, count = self.nodes[(number - 1) % len(self.nodes)]
                 gpus = tuple(
                     Gpu(index=at, uuid=f"GPU-{at}", name=name, memory_bytes=85_029_158_912, driver="570.86.10")
                     for at in range(count)
                 )
                 node.setattr(drivers, "gpus", lambda: gpus)
             deliver(folder)
-        return str(len(self.orders))
 
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
-        return dict.fromkeys(ids, Job("ended"))
+        for number in self._to_deliver.keys() & set(map(int, ids)):
+            self.late[number] -= 1
+            if not self.late[number]:
+                self._deliver(number)
+        return {job: Job("running" if int(job) in self._to_deliver else "ended") for job in ids}
 
     def cancel(self, ids: Sequence[str]) -> None:
         self.cancelled += ids

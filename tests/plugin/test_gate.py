@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from xml.etree import ElementTree
 
 import pytest
@@ -390,6 +391,26 @@ def test_a_slower_case_among_many_fails_alone(many: Project) -> None:
     result = many.run()
     assert list(failures(result)) == [f"test_many[{slow}]"]
     assert "all cases together" not in result.stdout.str()
+
+
+def test_a_new_case_in_front_leaves_the_others_the_noise_of_their_suite(h100: Project) -> None:
+    h100.write(test_many=MANY)
+    h100.answer(*(recorded(slower=times) for times in (1.0, 1.06, 0.95, 1.04, 0.97)))
+    h100.run("--gpu-baseline-update").assert_outcomes(passed=12)
+    first, slow = (f"gemma-7b-lora-bf16-batch_size={size}" for size in (1, 12))
+    h100.answer(recorded())
+    h100.answer(recorded(slower=1.1), to=slow)
+    limits = []
+    for _ in range(2):
+        h100.run("--gpu-json=report.json")
+        (metrics,) = (result["verdict"]["metrics"] for result in h100.report()["results"] if result["key"] == slow)
+        (metric,) = (metric for metric in metrics if metric["metric"] == "step_seconds")
+        limits.append(metric["limit"] / metric["baseline"])
+        file = h100.baseline_file("many", H100_FOLDER)
+        kept = json.loads(file.read_text())
+        kept["cases"].pop(first, None)
+        file.write_text(json.dumps(kept))
+    assert limits[1] == pytest.approx(limits[0], rel=1e-3)
 
 
 def test_a_slower_case_on_a_slower_day_fails_alone(many: Project) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from unit_examples import CASE, measurement
@@ -353,7 +354,19 @@ def test_what_is_dropped_is_cancelled_and_nothing_else(fleet: Fleet, scheduler: 
     fleet.drop(order("a"))
     assert scheduler.cancelled == ["a1"]
     fleet.close()
-    assert scheduler.cancelled == ["a1", "b", "closed"]
+    assert scheduler.cancelled == ["a1", "b", "a1", "closed"], "dropped once more"
+
+
+def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_in_the_end(
+    fleet: Fleet, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.expect([order("a"), order("b")])
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(scheduler, "cancel", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fleet.drop(order("a"))
+    fleet.close()
+    assert sorted(scheduler.cancelled) == ["a", "b", "closed"]
 
 
 def test_what_was_delivered_outlasts_being_dropped(fleet: Fleet, scheduler: Scheduler) -> None:
