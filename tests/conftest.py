@@ -15,6 +15,7 @@ with contextlib.suppress(ImportError):
     import matplotlib.figure
     import matplotlib.ticker  # noqa: F401
 
-# What a shell runs in the background ignores Ctrl-C, and so does all that it starts; tests send it to processes of theirs.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a shell starts in the background ignores Ctrl-C, and below nohup SIGHUP; so would what tests start and end by them.
+for number, default in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, default)
