@@ -60,13 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
             {option.name: str(config.getini(option.ini)) for option in OPTIONS},
             config.rootpath if config.inipath is None else config.inipath.parent,
         )
-        if settings.platform is not None and settings.platform not in MARKERS:
-            hint = did_you_mean(settings.platform, MARKERS)
-            raise ValueError(f"--gpu-platform: {settings.platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
-        for platform, _ in settings.fleet_args:
-            if platform and platform not in MARKERS:
+        named = [] if settings.platform is None else [("--gpu-platform", settings.platform)]
+        named += [("--gpu-fleet-args", platform) for platform, _ in settings.fleet_args if platform]
+        for option, platform in named:
+            if platform not in MARKERS:
                 hint = did_you_mean(platform, MARKERS)
-                raise ValueError(f"--gpu-fleet-args: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
+                raise ValueError(f"{option}: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
             Store(settings.baseline_dir).check_writable()

@@ -92,7 +92,9 @@ def compare(base: Report, head: Report, told: str, tolerance: Tolerance) -> list
     for (suite, key), result in after.items():
         known = by_suite[suite].get(key)
         if known is not None and result.replies:
-            circumstances = Circumstances(most=len(result.replies), prior=suites.prior("", suite, by_suite[suite]))
+            circumstances = Circumstances(
+                most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite])
+            )
             suites.add(suite, key, judge(result.case, result.replies, known, tolerance, circumstances=circumstances).first)
     results = []
     for (suite, key), result in after.items():
@@ -100,7 +102,7 @@ def compare(base: Report, head: Report, told: str, tolerance: Tolerance) -> list
             verdict = _foretold(result, before.get((suite, key)), tolerance.memory, told)
         else:
             circumstances = Circumstances(
-                most=len(result.replies), prior=suites.prior("", suite, by_suite[suite]), shift=suites.shift
+                most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite]), shift=suites.shift
             )
             baseline: Baseline | None = baselines.get((suite, key))
             verdict = verdict_of(result.case, result.replies, baseline, tolerance, circumstances, told)

@@ -118,13 +118,13 @@ class Fleet:
 
     def ordered(self, order: Order) -> int:
         """How often it was expected, or asked for; not what was dropped."""
-        key = msgspec.json.encode(order)
+        key = _key(order)
         return self._asked[key] + len(self._open.get(key, ()))
 
     def arrived(self, order: Order) -> list[Delivery | Lost]:
         """What came of those that no test has asked for, up to the first of which that is not known."""
         outcomes: list[Delivery | Lost] = []
-        for ticket in self._open.get(msgspec.json.encode(order), ()):
+        for ticket in self._open.get(_key(order), ()):
             if ticket.outcome is None:
                 break
             outcomes.append(ticket.outcome)
@@ -132,7 +132,7 @@ class Fleet:
 
     def run(self, order: Order) -> Delivery | Lost:
         """What comes of an order; waits until that is known."""
-        key = msgspec.json.encode(order)
+        key = _key(order)
         if not self._open.get(key):
             self._ticket(order)
         ticket = self._open[key].popleft()
@@ -144,7 +144,7 @@ class Fleet:
         while True:
             self.step()
             while self._arrivals:
-                if not self._asked[msgspec.json.encode(arrival := self._arrivals.popleft())]:
+                if not self._asked[_key(arrival := self._arrivals.popleft())]:
                     self._on_arrival(arrival)
             if ticket.outcome is None and ticket.job:
                 self._collect(ticket)
@@ -155,11 +155,11 @@ class Fleet:
 
     def drop(self, order: Order) -> None:
         """Cancel what was expected of this order and not asked for. What has an outcome keeps it."""
-        self._drop([msgspec.json.encode(order)])
+        self._drop([_key(order)])
 
     def only(self, orders: Iterable[Order]) -> None:
         """Drop all others."""
-        self._drop(self._open.keys() - {msgspec.json.encode(order) for order in orders})
+        self._drop(self._open.keys() - {_key(order) for order in orders})
 
     def _drop(self, keys: Iterable[bytes]) -> None:
         dropped = set[_Ticket]()
@@ -201,7 +201,7 @@ class Fleet:
             self._folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=self._shared))
             self._folder.chmod(0o755)  # a node's job may be another user's, or root's without rights
         ticket = _Ticket(order, self._folder / str(self._number))
-        self._open.setdefault(msgspec.json.encode(order), deque()).append(ticket)
+        self._open.setdefault(_key(order), deque()).append(ticket)
         return ticket
 
     def _submit(self) -> None:
@@ -348,3 +348,8 @@ class Fleet:
         ticket.outcome = outcome
         self._arrivals.append(ticket.order)
         self._live = [live for live in self._live if live is not ticket]
+
+
+def _key(order: Order) -> bytes:
+    """What tells an order from others."""
+    return msgspec.json.encode(order)
