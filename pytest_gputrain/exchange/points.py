@@ -109,14 +109,17 @@ BY_ATTENTION: Final = (
     "recorded",
     "pass",
     "measured",
+    "predicted",
 )
 """What `verdict_of` gives, with what wants attention first."""
 
 
 def verdict_of(result: Result) -> str:
-    """The verdict, or ``measured``, or ``failed``, as tables show it."""
+    """The verdict, or ``measured``, ``predicted``, ``failed`` where nobody judged, as tables show it."""
     verdict: Verdict | None = result.verdict
-    return verdict.status if verdict else "measured" if result.summary or result.prediction else "failed"
+    if verdict:
+        return verdict.status
+    return "measured" if result.summary else "predicted" if result.prediction else "failed"
 
 
 def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:

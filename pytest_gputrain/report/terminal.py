@@ -29,6 +29,7 @@ _STYLES: Final = {
     "new": "yellow",
     "not-comparable": "yellow",
     "measured": "",
+    "predicted": "",
 }
 _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": ""}
 
@@ -195,7 +196,7 @@ def _table(results: Sequence[Result], width: int) -> Table:
 
 
 def _verdict(result: Result) -> Text:
-    status = result.verdict.status if result.verdict else "measured" if result.summary else "failed"
+    status = verdict_of(result)
     return layout.text(status, style=_STYLES.get(status, "red"))
 
 

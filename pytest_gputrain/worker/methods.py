@@ -31,10 +31,10 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
     return model
 
 
-def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -> int:
-    """How many parameters the case's method should leave trainable."""
-    count = architecture.trainable[case.method][scale]
-    if architecture.lora is None or not case.lora_rank or case.method not in ADAPTING:
+def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -> int | None:
+    """How many parameters the case's method should leave trainable, where that is known."""
+    count = architecture.trainable[case.method].get(scale)
+    if count is None or architecture.lora is None or not case.lora_rank or case.method not in ADAPTING:
         return count
     return count // architecture.lora.rank * case.lora_rank
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
@@ -64,23 +64,28 @@ class Training:
         device: torch.device,
         group: Group = ALONE,
         own_work_done: Callable[[], None] = lambda: None,
+        architecture: Architecture | None = None,
     ) -> None:
         """
         Args:
             own_work_done: is called in each step before it first needs another process.
+            architecture: instead of the model's own.
         """
-        architecture = architectures()[case.model]
+        architecture = architecture or architectures()[case.model]
         precision = PRECISIONS[case.precision]
         seed = torch.initial_seed()
         # A model that is to be kept on the host may not fit anywhere else.
         with torch.device("cpu") if case.cpu_offload else device, _default_dtype(precision.weights):
-            self._workload = zoo.build(case, scale)
+            self._workload = zoo.build(case, scale, architecture)
         names = list(architecture.parts)
         built = dict(zip(names, [self._workload.model, *self._workload.encoders.values()], strict=True))
-        for name, part in architecture.parts.items():
-            of = case.model if name == names[0] else f"{case.model}'s {name}"
-            check_parameters(built[name], of, part.parameters[scale])
-        self.parameters: int = architecture.trained_part.parameters[scale]
+        parameters = {
+            name: check_parameters(
+                built[name], case.model if name == names[0] else f"{case.model}'s {name}", part.parameters.get(scale)
+            )
+            for name, part in architecture.parts.items()
+        }
+        self.parameters: int = parameters[names[0]]
         adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
@@ -94,7 +99,7 @@ class Training:
             precision=precision,
             device=device,
             group=group,
-            shrinkage=self.parameters / architecture.trained_part.parameters["full"],
+            shrinkage=1.0 if scale == "full" else self.parameters / architecture.trained_part.parameters["full"],
             blocks=blocks,
             make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
         )

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from pytest_gputrain.architectures import Architecture
 from pytest_gputrain.cases import versions
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
@@ -226,11 +227,16 @@ def build(
     builder: StepBuilder | None = None,
     group: Group = ALONE,
     own_work_done: Callable[[], None] = lambda: None,
+    architecture: Architecture | None = None,
 ) -> Trainable:
-    """What the task's case steps, on ``device``."""
+    """What the task's case steps, on ``device``.
+
+    Args:
+        architecture: of the model of the zoo, instead of its own.
+    """
     case = task.case
     if not case.code and builder is None:
-        return Training(case, task.scale, device, group, own_work_done)
+        return Training(case, task.scale, device, group, own_work_done, architecture)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
     return Custom(case, task.scale, device, builder, group, own_work_done)
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
+from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, result, timed_out, values_of
 
 from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
 from pytest_gputrain.report.live import Live, describe
@@ -101,6 +101,11 @@ def test_no_changes_are_shown_where_none_was_compared() -> None:
 
 def test_a_case_that_was_only_measured_says_so() -> None:
     assert "measured" in _render(result(verdict=None))
+
+
+def test_a_case_that_was_only_predicted_says_so() -> None:
+    only_predicted = result(verdict=None, summary=None, replies=(), prediction=prediction())
+    assert _render(only_predicted).splitlines()[-1].endswith("predicted")
 
 
 def test_a_case_that_was_judged_is_not_shown_again_where_another_test_measured_it() -> None:

@@ -7,11 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain.units import GiB, KiB, MiB
-from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE, Allocator, NoRoom, in_order, replay
+from pytest_gputrain.worker.dry_run.allocator import Allocator, NoRoom, replay
+from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, Trace
 
 SIZES = st.one_of(
     st.integers(0, 4 * KiB), st.integers(0, 2 * MiB), st.integers(0, 64 * MiB), st.sampled_from([MiB, 10 * MiB, 20 * MiB])
 )
+
+
+def allocate(trace, size):
+    return trace.allocate(size, "aten.empty", "forward", (size,), "uint8")
 
 
 @pytest.mark.parametrize(
@@ -103,14 +108,23 @@ def test_a_segment_in_use_is_not_given_back():
 
 
 def test_replay_tells_what_found_no_room():
-    sizes = [30 * MiB, 20 * MiB, 40 * MiB]
-    assert replay([0, ~0, 2, 1], sizes, Allocator(60 * MiB)) is None
-    assert replay([0, 1, 2, ~0], sizes, Allocator(60 * MiB)) == 2
+    trace = Trace()
+    first = allocate(trace, 30 * MiB)
+    trace.free(first)
+    allocate(trace, 40 * MiB)
+    assert replay(trace, Allocator(60 * MiB)) is None
+    too_large = allocate(trace, 30 * MiB)
+    trace.free(too_large)
+    assert replay(trace, Allocator(60 * MiB)) == too_large
 
 
 def test_emptying_lets_the_peak_start_anew():
     allocator = Allocator()
-    replay([0, 1, ~0, EMPTY_CACHE], [300 * MiB, 20 * MiB], allocator)
+    trace = Trace()
+    large, _ = allocate(trace, 300 * MiB), allocate(trace, 20 * MiB)
+    trace.free(large)
+    trace.events.append(EMPTY_CACHE)
+    replay(trace, allocator)
     assert allocator.peak_reserved == allocator.reserved == 20 * MiB
 
 
@@ -165,7 +179,3 @@ def test_what_always_holds(steps, expandable, capacity):
         allocator.free(block)
     allocator.empty_cache()
     assert allocator.allocated == allocator.reserved == 0
-
-
-def test_what_is_freed_together_is_freed_in_order():
-    assert in_order([0, 1, 2, ~2, ~0, EMPTY_CACHE, 3, ~1, ~3]) == [0, 1, 2, ~0, ~2, EMPTY_CACHE, 3, ~1, ~3]

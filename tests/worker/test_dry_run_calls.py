@@ -75,7 +75,9 @@ def work_of(step, times):
         for _ in range(times):
             tracker.begin_step()
             step()
-        return tracker.work.operators, tracker.work.bytes, tracker.work.flops, tracker.live_bytes
+        trace = tracker.trace
+        live = {event for event in trace.events if event >= 0} - {~event for event in trace.events}
+        return tracker.work.operators, tracker.work.bytes, tracker.work.flops, sum(trace.sizes[number] for number in live)
 
 
 def test_a_remembered_call_works_as_much():

@@ -38,6 +38,7 @@ TONES: Final = {
     "searched": "plain",
     "loss curves": "plain",
     "measured": "plain",
+    "predicted": "plain",
 }
 """How a verdict looks, those first that want attention first."""
 _RANK: Final = {verdict: rank for rank, verdict in enumerate(TONES)}

@@ -18,11 +18,11 @@ Not covered: several streams, CUDA graphs, settings of PYTORCH_CUDA_ALLOC_CONF o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from pytest_gputrain.units import MiB
+from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, Trace
 
 MIN_BLOCK: Final = 512
 SMALL_SIZE: Final = 1 * MiB
@@ -30,9 +30,6 @@ SMALL_BUFFER: Final = 2 * MiB
 LARGE_BUFFER: Final = 20 * MiB
 MIN_LARGE: Final = 10 * MiB
 ROUND_LARGE: Final = 2 * MiB
-
-EMPTY_CACHE: Final = -(2**62)
-"""Among the events of `replay`: give back what is wholly free, and let the peak start from there."""
 
 _ENDLESS: Final = 2**60
 
@@ -269,46 +266,26 @@ class Allocator:
             self._ranges[block.small] = block
 
 
-def replay(events: Iterable[int], sizes: Sequence[int], allocator: Allocator) -> int | None:
+def replay(trace: Trace, allocator: Allocator) -> int | None:
     """Run a trace through ``allocator``.
-
-    Args:
-        events: an allocation's number where it is made, its complement (``~number``) where it is freed, or `EMPTY_CACHE`.
-        sizes: bytes by number.
 
     Returns:
         The number of the allocation that found no room; None where all did.
     """
+    sizes = trace.sizes
     blocks: dict[int, Block] = {}
-    for event in events:
-        if event == EMPTY_CACHE:
-            allocator.empty_cache()
-            allocator.reset_peak()
-        elif event >= 0:
+    for event in trace.events:
+        if event >= 0:
             try:
                 blocks[event] = allocator.allocate(sizes[event])
             except NoRoom:
                 return event
-        else:
+        elif event > EMPTY_CACHE:
             allocator.free(blocks.pop(~event))
+        elif event == EMPTY_CACHE:
+            allocator.empty_cache()
+            allocator.reset_peak()
     return None
-
-
-def in_order(events: Iterable[int]) -> list[int]:
-    """The trace with what is freed between two allocations in the order of its numbers.
-
-    Where a container lets go of many tensors at once, as autocast of its cast weights, their order is that of addresses.
-    """
-    ordered: list[int] = []
-    freed: list[int] = []
-    for event in events:
-        if event < 0 and event != EMPTY_CACHE:
-            freed.append(event)
-            continue
-        ordered += sorted(freed, reverse=True)
-        freed.clear()
-        ordered.append(event)
-    return ordered + sorted(freed, reverse=True)
 
 
 def _room(block: Block) -> int:

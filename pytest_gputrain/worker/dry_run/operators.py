@@ -19,6 +19,8 @@ _ATEN: Final = torch.ops.aten
 _PRODUCTS: Final = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
 _RESHAPED: Final = frozenset({_ATEN.resize_, _ATEN.resize_as_, _ATEN.set_, _ATEN.sparse_resize_})
 """Operators that give a tensor another shape or storage; those of one storage have the tag ``inplace_view``."""
+_REPEATING: Final = frozenset({"aten", "fsdp", "bitsandbytes"})
+"""Namespaces whose operators give results alike for arguments alike, as far as shapes go."""
 _UNKNOWN: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -90,7 +92,7 @@ class Operators:
             multiplies=packet in _PRODUCTS,
             written=tuple((place, each.name) for place, each in enumerate(func._schema.arguments) if each.is_write),
             reshapes=reshapes,
-            repeats=func.namespace in ("aten", "fsdp") and not _UNKNOWN & tags and not reshapes,
+            repeats=func.namespace in _REPEATING and not _UNKNOWN & tags and not reshapes,
             in_place_on_lists=name.startswith("aten._foreach_") and not func._schema.returns,
             dynamic=torch.Tag.dynamic_output_shape in tags,
             from_start=func is _ATEN.as_strided.default,

@@ -9,18 +9,22 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.cases import library_versions
 from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Target, Task
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.dry_run.allocator import Allocator, in_order, replay
+from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.attention import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
-from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, Tracker
+from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened
+from pytest_gputrain.worker.dry_run.trace import peaks
+from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, YOCTO, Tracker, Work
 from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.recipe import StepBuilder
+from pytest_gputrain.worker.recipe import StepBuilder, Trainable
 from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes
 
 SHOWN: Final = 8
@@ -30,15 +34,27 @@ HOST: Final = torch.device("cpu")
 GPU: Final = torch.device("cpu", 0)
 """Labels of fakes, which any torch can run. They are two devices: what is on the one must be copied to the other."""
 
+_PART_BY_PART: Final = frozenset({"single", "fsdp"})
+"""Parallelisms that treat each block by itself. The others put all parameters in buffers of one size."""
 
-def predict(task: Task, progress: Progress, builder: StepBuilder | None = None) -> Prediction | Crashed:
+
+def predict(
+    task: Task, progress: Progress, builder: StepBuilder | None = None, *, whole: bool = False
+) -> Prediction | Crashed:
     """Build and step the task's case on fake tensors, as on the task's target.
 
-    Two steps, and a third for accumulation: those that a worker counts allocations in.
+    Two steps, and a third for accumulation: those that a worker counts allocations in. Of a deep model three shallow ones
+    run instead, where what it would show follows from them.
+
+    Args:
+        whole: the model itself runs, however deep it is.
     """
-    assert task.target is not None, "a prediction is for a device"
+    # All that is imported stays: collections need not look at it.
+    gc.freeze()
     try:
-        return _predicted(task, task.target, progress, builder)
+        rehearsal = Rehearsal(task, progress, builder)
+        observed = None if whole else _of_shallow(rehearsal)
+        return _told(task, rehearsal.target, observed or rehearsal.run())
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -49,73 +65,136 @@ def predict(task: Task, progress: Progress, builder: StepBuilder | None = None) 
         return msgspec.structs.replace(crash(error, progress), sentence=sentence)
     except Exception as error:
         return crash(error, progress)
-
-
-def _predicted(task: Task, target: Target, progress: Progress, builder: StepBuilder | None) -> Prediction:
-    cuda = target.kind == "cuda"
-    device = GPU if cuda else HOST
-    tracker = Tracker(
-        device,
-        rounding=512 if cuda else 1,
-        layouts=layouts(target),
-        temporaries=temporaries() if cuda else {},
-        workspace_bytes=target.workspace_bytes,
-        peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
-        bandwidth=target.bandwidth,
-    )
-    group = Group(size=task.processes, servers=task.servers, rehearsed=True)
-    torch.manual_seed(SEED)
-    # Reference cycles die when the collector happens to run. Without it the trace is the same on every run.
-    gc.collect()
-    gc.disable()
-    try:
-        joined = group.joined(device, even_alone=task.case.parallel in NEEDS_GROUP)
-        with joined, FakeTensorMode(allow_non_fake_inputs=True), patched(target, device), tracker:
-            progress.enter("build")
-            training = build(task, device, builder, group)
-            # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
-            gc.collect(0)
-            progress.enter("count")
-            typical = tracker.work
-            for update in counted_steps(task.case):
-                tracker.begin_step()
-                training.step(update)
-                if not update or task.case.gradient_accumulation == 1:
-                    typical = tracker.work
-            weights = None if training.model is None else model_bytes(training.model)
     finally:
-        gc.enable()
+        gc.unfreeze()
+
+
+class Rehearsal:
+    """A task that runs on fakes, again and again."""
+
+    def __init__(self, task: Task, progress: Progress, builder: StepBuilder | None) -> None:
+        assert task.target is not None, "a prediction is for a device"
+        self.task = task
+        self.target = target = task.target
+        self._progress = progress
+        self._builder = builder
+        cuda = target.kind == "cuda"
+        self._device = GPU if cuda else HOST
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._tracker = Tracker(
+            self._device,
+            rounding=512 if cuda else 1,
+            layouts=layouts(target),
+            temporaries=temporaries() if cuda else {},
+            workspace_bytes=target.workspace_bytes,
+            peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
+            bandwidth=target.bandwidth,
+        )
+        self._group = Group(size=task.processes, servers=task.servers, rehearsed=True)
+
+    @property
+    def own_code(self) -> bool:
+        return bool(self.task.case.code) or self._builder is not None
+
+    def run(self, architecture: Architecture | None = None) -> Observed:
+        """Build and step the case, or that of another architecture."""
+        task, tracker = self.task, self._tracker
+        torch.manual_seed(SEED)
+        # Reference cycles die when the collector happens to run. Without it the trace is the same on every run.
+        gc.collect()
+        gc.disable()
+        try:
+            joined = self._group.joined(self._device, even_alone=task.case.parallel in NEEDS_GROUP)
+            with joined, self._fakes, patched(self.target, self._device), tracker:
+                self._progress.enter("build")
+                training = build(task, self._device, self._builder, self._group, architecture=architecture)
+                # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
+                gc.collect(0)
+                self._progress.enter("count")
+                typical = tracker.work
+                for update in counted_steps(task.case):
+                    tracker.begin_step()
+                    training.step(update)
+                    if not update or task.case.gradient_accumulation == 1:
+                        typical = tracker.work
+                weights = None if training.model is None else model_bytes(training.model)
+        finally:
+            gc.enable()
+        return _seen(tracker, typical, training, weights)
+
+
+def _seen(tracker: Tracker, typical: Work, training: Trainable, weights: int | None) -> Observed:
+    sums: dict[tuple[str, str], int | None] = {
+        ("parameters", ALL): training.parameters,
+        ("trainable parameters", ALL): training.trainable_parameters,
+        ("model bytes", ALL): weights,
+        ("FLOPs", ALL): typical.flops,
+        ("recomputed FLOPs", ALL): typical.recomputed,
+        ("bytes", ALL): typical.bytes,
+        ("yoctoseconds", ALL): typical.yoctoseconds,
+    }
+    for name, (calls, flops, moved) in typical.operators.items():
+        sums |= {("calls", name): calls, ("FLOPs", name): flops, ("bytes", name): moved}
+    return Observed(
+        tracker.trace.in_order(), tracker.host.in_order(), {what: sum for what, sum in sums.items() if sum is not None}
+    )
+
+
+def _of_shallow(rehearsal: Rehearsal) -> Observed | None:
+    """What a model of the zoo would show, from models of fewer repetitions; None where only the model itself will do."""
+    task = rehearsal.task
+    case = task.case
+    if rehearsal.own_code or task.scale != "full" or case.parallel not in _PART_BY_PART:
+        return None
+    if float(case.activation_checkpointing) not in (0, 1):
+        return None  # which blocks recompute depends on how many there are
+    architecture = architectures()[case.model]
+    if not architecture.repetitions:
+        return None
+    try:
+        observed = deepened(lambda count: rehearsal.run(architecture.repeated(count)), architecture.repetitions)
+    except Exception:
+        return None  # the model itself will tell
+    if observed is None:
+        return None
+    expected = architecture.trained_part.parameters["full"], trainable_parameters(architecture, case, "full")
+    found = observed.sums["parameters", ALL], observed.sums["trainable parameters", ALL]
+    return observed if found == expected else None
+
+
+def _told(task: Task, target: Target, observed: Observed) -> Prediction:
+    """What follows from it for the target."""
+    cuda = target.kind == "cuda"
+    trace, sums = observed.device, observed.sums
     capacity = None if target.memory_bytes is None else target.memory_bytes - target.context_bytes
-    sizes = [allocation.bytes for allocation in tracker.allocations]
-    trace = in_order(tracker.trace)
-    endless = Allocator(expandable=target.expandable_segments)
-    replay(trace, sizes, endless)
-    limited, refused = endless, None
-    if capacity is not None:
-        limited = Allocator(capacity, expandable=target.expandable_segments)
-        refused = replay(trace, sizes, limited)
-    held = limited if refused is None else endless
+    held = Allocator(capacity, expandable=target.expandable_segments)
+    refused = replay(trace, held)
+    if refused is not None:
+        held = Allocator(expandable=target.expandable_segments)
+        replay(trace, held)
+    peak = peaks(trace)
     return Prediction(
         target=target,
         fidelity="cuda-rules" if cuda else "cpu",
-        parameters=training.parameters,
-        trainable_parameters=training.trainable_parameters,
-        model_bytes=weights,
-        peak_allocated_bytes=tracker.peak_bytes,
-        peak_phase=tracker.peak_phase,
-        phase_peak_bytes=tracker.phase_peaks,
-        largest=tracker.largest_at_peaks(SHOWN),
+        parameters=sums.get(("parameters", ALL)),
+        trainable_parameters=sums.get(("trainable parameters", ALL)),
+        model_bytes=sums.get(("model bytes", ALL)),
+        peak_allocated_bytes=peak.bytes,
+        peak_phase=peak.phase,
+        phase_peak_bytes=peak.by_phase,
+        largest={phase: trace.largest_at(event, SHOWN) for phase, event in peak.events.items()},
         peak_reserved_bytes=held.peak_reserved if cuda else None,
-        host_bytes=tracker.host_bytes,
+        host_bytes=peaks(observed.host).bytes,
         fits=None if capacity is None else refused is None,
-        refused=None if refused is None else tracker.allocations[refused],
-        flops_per_step=typical.flops - typical.recomputed,
-        recomputed_flops_per_step=typical.recomputed,
-        bytes_per_step=typical.bytes,
-        roofline_seconds=typical.roofline_seconds or None,
+        refused=None if refused is None else trace.allocations[refused],
+        flops_per_step=sums["FLOPs", ALL] - sums["recomputed FLOPs", ALL],
+        recomputed_flops_per_step=sums["recomputed FLOPs", ALL],
+        bytes_per_step=sums["bytes", ALL],
+        roofline_seconds=sums["yoctoseconds", ALL] / YOCTO or None,
         operators={
-            name: OperatorWork(calls=calls, flops=flops, bytes=moved)
-            for name, (calls, flops, moved) in sorted(typical.operators.items())
+            of: OperatorWork(calls=calls, flops=sums["FLOPs", of], bytes=sums["bytes", of])
+            for (what, of), calls in sorted(sums.items())
+            if what == "calls"
         },
         packages=library_versions(task.case),
     )

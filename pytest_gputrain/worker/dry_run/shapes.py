@@ -52,7 +52,7 @@ class Call:
         kind: the sequence that they come in; None for a single one.
         temporary_bytes: what its kernel takes and gives back.
         moved: bytes that it reads and writes.
-        seconds: the least time that it takes.
+        yoctoseconds: the least time that it takes.
     """
 
     results: list[Result]
@@ -60,7 +60,7 @@ class Call:
     temporary_bytes: int = 0
     flops: int = 0
     moved: int = 0
-    seconds: float = 0.0
+    yoctoseconds: int = 0
 
 
 class Shapes:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import functools
 import weakref
-from array import array
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gputrain.records import LiveTensor, TrainingPhase
+from pytest_gputrain.records import TrainingPhase
 from pytest_gputrain.worker.allocations import resizes_told_to, wraps
-from pytest_gputrain.worker.dry_run.allocator import EMPTY_CACHE
 from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.dry_run.operators import Operator, Operators, Temporaries, tensors_in
 from pytest_gputrain.worker.dry_run.shapes import Call, Shapes, forget_shape
+from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, ENTER, Trace
 from pytest_gputrain.worker.dry_run.values import are_touched, compute, map_tensors
 from pytest_gputrain.worker.flops import recomputation_told_to
 
 _FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
+
+YOCTO: Final = 10**24
+"""Yoctoseconds in a second."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,8 @@ class Work:
     flops: int = 0
     recomputed: int = 0
     bytes: int = 0
-    roofline_seconds: float = 0.0
+    yoctoseconds: int = 0
+    """The least time that it takes, in whole numbers, whose sum does not depend on their order."""
     operators: dict[str, list[int]] = field(default_factory=dict)
     """Calls, FLOPs and bytes by operator."""
 
@@ -45,7 +46,7 @@ class Work:
 
 
 class Tracker(TorchDispatchMode):
-    """Entered inside a FakeTensorMode.
+    """Entered inside a FakeTensorMode, always the same one: each time anew, but for what it remembers of operators.
 
     Args:
         device: whose storages are followed.
@@ -57,11 +58,8 @@ class Tracker(TorchDispatchMode):
         bandwidth: bytes per second.
 
     Attributes:
-        trace: an allocation's number where it is made, its complement where it is freed; see `allocator.replay`.
-        allocations: by number.
-        live_bytes: now.
-        host_bytes: highest sum of storages on the host, where that is not the device.
-        phase_peaks: highest ``live_bytes`` by phase.
+        trace: of the device's memory.
+        host: of the host's, where that is not the device.
         work: since the last `begin_step`.
     """
 
@@ -78,32 +76,29 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._rounding = rounding
         self._workspace_bytes = workspace_bytes
-        self._workspaces: set[bool] = set()
-        """Whether of the backward thread."""
-        self._rates = peak_flops or {}
-        self._seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
+        self._time_of_flop = {dtype: round(YOCTO / rate) for dtype, rate in (peak_flops or {}).items()}
+        self._time_of_byte = round(YOCTO / bandwidth) if bandwidth else 0
         self._operators = Operators(layouts or {}, temporaries or {})
         self._shapes = Shapes()
-        self._numbers: dict[int, int] = {}
-        """Allocation by address of the storage."""
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._nbytes: dict[int, int] = {}
-        self.trace = array("q")
-        self.allocations: list[LiveTensor] = []
-        self.live_bytes = 0
-        self._on_host: dict[int, int] = {}
-        """Bytes by address of the storage."""
-        self._live_on_host = 0
-        self.host_bytes = 0
-        self.phase: TrainingPhase = "build"
-        self.phase_peaks: dict[TrainingPhase, int] = {"build": 0}
-        self._peak = 0
-        self._peaks_at: dict[TrainingPhase, int] = {"build": 0}
-        """Events of the trace until the peak of each phase."""
-        self.peak_phase: TrainingPhase = "build"
+        self._rounding = rounding
+        self._begin()
+
+    def _begin(self) -> None:
+        self._on_device = _Storages(Trace(self._rounding))
+        self._on_host = _Storages(Trace())
+        self._workspaces: set[bool] = set()
+        """Whether of the backward thread."""
+        self._phase: TrainingPhase = "build"
         self.work = Work()
+
+    @property
+    def trace(self) -> Trace:
+        return self._on_device.trace
+
+    @property
+    def host(self) -> Trace:
+        return self._on_host.trace
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -112,31 +107,10 @@ class Tracker(TorchDispatchMode):
 
     def begin_step(self) -> None:
         """A step starts: its phases and its work are counted anew."""
-        if self.phase == "build":
-            self.trace.append(EMPTY_CACHE)
-            self._peak = 0
+        if self._phase == "build":
+            self.trace.events.append(EMPTY_CACHE)
         self._enter("forward")
         self.work = Work()
-
-    @property
-    def peak_bytes(self) -> int:
-        """Highest ``live_bytes`` since the first step began."""
-        return self._peak
-
-    def largest_at_peaks(self, count: int) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """What lived at the peak of each phase, alike storages together, the largest ``count`` of them."""
-        return {phase: self._largest_at(at)[:count] for phase, at in self._peaks_at.items()}
-
-    def _largest_at(self, event_number: int) -> tuple[LiveTensor, ...]:
-        live: set[int] = set()
-        for event in self.trace[:event_number]:
-            if event >= 0:
-                live.add(event)
-            elif event != EMPTY_CACHE:
-                live.remove(~event)
-        alike = Counter(self.allocations[number] for number in sorted(live))
-        rows = [msgspec.structs.replace(one, bytes=one.bytes * count, count=count) for one, count in alike.items()]
-        return tuple(sorted(rows, key=lambda row: -row.bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
@@ -180,12 +154,10 @@ class Tracker(TorchDispatchMode):
             if known.nbytes is None:
                 continue
             if known.device != self._device:
-                self._see_elsewhere(tensor)
+                self._see_elsewhere(tensor, operator.name)
                 continue
             storage = tensor.untyped_storage()
-            place = storage._cdata
-            self._references[place] = weakref.ref(storage, lambda _, place=place: self._forget(place))  # type: ignore[misc]
-            self._hold(place, known.nbytes, operator.name, known.size, known.dtype)
+            self._on_device.see(storage, known.nbytes, operator.name, self._phase, known.size, known.dtype)
         self._count(operator, call)
         return result
 
@@ -200,6 +172,7 @@ class Tracker(TorchDispatchMode):
         return [type(one)(part, one._spec, requires_grad=False) for one, part in zip(args[0], parts, strict=True)]
 
     def __enter__(self) -> Tracker:
+        self._begin()
         self._telling = recomputation_told_to(lambda: self.work)
         self._telling.__enter__()
         self._resizing = resizes_told_to(self._see_resized)
@@ -212,10 +185,11 @@ class Tracker(TorchDispatchMode):
         self._resizing.__exit__(*exc_info)
         self._telling.__exit__(*exc_info)
         # No callbacks into a tracker that nobody reads any more.
-        self._references.clear()
+        self._on_device.leave()
+        self._on_host.leave()
 
     def _follow_phase(self) -> None:
-        phase = self.phase
+        phase = self._phase
         if phase == "build":
             return
         # True for all of a backward pass, between its nodes too.
@@ -226,23 +200,15 @@ class Tracker(TorchDispatchMode):
             self._enter("optimizer")
 
     def _enter(self, phase: TrainingPhase) -> None:
-        self.phase = phase
-        self._mark_peak()
-
-    def _mark_peak(self) -> None:
-        live, phase = self.live_bytes, self.phase
-        if live > self.phase_peaks.get(phase, -1):
-            self.phase_peaks[phase] = live
-            self._peaks_at[phase] = len(self.trace)
-        if live > self._peak:
-            self._peak, self.peak_phase = live, phase
+        self._phase = phase
+        self.trace.events.append(ENTER[phase])
 
     def _see_any(self, tensor: Tensor, operator: str) -> int:
         """Look at the storages of a result, and return the bytes of its elements on the device."""
         if not isinstance(tensor, FakeTensor):
             return 0
         if tensor.fake_device != self._device:
-            self._see_elsewhere(tensor)
+            self._see_elsewhere(tensor, operator)
             return 0
         if tensor.layout is torch.strided:
             return self._see(tensor, operator)
@@ -250,13 +216,15 @@ class Tracker(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, operator: str) -> int:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        known = self._nbytes.get(key)
-        if known is None:
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        if known != size:
-            self._hold(key, size, operator, tuple(tensor.shape), tensor.dtype)
+        size = storage.nbytes()
+        self._on_device.see(storage, size, operator, self._phase, tuple(tensor.shape), tensor.dtype)
         return min(tensor.numel() * tensor.itemsize, size)
+
+    def _see_elsewhere(self, tensor: FakeTensor, operator: str) -> None:
+        """Follow a storage on the host; what is neither there nor on the device (``meta``) is nowhere."""
+        if tensor.fake_device.type == "cpu" and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            self._on_host.see(storage, storage.nbytes(), operator, self._phase, tuple(tensor.shape), tensor.dtype)
 
     def _bytes_of(self, tensor: Tensor) -> int:
         """Of the elements of a tensor on the device; of an expanded one no more than the storage."""
@@ -265,69 +233,21 @@ class Tracker(TorchDispatchMode):
         return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
     def _see_resized(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if self._nbytes.get(key, size) != size:
-            self._hold(key, size, "resize_", (size,), None)
-
-    def _hold(self, key: int, size: int, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-        """A storage is new, or has become larger or smaller."""
-        before = self._numbers.pop(key, None)
-        self._nbytes[key] = size
-        if size:
-            self._numbers[key] = self._allocate(size, operator, shape, dtype)
-        if before is not None:
-            self._free(before)
-        self._mark_peak()
-
-    def _see_elsewhere(self, tensor: FakeTensor) -> None:
-        """Count a storage on the host; what is neither there nor on the device (``meta``) is nowhere."""
-        if tensor.fake_device.type != "cpu" or tensor.layout is not torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        known = self._on_host.get(key)
-        if known is None:
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        if known != size:
-            self._on_host[key] = size
-            self._live_on_host += size - (known or 0)
-            self.host_bytes = max(self.host_bytes, self._live_on_host)
-
-    def _forget(self, key: int) -> None:
-        self._references.pop(key, None)
-        self._nbytes.pop(key, None)
-        self._live_on_host -= self._on_host.pop(key, 0)
-        number = self._numbers.pop(key, None)
-        if number is not None:
-            self._free(number)
-
-    def _allocate(self, size: int, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> int:
-        held = -(-size // self._rounding) * self._rounding
-        number = len(self.allocations)
-        made = LiveTensor(
-            bytes=held, count=1, operator=operator, phase=self.phase, shape=shape, dtype=_NAMES.get(dtype) or _name(dtype)
-        )
-        self.allocations.append(made)
-        self.trace.append(number)
-        self.live_bytes += held
-        return number
-
-    def _free(self, number: int) -> None:
-        self.trace.append(~number)
-        self.live_bytes -= self.allocations[number].bytes
+        if self._on_device.has(storage):
+            size = storage.nbytes()
+            self._on_device.see(storage, size, "resize_", self._phase, (size,), None)
 
     def _pass(self, size: int, operator: str) -> None:
         """A kernel's own memory, taken and given back."""
         if size:
-            number = self._allocate(size, operator, (size,), None)
-            self._mark_peak()
-            self._free(number)
+            self.trace.free(self.trace.allocate(size, operator, self._phase, (size,), "bytes"))
 
     def _take_workspace(self) -> None:
-        backward = self.phase == "backward"
+        backward = self._phase == "backward"
         if backward not in self._workspaces:
             self._workspaces.add(backward)
-            self._allocate(self._workspace_bytes, "workspace of matrix products", (self._workspace_bytes,), None)
+            size = self._workspace_bytes
+            self.trace.allocate(size, "workspace of matrix products", self._phase, (size,), "bytes")
 
     def _measure(
         self, call: Call, operator: Operator, read: list[Tensor], written: int, result: Any, args: Any, kwargs: Any
@@ -335,18 +255,16 @@ class Tracker(TorchDispatchMode):
         """The work of a call."""
         if operator.moves:
             call.moved = written + sum(self._bytes_of(tensor) for tensor in read)
-        call.seconds = call.moved * self._seconds_per_byte
+        call.yoctoseconds = call.moved * self._time_of_byte
         if operator.flops is not None:
             call.flops = operator.flops(*args, **kwargs, out_val=result)
-            rate = self._rates.get(read[0].dtype)
-            if rate:
-                call.seconds = max(call.seconds, call.flops / rate)
+            call.yoctoseconds = max(call.yoctoseconds, call.flops * self._time_of_flop.get(read[0].dtype, 0))
 
     def _count(self, operator: Operator, call: Call) -> None:
         work = self.work
         work.bytes += call.moved
         work.flops += call.flops
-        work.roofline_seconds += call.seconds
+        work.yoctoseconds += call.yoctoseconds
         row = work.operators.get(operator.name)
         if row is None:
             work.operators[operator.name] = [1, call.flops, call.moved]
@@ -354,6 +272,54 @@ class Tracker(TorchDispatchMode):
             row[0] += 1
             row[1] += call.flops
             row[2] += call.moved
+
+
+class _Storages:
+    """Those of one memory, from the first look at each until it dies."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._sizes: dict[int, int] = {}
+        """Bytes by address."""
+        self._numbers: dict[int, int] = {}
+        """Allocation by address."""
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._sizes
+
+    def see(
+        self,
+        storage: torch.UntypedStorage,
+        size: int,
+        operator: str,
+        phase: TrainingPhase,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Note a storage that is new, or has become larger or smaller."""
+        key = storage._cdata
+        known = self._sizes.get(key)
+        if known is None:
+            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+        if known != size:
+            before = self._numbers.pop(key, None)
+            self._sizes[key] = size
+            if size:
+                self._numbers[key] = self.trace.allocate(size, operator, phase, shape, _NAMES.get(dtype) or _name(dtype))
+            if before is not None:
+                self.trace.free(before)
+
+    def leave(self) -> None:
+        """Hear no more of their deaths."""
+        self._references.clear()
+
+    def _forget(self, key: int) -> None:
+        self._references.pop(key, None)
+        self._sizes.pop(key, None)
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self.trace.free(number)
 
 
 @functools.cache

@@ -32,7 +32,11 @@ FAMILIES: Final[dict[str, Callable[[Architecture, Case, Scale], Workload]]] = {
 """By name of the family's file of facts."""
 
 
-def build(case: Case, scale: Scale) -> Workload:
-    """The case's model on the default device and in the default dtype, not yet adapted."""
-    architecture = architectures()[case.model]
+def build(case: Case, scale: Scale, architecture: Architecture | None = None) -> Workload:
+    """The case's model on the default device and in the default dtype, not yet adapted.
+
+    Args:
+        architecture: instead of the model's own.
+    """
+    architecture = architecture or architectures()[case.model]
     return FAMILIES[architecture.family](architecture, case, scale)

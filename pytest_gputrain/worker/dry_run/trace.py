@@ -1,0 +1,127 @@
+"""What was allocated and freed, in order, and what follows from that."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, get_args
+
+import msgspec
+
+from pytest_gputrain.records import LiveTensor, TrainingPhase
+
+EMPTY_CACHE: Final = -(2**62)
+"""Among the events of a trace: training starts. What is wholly free is given back, and peaks start from there."""
+
+ENTER: Final[dict[TrainingPhase, int]] = {
+    phase: EMPTY_CACHE - 1 - place for place, phase in enumerate(get_args(TrainingPhase))
+}
+"""Among the events of a trace: a phase begins."""
+_ENTERED: Final = {event: phase for phase, event in ENTER.items()}
+
+
+@dataclass(slots=True)
+class Trace:
+    """Of one memory.
+
+    Args:
+        rounding: bytes that every allocation is rounded up to a multiple of.
+
+    Attributes:
+        events: an allocation's number where it is made, its complement (``~number``) where it is freed, `EMPTY_CACHE`, or
+            one of `ENTER`.
+        allocations: by number.
+    """
+
+    rounding: int = 1
+    events: array[int] = field(default_factory=lambda: array("q"))
+    allocations: list[LiveTensor] = field(default_factory=list)
+
+    def allocate(self, size: int, operator: str, phase: TrainingPhase, shape: tuple[int, ...], dtype: str) -> int:
+        """The number of a new allocation."""
+        number = len(self.allocations)
+        held = -(-size // self.rounding) * self.rounding
+        self.allocations.append(LiveTensor(bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype))
+        self.events.append(number)
+        return number
+
+    def free(self, number: int) -> None:
+        self.events.append(~number)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the allocations by number."""
+        return [made.bytes for made in self.allocations]
+
+    def in_order(self) -> Trace:
+        """The same with what is freed between two other events in the order of its numbers.
+
+        Where a container lets go of many tensors at once, as autocast of its cast weights, their order is that of addresses.
+        """
+        ordered = array("q")
+        freed: list[int] = []
+        for event in self.events:
+            if EMPTY_CACHE < event < 0:
+                freed.append(event)
+                continue
+            ordered.extend(sorted(freed, reverse=True))
+            freed.clear()
+            ordered.append(event)
+        ordered.extend(sorted(freed, reverse=True))
+        return Trace(self.rounding, ordered, self.allocations)
+
+    def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
+        """What lived after so many events, alike storages together, the largest ``count`` of them."""
+        live: set[int] = set()
+        for event in self.events[:event_number]:
+            if event >= 0:
+                live.add(event)
+            elif event > EMPTY_CACHE:
+                live.remove(~event)
+        alike = Counter(self.allocations[number] for number in sorted(live))
+        rows = [msgspec.structs.replace(one, bytes=one.bytes * count, count=count) for one, count in alike.items()]
+        return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Highest sums of live allocations.
+
+    Attributes:
+        bytes: since training started.
+        phase: in which that was.
+        by_phase: ``build`` is before training started.
+        events: until the peak of each phase.
+    """
+
+    bytes: int
+    phase: TrainingPhase
+    by_phase: dict[TrainingPhase, int]
+    events: dict[TrainingPhase, int]
+
+
+def peaks(trace: Trace) -> Peaks:
+    """Follow the trace from its beginning, in phase ``build``."""
+    sizes = trace.sizes
+    phase: TrainingPhase = "build"
+    peak_phase: TrainingPhase = "build"
+    by_phase: dict[TrainingPhase, int] = {"build": 0}
+    events: dict[TrainingPhase, int] = {"build": 0}
+    live = peak = 0
+    for place, event in enumerate(trace.events, start=1):
+        if event >= 0:
+            live += sizes[event]
+        elif event > EMPTY_CACHE:
+            live -= sizes[~event]
+            continue
+        elif event == EMPTY_CACHE:
+            peak = 0
+            continue
+        else:
+            phase = _ENTERED[event]
+        if live > by_phase.get(phase, -1):
+            by_phase[phase], events[phase] = live, place
+        if live > peak:
+            peak, peak_phase = live, phase
+    return Peaks(peak, peak_phase, by_phase, events)

@@ -1,0 +1,123 @@
+"""What a deep model shows on fakes is what follows from shallow ones: every model that repeats its blocks, at full width."""
+
+import msgspec
+import pytest
+from test_dry_run_suite import declared
+
+from pytest_gputrain.architectures import architectures
+from pytest_gputrain.hardware.targets import target_of
+from pytest_gputrain.records import Crashed, Prediction, Task
+from pytest_gputrain.worker.dry_run import predict as predict_module
+from pytest_gputrain.worker.dry_run.predict import Rehearsal, predict
+from pytest_gputrain.worker.dry_run.repetition import deepened
+from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.progress import Progress
+
+DEEP = 7
+"""Repetitions: more than run for it, fewer than any model of the suite has."""
+
+
+def repeating():
+    """A case of each class of models that repeat blocks, with each method of Llama, and a sharded one of each library."""
+    found = {}
+    for case in [*(case for _, case in declared()), *(case for _, case in declared(several=True))]:
+        part = architectures()[case.model].trained_part
+        if not part.repeats or case.parallel not in ("single", "fsdp"):
+            continue
+        kind = part.model_class if case.parallel == "single" else part.library
+        method = case.method if case.model == "llama-3.1-8b" else ""
+        found.setdefault((kind, case.parallel, method), case.replace(compile="off"))
+    return list(found.values())
+
+
+CASES = repeating()
+QUICK = {"llama-3.1-8b-qlora-bf16", "gemma-2-9b-lora-bf16", "llama-2-13b-full-bf16-fsdp"}
+
+
+def task_of(case):
+    return Task(case=case, scale="full", device_type="cpu", root=".", target=target_of("h100"), processes=case.gpus)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=[] if str(case) in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_deep_model_shows_what_follows_from_shallow_ones(case):
+    load(case, predicted=True)
+    rehearsal = Rehearsal(task_of(case), Progress(None), None)
+    architecture = architectures()[case.model]
+    runs = []
+
+    def run(count):
+        runs.append(count)
+        return rehearsal.run(architecture.repeated(count))
+
+    found = deepened(run, DEEP)
+    assert found is not None
+    assert max(runs) < DEEP
+    assert found == run(DEEP)
+
+
+def test_every_kind_of_block_is_repeated_as_often():
+    for name, architecture in architectures().items():
+        part = architecture.trained_part
+        if not part.repeats:
+            continue
+        for times in (1, architecture.repetitions):
+            facts = architecture.repeated(times).trained_part.config
+            assert {key: facts[key] for key in part.repeats} == {key: times * blocks for key, blocks in part.repeats.items()}
+        assert architecture.repeated(architecture.repetitions).trained_part.config == part.config, name
+
+
+@pytest.fixture
+def depths(monkeypatch):
+    """The repetitions of the models that run; None for the task's own."""
+    found = []
+    run = Rehearsal.run
+
+    def noted(self, architecture=None):
+        found.append(architecture and architecture.repetitions)
+        return run(self, architecture)
+
+    monkeypatch.setattr(Rehearsal, "run", noted)
+    return found
+
+
+PHI = next(case for case in CASES if case.model == "phi-3-mini-128k")
+
+
+def test_a_prediction_runs_shallow_models_only_and_is_the_whole_ones(depths):
+    found = predict(task_of(PHI), Progress(None))
+    assert depths == [2, 3, 4]
+    assert isinstance(found, Prediction)
+    assert found == predict(task_of(PHI), Progress(None), whole=True)
+    assert depths[3:] == [None]
+    assert found.parameters == architectures()[PHI.model].trained_part.parameters["full"]
+
+
+@pytest.mark.parametrize("change", [{"activation_checkpointing": 0.5}, {"parallel": "ddp", "gpus": 2}])
+def test_what_depends_on_the_depth_otherwise_runs_whole(depths, change, monkeypatch):
+    shallow = architectures()[PHI.model].repeated(4)
+    monkeypatch.setitem(architectures(), PHI.model, shallow)
+    predict(task_of(PHI.replace(**change)), Progress(None))
+    assert depths == [None]
+
+
+def test_a_model_whose_parameters_are_not_those_of_its_shallow_ones_runs_whole_and_is_refused(depths, monkeypatch):
+    architecture = architectures()[PHI.model]
+    part = architecture.trained_part
+    wrong = msgspec.structs.replace(part, parameters={**part.parameters, "full": part.parameters["full"] + 1})
+    monkeypatch.setitem(
+        architectures(), PHI.model, msgspec.structs.replace(architecture, parts={**architecture.parts, "model": wrong})
+    )
+    reply = predict(task_of(PHI), Progress(None))
+    assert depths == [2, 3, 4, None]
+    assert isinstance(reply, Crashed)
+    assert f"but {PHI.model} has {wrong.parameters['full']:,}" in reply.sentence
+
+
+def test_what_does_not_follow_runs_whole(depths, monkeypatch):
+    monkeypatch.setattr(predict_module, "deepened", lambda run, repetitions: None)
+    assert isinstance(predict(task_of(PHI.replace(method="full")), Progress(None)), Prediction)
+    assert depths == [None]
