@@ -2,6 +2,6 @@
 
 The recipe, the engine and the optimizer are those of a real run. Every tensor is torch's FakeTensor, which has a shape and a
 storage without contents. `tracker` follows the storages, `values` keeps what shapes depend on, `shapes` remembers calls,
-`patches` has what a fake needs to pass for a tensor and what CUDA does otherwise than a CPU, and `allocator` replays the
-trace.
+`patches` has what a fake needs to pass for a tensor and what CUDA does otherwise than a CPU. What comes of it is a `trace`;
+`repetition` makes that of a deep model from those of shallow ones, and `allocator` replays it.
 """

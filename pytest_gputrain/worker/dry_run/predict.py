@@ -135,9 +135,8 @@ def _seen(tracker: Tracker, typical: Work, training: Trainable, weights: int | N
     }
     for name, (calls, flops, moved) in typical.operators.items():
         sums |= {("calls", name): calls, ("FLOPs", name): flops, ("bytes", name): moved}
-    return Observed(
-        tracker.trace.in_order(), tracker.host.in_order(), {what: sum for what, sum in sums.items() if sum is not None}
-    )
+    known = {what: value for what, value in sums.items() if value is not None}
+    return Observed(tracker.trace.in_order(), tracker.host.in_order(), known)
 
 
 def _of_shallow(rehearsal: Rehearsal) -> Observed | None:
