@@ -33,8 +33,8 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tiny: dict[str, Any] = {}
     """Keys that replace those of ``config`` for a step on a CPU through the same code path."""
     repeats: dict[str, int] = {}
-    """Keys of ``config`` (with dots where they lie deeper) that count blocks in a row that are alike, and how many of these
-    make one repetition: two where two kinds take turns, or where another key counts half as many."""
+    """Keys of ``config`` that count blocks which allocate and compute alike, and how many of these make one repetition: two
+    where two kinds take turns, or where another key counts half as many. All repetitions are alike."""
 
     def facts(self, scale: Scale) -> dict[str, Any]:
         """Hyper-parameters at this scale."""
@@ -84,29 +84,17 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def repetitions(self) -> int:
         """How often the full-size model repeats its blocks; 0 where it does not."""
         part = self.trained_part
-        return min((_at(part.config, key) // blocks for key, blocks in part.repeats.items()), default=0)
+        return min((part.config[key] // blocks for key, blocks in part.repeats.items()), default=0)
 
     def repeated(self, count: int) -> Architecture:
         """The same with ``count`` repetitions, of which nobody published the parameters."""
         name, *_ = self.parts
         part = self.trained_part
-        config = part.config
-        for key, blocks in part.repeats.items():
-            config = _with(config, key, count * blocks)
+        config = {**part.config, **{key: count * blocks for key, blocks in part.repeats.items()}}
         shallow = msgspec.structs.replace(part, config=config, parameters={})
         return msgspec.structs.replace(
             self, parts={**self.parts, name: shallow}, trainable={method: {} for method in self.trainable}
         )
-
-
-def _at(config: dict[str, Any], key: str) -> Any:
-    name, _, deeper = key.partition(".")
-    return _at(config[name], deeper) if deeper else config[name]
-
-
-def _with(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    name, _, deeper = key.partition(".")
-    return {**config, name: _with(config[name], deeper, value) if deeper else value}
 
 
 @functools.cache

@@ -99,6 +99,7 @@ class Training:
             precision=precision,
             device=device,
             group=group,
+            # Fewer repetitions are no smaller scale.
             shrinkage=1.0 if scale == "full" else self.parameters / architecture.trained_part.parameters["full"],
             blocks=blocks,
             make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),

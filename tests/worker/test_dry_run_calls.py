@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pytest_gputrain.worker.dry_run.trace import peaks
 from pytest_gputrain.worker.dry_run.tracker import Tracker
 
 DEVICE = torch.device("cpu")
@@ -87,6 +88,12 @@ def test_a_remembered_call_works_as_much():
 
     assert work_of(step, 3) == work_of(step, 1)
     assert work_of(step, 1)[2] == 2 * 8 * 16 * 4
+
+
+def test_a_storage_that_grows_is_there_twice_while_it_is_copied():
+    with FakeTensorMode(), Tracker(DEVICE) as tracker:
+        torch.empty(100).resize_(300)
+    assert peaks(tracker.trace).bytes == 4 * (100 + 300)
 
 
 def test_places_are_those_in_the_storage():

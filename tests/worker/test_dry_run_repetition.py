@@ -8,6 +8,7 @@ from pytest_gputrain.architectures import architectures
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.worker.dry_run import predict as predict_module
+from pytest_gputrain.worker.dry_run import tracker as tracker_module
 from pytest_gputrain.worker.dry_run.predict import Rehearsal, predict
 from pytest_gputrain.worker.dry_run.repetition import deepened
 from pytest_gputrain.worker.libraries import load
@@ -45,18 +46,18 @@ def task_of(case):
 )
 def test_a_deep_model_shows_what_follows_from_shallow_ones(case):
     load(case, predicted=True)
-    rehearsal = Rehearsal(task_of(case), Progress(None), None)
     architecture = architectures()[case.model]
+    # What a first run leaves behind must not count for both.
+    deep = Rehearsal(task_of(case), Progress(None)).run(architecture.repeated(DEEP))
+    shallow = Rehearsal(task_of(case), Progress(None))
     runs = []
 
     def run(count):
         runs.append(count)
-        return rehearsal.run(architecture.repeated(count))
+        return shallow.run(architecture.repeated(count))
 
-    found = deepened(run, DEEP)
-    assert found is not None
+    assert deepened(run, DEEP) == deep
     assert max(runs) < DEEP
-    assert found == run(DEEP)
 
 
 def test_every_kind_of_block_is_repeated_as_often():
@@ -64,6 +65,7 @@ def test_every_kind_of_block_is_repeated_as_often():
         part = architecture.trained_part
         if not part.repeats:
             continue
+        assert {part.config[key] / blocks for key, blocks in part.repeats.items()} == {architecture.repetitions}, name
         for times in (1, architecture.repetitions):
             facts = architecture.repeated(times).trained_part.config
             assert {key: facts[key] for key in part.repeats} == {key: times * blocks for key, blocks in part.repeats.items()}
@@ -99,10 +101,31 @@ def test_a_prediction_runs_shallow_models_only_and_is_the_whole_ones(depths):
 
 @pytest.mark.parametrize("change", [{"activation_checkpointing": 0.5}, {"parallel": "ddp", "gpus": 2}])
 def test_what_depends_on_the_depth_otherwise_runs_whole(depths, change, monkeypatch):
-    shallow = architectures()[PHI.model].repeated(4)
-    monkeypatch.setitem(architectures(), PHI.model, shallow)
-    predict(task_of(PHI.replace(**change)), Progress(None))
+    monkeypatch.setitem(architectures(), PHI.model, architectures()[PHI.model].repeated(DEEP))
+    assert isinstance(predict(task_of(PHI.replace(**change)), Progress(None)), Prediction)
     assert depths == [None]
+
+
+def test_a_tiny_model_runs_whole(depths):
+    assert isinstance(predict(msgspec.structs.replace(task_of(PHI), scale="tiny"), Progress(None)), Prediction)
+    assert depths == [None]
+
+
+def test_what_fails_in_a_shallow_model_leaves_nothing_to_the_whole_one(depths, monkeypatch):
+    """A call whose work was not counted is not remembered without it."""
+    monkeypatch.setitem(architectures(), PHI.model, architectures()[PHI.model].repeated(DEEP))
+    whole = predict(task_of(PHI), Progress(None), whole=True)
+    count, calls = tracker_module.Tracker._measure, []
+
+    def failing(self, call, operator, *others):
+        calls.append(operator.name)
+        if calls.count("aten.mm") == 1 and operator.name == "aten.mm":
+            raise ArithmeticError("not this one")
+        count(self, call, operator, *others)
+
+    monkeypatch.setattr(tracker_module.Tracker, "_measure", failing)
+    assert predict(task_of(PHI), Progress(None)) == whole
+    assert depths == [None, 2, None]
 
 
 def test_a_model_whose_parameters_are_not_those_of_its_shallow_ones_runs_whole_and_is_refused(depths, monkeypatch):

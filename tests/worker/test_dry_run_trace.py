@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, extended, extended_trace
+from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened, extended, extended_trace
 from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, ENTER, Trace, peaks
 
 
@@ -59,11 +59,11 @@ def test_what_is_freed_together_is_freed_in_order():
 
 
 # A model is a list of passes. One over its layers, in order or from the last to the first, or through the first or the last
-# alone, allocates and frees what each layer has of some tensors; another one does so with what there is but once.
+# alone, allocates and frees what each layer, or the next one, has of some tensors; another one what there is but once.
 PASSES = st.lists(
     st.tuples(
         st.sampled_from(["once", "up", "down", "first", "last"]),
-        st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=6),
+        st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(0, 1)), min_size=1, max_size=6),
     ),
     min_size=1,
     max_size=7,
@@ -74,14 +74,13 @@ def ran(passes, layers):
     """The trace of such a model: a tensor that is there is freed, one that is not is allocated."""
     trace = Trace()
     live = {}
+    up = range(layers)
     for order, tensors in passes:
         if order == "once":
             trace.events.append(ENTER["optimizer"])
-        up = range(layers)
-        places = {"once": [None], "up": up, "down": reversed(up), "first": up[:1], "last": up[-1:]}[order]
-        for place in places:
-            for tensor, size in tensors:
-                key = order == "once", tensor, place
+        for place in {"once": [-1], "up": up, "down": reversed(up), "first": up[:1], "last": up[-1:]}[order]:
+            for tensor, size, ahead in tensors:
+                key = order == "once", tensor, place + ahead
                 if key in live:
                     trace.free(live.pop(key))
                 else:
@@ -99,23 +98,31 @@ def test_a_deep_trace_that_is_told_is_the_true_one(passes, first, more):
 
 @settings(max_examples=300, deadline=None)
 @given(PASSES, st.integers(4, 6), st.integers(0, 12))
-def test_a_deep_trace_follows_where_no_two_tensors_of_a_layer_are_alike(passes, first, more):
-    passes = [(order, [(tensor, 1 + tensor + 10 * (order == "once")) for tensor, _ in tensors]) for order, tensors in passes]
+def test_a_deep_trace_follows_where_a_pass_has_no_two_tensors_alike(passes, first, more):
+    passes = [
+        (order, [(tensor, 1 + tensor + 10 * (order == "once"), 0) for tensor in {tensor for tensor, *_ in tensors}])
+        for order, tensors in passes
+        if order not in ("first", "last")
+    ]
     found = extended_trace([ran(passes, first + depth) for depth in range(3)], more)
     assert found is not None
     assert told(found) == told(ran(passes, first + more))
 
 
 @settings(max_examples=200, deadline=None)
-@given(PASSES, st.integers(1, 3), st.integers(3, 12), st.randoms(use_true_random=False))
-def test_what_does_not_follow_is_refused(passes, first, more, rng):
-    """One allocation of one of the three is another's."""
+@given(PASSES, st.integers(1, 3), st.integers(3, 12), st.booleans(), st.randoms(use_true_random=False))
+def test_what_does_not_follow_is_refused(passes, first, more, leaks, rng):
+    """An allocation of one of the three is another's, or is never freed."""
     shallow = [ran(passes, first + depth) for depth in range(3)]
-    place = rng.randrange(3)
-    changed = shallow[place]
-    assume(changed.allocations)
-    number = rng.randrange(len(changed.allocations))
-    changed.allocations[number] = msgspec.structs.replace(changed.allocations[number], operator="aten.other")
+    changed = rng.choice(shallow)
+    if leaks:
+        freed = [place for place, event in enumerate(changed.events) if EMPTY_CACHE < event < 0]
+        assume(freed)
+        del changed.events[rng.choice(freed)]
+    else:
+        assume(changed.allocations)
+        number = rng.randrange(len(changed.allocations))
+        changed.allocations[number] = msgspec.structs.replace(changed.allocations[number], operator="aten.other")
     assert extended_trace(shallow, more) is None
 
 
@@ -153,9 +160,15 @@ def test_sums_grow_evenly_or_are_refused():
         assert extended(other, 30) is None
 
 
-def test_long_traces_take_no_time_that_grows_with_their_square():
+def test_layers_of_many_tensors_and_many_layers():
     rng = random.Random(1)
-    passes = [(order, [(rng.randrange(200), 1) for _ in range(150)]) for order in ("up", "down", "up", "down")]
+    passes = [(order, [(rng.randrange(200), 1, 0) for _ in range(150)]) for order in ("up", "down", "up", "down")]
     found = extended_trace([ran(passes, layers) for layers in (2, 3, 4)], 98)
     assert found is not None
     assert told(found) == told(ran(passes, 100))
+
+
+def test_what_is_not_deeper_than_its_shallow_models_is_not_made_of_them():
+    runs = []
+    assert deepened(runs.append, 5) is None
+    assert not runs

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.cases import library_versions
-from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Target, Task
+from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.attention import temporaries
@@ -19,7 +19,7 @@ from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened
 from pytest_gputrain.worker.dry_run.trace import peaks
-from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, YOCTO, Tracker, Work
+from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
@@ -35,7 +35,7 @@ GPU: Final = torch.device("cpu", 0)
 """Labels of fakes, which any torch can run. They are two devices: what is on the one must be copied to the other."""
 
 _PART_BY_PART: Final = frozenset({"single", "fsdp"})
-"""Parallelisms that treat each block by itself. The others put all parameters in buffers of one size."""
+"""Parallelisms that treat each block by itself, as others do not that put all parameters in buffers of one size."""
 
 
 def predict(
@@ -50,11 +50,13 @@ def predict(
         whole: the model itself runs, however deep it is.
     """
     # All that is imported stays: collections need not look at it.
-    gc.freeze()
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.collect()
+        gc.freeze()
     try:
-        rehearsal = Rehearsal(task, progress, builder)
-        observed = None if whole else _of_shallow(rehearsal)
-        return _told(task, rehearsal.target, observed or rehearsal.run())
+        observed = None if whole or builder is not None else _of_shallow(task, progress)
+        return _told(task, observed or Rehearsal(task, progress, builder).run())
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -66,16 +68,17 @@ def predict(
     except Exception as error:
         return crash(error, progress)
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 class Rehearsal:
-    """A task that runs on fakes, again and again."""
+    """A task that runs on fakes, as often as one asks: what is known of operators stays."""
 
-    def __init__(self, task: Task, progress: Progress, builder: StepBuilder | None) -> None:
+    def __init__(self, task: Task, progress: Progress, builder: StepBuilder | None = None) -> None:
         assert task.target is not None, "a prediction is for a device"
-        self.task = task
-        self.target = target = task.target
+        self._task = task
+        self._target = target = task.target
         self._progress = progress
         self._builder = builder
         cuda = target.kind == "cuda"
@@ -92,20 +95,16 @@ class Rehearsal:
         )
         self._group = Group(size=task.processes, servers=task.servers, rehearsed=True)
 
-    @property
-    def own_code(self) -> bool:
-        return bool(self.task.case.code) or self._builder is not None
-
     def run(self, architecture: Architecture | None = None) -> Observed:
         """Build and step the case, or that of another architecture."""
-        task, tracker = self.task, self._tracker
+        task, tracker = self._task, self._tracker
         torch.manual_seed(SEED)
         # Reference cycles die when the collector happens to run. Without it the trace is the same on every run.
         gc.collect()
         gc.disable()
         try:
             joined = self._group.joined(self._device, even_alone=task.case.parallel in NEEDS_GROUP)
-            with joined, self._fakes, patched(self.target, self._device), tracker:
+            with joined, self._fakes, patched(self._target, self._device), tracker:
                 self._progress.enter("build")
                 training = build(task, self._device, self._builder, self._group, architecture=architecture)
                 # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
@@ -139,20 +138,31 @@ def _seen(tracker: Tracker, typical: Work, training: Trainable, weights: int | N
     return Observed(tracker.trace.in_order(), tracker.host.in_order(), known)
 
 
-def _of_shallow(rehearsal: Rehearsal) -> Observed | None:
+class _ShallowFailed(Exception):
+    """A shallow model does not run."""
+
+
+def _of_shallow(task: Task, progress: Progress) -> Observed | None:
     """What a model of the zoo would show, from models of fewer repetitions; None where only the model itself will do."""
-    task = rehearsal.task
     case = task.case
-    if rehearsal.own_code or task.scale != "full" or case.parallel not in _PART_BY_PART:
+    if case.code or task.scale != "full" or case.parallel not in _PART_BY_PART:
         return None
     if float(case.activation_checkpointing) not in (0, 1):
         return None  # which blocks recompute depends on how many there are
     architecture = architectures()[case.model]
     if not architecture.repetitions:
         return None
+    rehearsal = Rehearsal(task, progress)
+
+    def run(repetitions: int) -> Observed:
+        try:
+            return rehearsal.run(architecture.repeated(repetitions))
+        except Exception as error:
+            raise _ShallowFailed from error
+
     try:
-        observed = deepened(lambda count: rehearsal.run(architecture.repeated(count)), architecture.repetitions)
-    except Exception:
+        observed = deepened(run, architecture.repetitions)
+    except _ShallowFailed:
         return None  # the model itself will tell
     if observed is None:
         return None
@@ -161,8 +171,10 @@ def _of_shallow(rehearsal: Rehearsal) -> Observed | None:
     return observed if found == expected else None
 
 
-def _told(task: Task, target: Target, observed: Observed) -> Prediction:
-    """What follows from it for the target."""
+def _told(task: Task, observed: Observed) -> Prediction:
+    """What follows from it for the task's target."""
+    target = task.target
+    assert target is not None, "a prediction is for a device"
     cuda = target.kind == "cuda"
     trace, sums = observed.device, observed.sums
     capacity = None if target.memory_bytes is None else target.memory_bytes - target.context_bytes
@@ -189,7 +201,7 @@ def _told(task: Task, target: Target, observed: Observed) -> Prediction:
         flops_per_step=sums["FLOPs", ALL] - sums["recomputed FLOPs", ALL],
         recomputed_flops_per_step=sums["recomputed FLOPs", ALL],
         bytes_per_step=sums["bytes", ALL],
-        roofline_seconds=sums["yoctoseconds", ALL] / YOCTO or None,
+        roofline_seconds=sums["yoctoseconds", ALL] / YOCTOSECONDS or None,
         operators={
             of: OperatorWork(calls=calls, flops=sums["FLOPs", of], bytes=sums["bytes", of])
             for (what, of), calls in sorted(sums.items())

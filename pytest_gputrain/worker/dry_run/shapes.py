@@ -6,6 +6,7 @@ alone costs more than all else in a dry run; this one knows only what a step is 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -64,7 +65,7 @@ class Call:
 
 
 class Shapes:
-    """The calls of one dry run."""
+    """The calls of a dry run, however often its case runs."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -98,8 +99,8 @@ class Shapes:
         except TypeError:  # an argument without a hash
             return None
 
-    def remember(self, key: Any, result: Any, tensors: list[Tensor]) -> Call | None:
-        """Remember what came of a call; None where that cannot be made again."""
+    def described(self, result: Any, tensors: list[Tensor]) -> Call | None:
+        """What came of a call, its work apart; None where that cannot be made again."""
         kind = type(result) if isinstance(result, list | tuple) else None
         parts = [result] if kind is None else result
         results: list[Result] = []
@@ -108,12 +109,12 @@ class Shapes:
             if described is None:
                 return None
             results.append(described)
-        call = Call(results, kind)
-        try:
+        return Call(results, kind)
+
+    def remember(self, key: Any, call: Call) -> None:
+        """Know a call from now on, its work too."""
+        with contextlib.suppress(TypeError):  # an argument without a hash
             self._calls[key] = call
-        except TypeError:
-            return None
-        return call
 
     def make(self, call: Call, tensors: list[Tensor]) -> Any:
         """Its result, for other tensors of the same shapes."""

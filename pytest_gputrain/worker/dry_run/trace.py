@@ -80,7 +80,7 @@ class Trace:
             elif event > EMPTY_CACHE:
                 live.remove(~event)
         alike = Counter(self.allocations[number] for number in sorted(live))
-        rows = [msgspec.structs.replace(one, bytes=one.bytes * count, count=count) for one, count in alike.items()]
+        rows = [msgspec.structs.replace(one, bytes=one.bytes * times, count=times) for one, times in alike.items()]
         return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
 
 

@@ -24,8 +24,8 @@ from pytest_gputrain.worker.flops import recomputation_told_to
 _FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
 
-YOCTO: Final = 10**24
-"""Yoctoseconds in a second."""
+YOCTOSECONDS: Final = 10**24
+"""In a second."""
 
 
 @dataclass(slots=True)
@@ -77,8 +77,8 @@ class Tracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._workspace_bytes = workspace_bytes
-        self._time_of_flop = {dtype: round(YOCTO / rate) for dtype, rate in (peak_flops or {}).items()}
-        self._time_of_byte = round(YOCTO / bandwidth) if bandwidth else 0
+        self._time_of_flop = {dtype: round(YOCTOSECONDS / rate) for dtype, rate in (peak_flops or {}).items()}
+        self._time_of_byte = round(YOCTOSECONDS / bandwidth) if bandwidth else 0
         self._operators = Operators(layouts or {}, temporaries or {})
         self._shapes = Shapes()
         self._rounding = rounding
@@ -136,10 +136,12 @@ class Tracker(TorchDispatchMode):
         written = sum(self._see_any(tensor, operator.name) for tensor in tensors_in((result,)))
         if result is None:
             written = sum(self._bytes_of(tensor) for tensor in operator.targets(args, kwargs))
-        call = None if key is None else self._shapes.remember(key, result, tensors)
-        call = call or Call([])
+        described = None if key is None else self._shapes.described(result, tensors)
+        call = described or Call([])
         call.temporary_bytes = held
         self._measure(call, operator, tensors, written, result, args, kwargs)
+        if described is not None:
+            self._shapes.remember(key, described)
         self._count(operator, call)
         if operator.reshapes:
             for tensor in tensors:
@@ -297,7 +299,7 @@ class _Storages:
         shape: tuple[int, ...],
         dtype: torch.dtype | None,
     ) -> None:
-        """Note a storage that is new, or has become larger or smaller."""
+        """Note a storage that is new, or has become larger or smaller: for a moment there are both, as one is copied."""
         key = storage._cdata
         known = self._sizes.get(key)
         if known is None:
