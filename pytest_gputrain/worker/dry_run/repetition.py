@@ -179,7 +179,7 @@ def _common(first: _Line, second: _Line, third: _Line, a: int, b: int, c: int) -
             return i
         if first.numbers[a + i] + third.numbers[c + i] != 2 * second.numbers[b + i]:
             return i
-    return max(left, 0)
+    return left
 
 
 def _events(first: _Line, second: _Line, third: _Line, stretches: list[_Stretch], more: int) -> Iterator[tuple[int, int]]:
