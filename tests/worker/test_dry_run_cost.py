@@ -1,0 +1,36 @@
+"""A dry run asks little of the machine that it runs on. How long it takes, `tools/time_dry_run.py` tells."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from test_dry_run_suite import declared
+
+from pytest_gputrain.hardware.targets import target_of
+from pytest_gputrain.records import Task
+from pytest_gputrain.units import GiB
+
+SCRIPT = """
+import sys, msgspec
+from pytest_gputrain.records import Prediction, Task
+from pytest_gputrain.worker.device import peak_host_bytes
+from pytest_gputrain.worker.dry_run.predict import predict
+from pytest_gputrain.worker.progress import Progress
+
+prediction = predict(msgspec.json.decode(sys.argv[1], type=Task), Progress(None))
+assert isinstance(prediction, Prediction), prediction
+print(prediction.peak_allocated_bytes, peak_host_bytes())
+"""
+LARGEST = ["llama-3.1-70b-lora-bf16-fsdp", "flux.1-dev-lora-bf16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_prediction_holds_less_than_a_gibibyte_however_large_the_model(name):
+    (case,) = {case for _, case in [*declared(), *declared(several=True)] if str(case) == name}
+    task = Task(case=case, scale="full", device_type="cpu", root=".", target=target_of("h100"), processes=case.gpus)
+    command = [sys.executable, "-c", SCRIPT, msgspec.json.encode(task).decode()]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    predicted, held = map(int, told.split()[-2:])
+    assert held < 1 * GiB < predicted
