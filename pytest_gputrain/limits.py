@@ -142,7 +142,9 @@ def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict,
         return verdict
     over = " and ".join(_told(limit) for limit in limits if limit.status == "over-limit")
     if verdict is None:
-        verdict = Verdict(status="pass", sentence=f"{case} was measured within its limits")
+        judged = any(limit.status != "not-judged" for limit in limits)
+        sentence = f"{case} is within its limits" if judged else f"{case} has no limit that was judged: {limits[0].note}"
+        verdict = Verdict(status="pass", sentence=sentence)
     if not over:
         return msgspec.structs.replace(verdict, limits=limits)
     if verdict.status in ("failed", "regressed"):

@@ -14,7 +14,8 @@ from pytest_gputrain.scaling import efficiency
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.studies import failed_curves
 
-_DETAIL_LINES: Final = 40
+_DETAIL_LINES: Final = 25
+"""At the beginning of a detail, where own code is in a traceback, and at its end, where it tells what was wrong."""
 
 
 def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary | None:
@@ -73,9 +74,13 @@ def failure_of(result: Result) -> str | None:
 
 
 def detail_of(result: Result) -> str:
-    """End of the traceback, stacks or stderr of a case that failed; empty for others."""
+    """The traceback, stacks or stderr of a case that failed, without the middle of a long one; empty for others."""
     for reply in result.replies:
         detail: str = getattr(reply, "detail", "")
         if detail:
-            return shown("\n".join(detail.rstrip().splitlines()[-_DETAIL_LINES:]))
+            lines = detail.rstrip().splitlines()
+            left_out = len(lines) - 2 * _DETAIL_LINES
+            if left_out > 1:
+                lines[_DETAIL_LINES:-_DETAIL_LINES] = [f"  ... {left_out} lines: the JSON report has them ..."]
+            return shown("\n".join(lines))
     return ""

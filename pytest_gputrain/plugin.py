@@ -198,7 +198,7 @@ class GpuTrainPlugin:
                     item.add_marker(self._marks[marker])
                 self.runner.declare(suite_of(item.path), sweep.override(value, knobs))
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(tryfirst=True)  # --stepwise goes on from the place in the order where the last run stopped
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.forecast is not None:
             self.forecast.order(items, lambda item: item.path, lambda item: (suite_of(item.path), _cases_of(item)))

@@ -213,6 +213,8 @@ def main() -> int:
             print(markdown(of_table))
         print(f"\n{summary(of_table)[0]}.\n")
         rows += of_table
+    if not rows:
+        parser.error("no row of these tables is of that --platform and has --only in its id; leave one out")
     text, reached = summary(rows)
     print(f"All tables: {text}. The goals are {'reached' if reached else 'MISSED'}.")
     return 0 if reached else 1

@@ -21,9 +21,13 @@ from pytest_gputrain.records import Case, Prediction, Task
 KEPT_SECONDS: Final = 30 * 24 * 3600.0
 """Since a prediction was last asked for."""
 
+_READ_BY_LIBRARIES: Final = ("TORCH", "PYTORCH_", "TRANSFORMERS_", "DIFFUSERS_", "HF_", "PEFT_", "BNB_", "DS_")
+"""How environment variables begin that change what libraries do."""
+
 
 class Cache:
-    """A file for each prediction, named by all that it depends on: the task, this package's code, the libraries.
+    """A file for each prediction, named by all that it depends on: the task, this package's code, the
+    libraries, their environment variables.
 
     Args:
         folder: None to remember nothing.
@@ -65,7 +69,8 @@ class Cache:
         depends = (
             task.case.identity(),
             (task.scale, task.processes, task.servers, task.target),
-            library_versions(task.case),
+            {name: (version, _files(name)) for name, version in library_versions(task.case).items()},
+            {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_LIBRARIES)},
             platform.python_version(),
             _own_code(),
         )
@@ -83,6 +88,13 @@ def _is_local(name: str) -> bool:
     # https://packaging.python.org/en/latest/specifications/direct-url/
     origin = metadata.distribution(name).read_text("direct_url.json")
     return origin is not None
+
+
+@functools.cache
+def _files(name: str) -> str:
+    """Digest of the list of a library's files, with their hashes: who builds a wheel anew may leave its version."""
+    listed = metadata.distribution(name).read_text("RECORD") or ""
+    return hashlib.sha256(listed.encode()).hexdigest()
 
 
 @functools.cache

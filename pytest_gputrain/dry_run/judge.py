@@ -86,8 +86,8 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
 
 
 def _nearest(known: Recorded, prediction: Prediction) -> Prediction:
-    """Of the recorded ones, the one whose libraries are most alike."""
-    return max(known.predictions, key=lambda one: len(one.packages.items() & prediction.packages.items()))
+    """Of the recorded ones, the one whose libraries are most alike, and of several the latest."""
+    return max(reversed(known.predictions), key=lambda one: len(one.packages.items() & prediction.packages.items()))
 
 
 def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not fit") -> str:
@@ -139,13 +139,15 @@ def _compared(name: MetricName, before: int, now: int) -> MetricVerdict:
 
 
 def _findings(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
-    """What changed metrics say. Of the phases, one in full: that of the peak, else the one that changed most."""
+    """What changed metrics say. Of the phases, one in full: one whose change has a cause with a name; that of the peak, else
+    the one that changed most."""
     phases = [metric for metric in metrics if metric.metric in PHASES]
 
-    def weight(metric: MetricVerdict) -> tuple[bool, float]:
+    def weight(metric: MetricVerdict) -> tuple[bool, bool, float]:
         assert metric.value is not None
         assert metric.baseline is not None
-        return PHASES[metric.metric] == now.peak_phase, abs(metric.value - metric.baseline)
+        phase = PHASES[metric.metric]
+        return bool(_tensors_behind(phase, before, now)), phase == now.peak_phase, abs(metric.value - metric.baseline)
 
     main = max(phases, key=weight, default=None)
     found = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
@@ -172,7 +174,8 @@ def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
     more = _word(metric)
     share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
     if phase := PHASES.get(metric.metric):
-        size, text = format_bytes(abs(value - known)), f"{format_bytes(value)} against {format_bytes(known)} allocated"
+        size, ends = format_bytes(abs(value - known)), (format_bytes(value), format_bytes(known))
+        text = f"of {ends[0]} allocated" if ends[0] == ends[1] else f"{ends[0]} against {ends[1]} allocated"
         return f"needs {size}{share} {more} in {phase}, {text}{_tensors_behind(phase, before, now)}"
     if metric.metric == "peak_reserved_bytes":
         text = f"{format_bytes(value)} against {format_bytes(known)}"
@@ -193,8 +196,10 @@ def _tensors_behind(phase: TrainingPhase, before: Prediction, now: Prediction) -
     kind = (max if change > 0 else min)(changes, key=lambda kind: (changes[kind], kind), default=None)
     if kind is None or changes[kind] * change <= 0:
         return ""
-    much = "most of it" if 2 * abs(changes[kind]) > abs(change) else "among it"
-    return f", {much} {tensor(new[kind])}" if kind in new else f", {much} was {tensor(old[kind])}"
+    named = new.get(kind) or old[kind]
+    # What took the place of something else can be larger than all that is more.
+    much = "most of it" if 2 * abs(changes[kind]) > abs(change) >= named.bytes else "among it"
+    return f", {much} {'' if kind in new else 'was '}{tensor(named)}"
 
 
 def _kind(row: LiveTensor) -> tuple[str, str, tuple[int, ...], str]:
@@ -226,6 +231,8 @@ def _changed_conditions(before: Prediction, now: Prediction) -> Iterator[str]:
     for name in sorted({*old.packages, *new.packages}):
         if old.packages.get(name) != new.packages.get(name):
             yield f"{name} {old.packages.get(name, 'absent')} -> {new.packages.get(name, 'absent')}"
+    if old.processes != new.processes:
+        yield f"processes {old.processes or 'all'} -> {new.processes or 'all'}"
     for field in old.target.__struct_fields__:
         if getattr(old.target, field) != getattr(new.target, field):
             yield f"{field.replace('_', ' ')} {getattr(old.target, field)} -> {getattr(new.target, field)}"

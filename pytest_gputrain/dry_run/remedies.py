@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases import problem
 from pytest_gputrain.dry_run.judge import needed_bytes
 from pytest_gputrain.records import Case, Prediction
 from pytest_gputrain.units import format_bytes
@@ -22,14 +23,14 @@ def remedy(case: Case, prediction: Prediction, predict: Predict) -> str:
     """
     hint = _hint(case, prediction)
     tried: list[tuple[str, int]] = []
-    for change in _changes(case):
+    for change in _changes(case, has_logits=bool(hint)):
         changed = predict(case.replace(**change))
         if changed is None:
             continue
         told = ", ".join(f"{knob}={str(value).lower()}" for knob, value in change.items())
         needed = needed_bytes(changed)
         if changed.fits:
-            return f"{told} makes it fit, in {format_bytes(needed)}{hint}"
+            return f"{told} makes it fit, in {format_bytes(needed)}{'' if 'loss_chunks' in change else hint}"
         tried.append((told, needed))
     spread = "spread it over more GPUs" + ("" if case.parallel in ("fsdp", "zero3") else " (parallel=fsdp)")
     if not tried:
@@ -38,24 +39,32 @@ def remedy(case: Case, prediction: Prediction, predict: Predict) -> str:
     return f"not even {least} makes it fit, which needs {format_bytes(needed)}; {spread}{hint}"
 
 
-def _changes(case: Case) -> Iterator[dict[str, Any]]:
-    """Cheapest first: the same arithmetic, a third more of it, smaller batches that fill a GPU less, both."""
+_CHUNKS: Final = 16
+
+
+def _changes(case: Case, *, has_logits: bool) -> Iterator[dict[str, Any]]:
+    """Cheapest first: the same arithmetic, that of the head twice, a third more of all, ever smaller batches that fill a GPU
+    less, both.
+
+    Args:
+        has_logits: whether any are at the peak.
+    """
     if case.code:
         return
     if case.optimizer == "adamw" and case.parallel in ("single", "ddp", "fsdp"):
         yield {"optimizer": "adamw-fused"}
+    if has_logits and case.loss_chunks == 1 and problem(case.replace(loss_chunks=_CHUNKS), case.platforms) is None:
+        yield {"loss_chunks": _CHUNKS}
     checkpointing = {"activation_checkpointing": True} if case.activation_checkpointing is not True else {}
     checkpointing = checkpointing if architectures()[case.model].blocks else {}
     if checkpointing:
         yield checkpointing
-    if case.batch_size > 1:
-        whole = case.batch_size * case.gradient_accumulation
-        if case.batch_size % 2 == 0 and case.batch_size > 2:
-            half = case.batch_size // 2
-            yield {"batch_size": half, "gradient_accumulation": whole // half}
-        yield {"batch_size": 1, "gradient_accumulation": whole}
-        if checkpointing:
-            yield {"batch_size": 1, "gradient_accumulation": whole, **checkpointing}
+    size, whole = case.batch_size, case.batch_size * case.gradient_accumulation
+    while size > 1:
+        size = size // 2 if size % 2 == 0 else 1
+        yield {"batch_size": size, "gradient_accumulation": whole // size}
+    if case.batch_size > 1 and checkpointing:
+        yield {"batch_size": 1, "gradient_accumulation": whole, **checkpointing}
 
 
 def _hint(case: Case, prediction: Prediction) -> str:

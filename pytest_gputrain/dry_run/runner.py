@@ -23,7 +23,7 @@ from pytest_gputrain.limits import NO_TERMS, Terms, foretold, with_limits
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Prediction, Result, Scale, Task, TimedOut, Verdict
 from pytest_gputrain.runner import CannotRun, Runner
-from pytest_gputrain.selection import platforms_of, why_skipped
+from pytest_gputrain.selection import platforms_of, what_lacks, why_skipped
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.session import in_ci
 from pytest_gputrain.settings import Settings
@@ -59,8 +59,10 @@ class DryRunner(Runner):
         declared = platforms_of(case.platforms) if case.platforms else ()
         if why_skipped(markers | set(declared), expression, self._platform, case.gpus):
             raise CannotRun(f"not declared for {self._platform}, which this dry run predicts for")
-        if self._platform == catalog.CPU and case.parallel.startswith("zero") and case.precision == "fp16":
-            raise CannotRun("needs a GPU: DeepSpeed's fp16 refuses a CPU")
+        if self._platform == catalog.CPU:
+            lacking = what_lacks(case, gpus=0, most_nodes=1, most_processes=self.settings.processes, all_of_them=False)
+            if lacking:
+                raise CannotRun(lacking)
         if case.compile != "off":
             raise CannotRun("is compiled, and a dry run does not know what a compiler makes of it")
 

@@ -39,15 +39,16 @@ class Recorded(Struct, frozen=True, kw_only=True):
         return next((one for one in self.predictions if conditions(one) == conditions(prediction)), None)
 
 
-class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a prediction depends on, beside the case."""
 
     packages: dict[str, str]
     target: Target
+    processes: int | None = None
 
 
 def conditions(prediction: Prediction) -> Conditions:
-    return Conditions(packages=prediction.packages, target=prediction.target)
+    return Conditions(packages=prediction.packages, target=prediction.target, processes=prediction.processes)
 
 
 class _StoredCase(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -98,4 +98,7 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     operators: dict[str, OperatorWork]
     """Of that micro-batch, recomputation included, by name."""
     packages: dict[str, str]
-    """Version of every training library whose code the case runs, without local label (``+cu130``)."""
+    """Version of every training library whose code the case runs, without local label (``+cu130``); for own code, of those
+    that it imported."""
+    processes: Whole | None = None
+    """Workers and servers that stand for more of them on a CPU; None where those run that the case names."""

@@ -103,7 +103,8 @@ def printed(metric: Metric, figure: Figure) -> str:
         size, unit = (MiB, " MiB") if _in_mib(figure) else (GiB, " GiB")
     elif metric.field.startswith("samples"):
         unit = ""
-    decimals = max(0, round(-math.log10(figure.rounding / size))) if figure.rounding > 0 else 0
+    last = figure.rounding / size
+    decimals = max(0, round(-math.log10(last))) if last > 0 else 0
     ends = [f"{end / size:,.{decimals}f}" for end in dict.fromkeys((figure.low, figure.high))]
     return f"{'-'.join(ends)}{unit}"
 

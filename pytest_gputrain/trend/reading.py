@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_gputrain.files import UNREADABLE
 from pytest_gputrain.history import HistoryError, read
-from pytest_gputrain.records import FORMAT, HistoryLine
+from pytest_gputrain.records import FORMAT, Case, HistoryLine
 
 TRUNKS: Final = ("main", "master")
 """Branches of which the history is told, if it has one of them."""
@@ -200,6 +200,8 @@ _ENDINGS: Final = (
 METRICS: Final = tuple(
     name
     for name in HistoryLine.__struct_fields__
-    if name.endswith(_ENDINGS) and not name.startswith(("baseline_", "limit_", "device_memory_"))
+    if name.endswith(_ENDINGS)
+    and name not in Case.__struct_fields__
+    and not name.startswith(("baseline_", "limit_", "device_memory_"))
 )
 """Keys of figures that may have a trend."""

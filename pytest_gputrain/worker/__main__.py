@@ -42,6 +42,8 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     progress.enter("import")
     reply: Reply | Served | Prediction
     try:
+        import numpy
+
         from pytest_gputrain.worker.libraries import load
 
         load(task.case, predicted=task.target is not None)
@@ -55,6 +57,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         )
     else:
         random.seed(0)
+        numpy.random.seed(0)
         if task.target is None:
             meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
             local_rank = rank if local_rank is None else local_rank

@@ -221,6 +221,11 @@ def counted_steps(case: Case) -> list[bool]:
     return [True, True] if case.gradient_accumulation == 1 else [True, False, True]
 
 
+def typical_step(case: Case) -> int:
+    """Which of the counted steps is like most: it finds the optimizer's states, and updates only where all steps do."""
+    return case.gradient_accumulation if case.code else 1
+
+
 def build(
     task: Task,
     device: torch.device,

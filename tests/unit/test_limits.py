@@ -148,7 +148,7 @@ def test_limits_that_hold_leave_the_verdict() -> None:
     assert held is not None
     assert (held.status, held.sentence, held.limits[0].status) == ("new", "it is new", "pass")
     assert with_limits(CASE, None, held.limits) == Verdict(
-        status="pass", sentence=f"{CASE} was measured within its limits", limits=held.limits
+        status="pass", sentence=f"{CASE} is within its limits", limits=held.limits
     )
     assert with_limits(CASE, verdict, ()) == verdict
     assert with_limits(CASE, None, ()) is None

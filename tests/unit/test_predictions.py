@@ -23,7 +23,7 @@ from pytest_gputrain.dry_run.remedies import remedy
 from pytest_gputrain.dry_run.store import MOST_CONDITIONS, PredictionStore, Recorded
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Case, OperatorWork, Prediction, Task, Verdict
-from pytest_gputrain.units import GiB
+from pytest_gputrain.units import GiB, MiB
 
 TOLERANCE = MemoryTolerance(ratio=0.02)
 LOGITS = live_tensor(bytes=9 * GiB)
@@ -106,6 +106,31 @@ def test_other_libraries_are_other_conditions() -> None:
     assert verdict.status == "not-comparable"
     assert "torch 2.13.0 -> 2.14.0" in verdict.sentence
     assert "moves 931 GiB (100.0 %) more a step" in verdict.sentence
+
+
+def test_among_several_that_are_as_like_the_latest_counts() -> None:
+    older, latest = (
+        prediction(packages={"torch": version}, fits=fits) for version, fits in (("2.12.0", False), ("2.13.0", True))
+    )
+    now = unfit(packages={"torch": "2.14.0"})
+    assert judged(now, older, latest).status == "failed"
+    assert judged(now, latest, older).status == "not-comparable"
+
+
+def test_fewer_processes_are_another_condition() -> None:
+    verdict = judged(prediction(processes=2, bytes_per_step=2 * 10**12), prediction())
+    assert verdict.status == "not-comparable"
+    assert "processes all -> 2" in verdict.sentence
+
+
+def test_the_phase_is_told_that_has_a_cause_with_a_name() -> None:
+    peaks = prediction().phase_peak_bytes
+    grown = {phase: size + (MiB if phase == "optimizer" else GiB) for phase, size in peaks.items()}
+    row = live_tensor(bytes=GiB, operator="aten._to_copy", phase="forward", shape=(7,))
+    now = prediction(phase_peak_bytes=grown, peak_phase="optimizer", largest={**prediction().largest, "forward": (row,)})
+    sentence = judged(now, prediction()).sentence
+    assert " more in forward, " in sentence
+    assert "most of it 1.00 GiB (bfloat16[7] by _to_copy in forward)" in sentence
 
 
 def test_the_prediction_of_the_same_libraries_counts_among_several() -> None:
@@ -318,16 +343,31 @@ BIG = CASE.replace(batch_size=8, activation_checkpointing=False)
     ("cures", "sentence", "tries"),
     [
         ({"optimizer": "adamw-fused"}, "optimizer=adamw-fused makes it fit, in 35.5 GiB", 1),
-        ({"activation_checkpointing": True}, "activation_checkpointing=true makes it fit, in 35.5 GiB", 2),
-        ({"batch_size": 4}, "batch_size=4, gradient_accumulation=2 makes it fit, in 35.5 GiB", 3),
-        ({"batch_size": 1, "activation_checkpointing": True}, "batch_size=1, gradient_accumulation=8, activation_", 5),
-        ({}, "makes it fit, which needs 99.5 GiB; spread it over more GPUs (parallel=fsdp)", 5),
+        ({"activation_checkpointing": True}, "activation_checkpointing=true makes it fit, in 35.5 GiB", 3),
+        ({"batch_size": 4}, "batch_size=4, gradient_accumulation=2 makes it fit, in 35.5 GiB", 4),
+        ({"batch_size": 2}, "batch_size=2, gradient_accumulation=4 makes it fit, in 35.5 GiB", 5),
+        ({"batch_size": 1, "activation_checkpointing": True}, "batch_size=1, gradient_accumulation=8, activation_", 7),
+        ({}, "makes it fit, which needs 99.5 GiB; spread it over more GPUs (parallel=fsdp)", 7),
     ],
 )
 def test_the_cheapest_change_that_fits_is_told(cures: dict[str, Any], sentence: str, tries: int) -> None:
     machine = Machine(**cures)
     assert sentence in remedy(BIG, unfit(), machine)
     assert len(machine.asked) == tries
+
+
+def test_a_loss_by_chunks_is_tried_where_logits_are_at_the_peak() -> None:
+    at_peak = unfit(largest={"backward": (LOGITS,)})
+    machine = Machine(loss_chunks=16)
+    assert remedy(BIG, at_peak, machine) == "loss_chunks=16 makes it fit, in 35.5 GiB"
+    assert len(machine.asked) == 2
+    for machine, prediction_, case in (
+        (Machine(), unfit(largest={"backward": (live_tensor(shape=(4096,)),)}), BIG),
+        (Machine(), at_peak, BIG.replace(loss_chunks=4)),
+        (Machine(), at_peak, BIG.replace(model="gemma-2-9b")),
+    ):
+        remedy(case, prediction_, machine)
+        assert not [asked for asked in machine.asked if asked.loss_chunks == 16]
 
 
 def test_a_remedy_trains_on_as_many_samples() -> None:

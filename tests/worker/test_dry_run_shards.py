@@ -204,7 +204,7 @@ def exchanging(exchange):
 def test_what_another_process_would_send_is_not_made_up(exchange, target):
     reply = replied(OWN, target, exchanging(exchange))
     assert isinstance(reply, Crashed), reply
-    assert "which a dry run does not know; least of all where it comes from another process" in reply.sentence
+    assert "which a dry run does not know: measure it instead" in reply.sentence
     assert reply.phase == "count"
 
 

@@ -15,6 +15,7 @@ import pytest
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.baselines import Store, key_of
 from pytest_gputrain.dry_run.store import PredictionStore
+from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Prediction, Target, Task
 from pytest_gputrain.units import GiB
 from pytest_gputrain.worker.dry_run.predict import predict
@@ -90,6 +91,7 @@ def test_no_case_leaves_a_trace_in_the_next():
 @pytest.mark.slow
 def test_a_tuned_case_takes_no_more_memory_than_the_published_one(case):
     published = PredictionStore(ROOT / "baselines").suite("h100", "llm_finetuning")[str(case)].predictions[-1]
-    tuned = predicted(case, H100, "full")
+    tuned = predicted(case, target_of("h100"), "full")
+    assert tuned.target == published.target
     assert tuned.peak_allocated_bytes < published.peak_allocated_bytes
     assert tuned.peak_reserved_bytes < published.peak_reserved_bytes

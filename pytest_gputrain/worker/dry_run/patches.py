@@ -10,11 +10,15 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pytest_gputrain.records import Target
 from pytest_gputrain.worker.dry_run import attention, engines, zero
 from pytest_gputrain.worker.dry_run.shapes import forget_shape
-from pytest_gputrain.worker.dry_run.values import keep, value_of
+from pytest_gputrain.worker.dry_run.values import finite, keep, value_of
 
 _AUTOCAST_FP32: Final = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm
@@ -42,6 +46,14 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for patch in _for_fakes(target, device):
             stack.enter_context(patch)
+        libraries: dict[str, Callable[[], Iterator[Any]]] = {
+            "deepspeed": lambda: zero.patches(device if target.kind == "cuda" else None),
+            "transformers": lambda: _of_transformers(target),
+            "bitsandbytes": _of_bitsandbytes,
+        }
+        when_imported = _WhenImported(libraries, stack)
+        sys.meta_path.insert(0, when_imported)
+        stack.callback(sys.meta_path.remove, when_imported)
         if target.kind == "cuda":
             stack.enter_context(_FromPython(device))
             for patch in _for_gpu(device):
@@ -58,6 +70,41 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         yield
 
 
+class _WhenImported(MetaPathFinder):
+    """Applies the patches of each library once it is there: the zoo's are imported before, and own code's when it likes.
+
+    Args:
+        libraries: patches by the name of what they change.
+        stack: undoes them.
+    """
+
+    def __init__(self, libraries: dict[str, Callable[[], Iterator[Any]]], stack: contextlib.ExitStack) -> None:
+        self._libraries = libraries
+        self._stack = stack
+        for name in [name for name in libraries if name in sys.modules]:
+            self._patch(name)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name not in self._libraries:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module: ModuleType) -> None:
+            execute(module)
+            self._patch(name)
+
+        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        return spec
+
+    def _patch(self, name: str) -> None:
+        for patch in self._libraries.pop(name)():
+            self._stack.enter_context(patch)
+
+
 class _FromPython(TorchFunctionMode):
     """Tensors of Python's numbers are made by C++, which has but one CPU and leaves out which of the two was meant."""
 
@@ -68,13 +115,29 @@ class _FromPython(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # The device may come from a context, which is a mode too, and has been asked before.
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self._gpu:
+        device = kwargs.get("device")
+        if func is Tensor.new_tensor:
+            like, *args = args
+            kwargs = {"dtype": like.dtype, **kwargs, "device": device or like.device}
+            func, device = torch.tensor, kwargs["device"]
+        if func in (torch.tensor, torch.as_tensor) and device == self._gpu:
             made = func(*args, **{**kwargs, "device": None})
             return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
+        if func is Tensor.cuda or _is_cuda(device) or (func is Tensor.to and _is_cuda(args[1] if len(args) > 1 else None)):
+            raise RuntimeError("the code asks for the device cuda, which a dry run does not have; take setup.device")
         return func(*args, **kwargs)
 
 
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
 def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
+    # A fake of one element stays the real tensor that it was made of, on that one's device.
+    yield mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1, create=True)
+    for name, answer in {"isfinite": True, "isnan": False, "isinf": False}.items():
+        for place in (torch, Tensor):
+            yield mock.patch.object(place, name, finite(getattr(place, name), answer))
     # Module.to() swaps fakes instead of setting their data, and refuses those with weak references, as ours all have.
     yield mock.patch.object(nn.Module, "_apply", _apply)
     # Data that is set leaves a fake its device and its value.
@@ -91,27 +154,29 @@ def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
     for name in ("torch.nn.parallel", "pytest_gputrain.worker.parallel.data_parallel"):
         yield mock.patch.object(sys.modules[name], "DistributedDataParallel", engines.DistributedDataParallel)
     yield mock.patch("pytest_gputrain.worker.parallel.parameter_server.sparse", engines.row_gradient)
-    if "deepspeed" in sys.modules:
-        yield from zero.patches(device if target.kind == "cuda" else None)
-    if "transformers" in sys.modules:
-        # Takes fakes for tracing, for which it makes masks that a real run leaves out.
-        import transformers.utils.import_utils as transformers_utils
 
-        yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
-        if target.attention == "transformers-4.49":
-            import transformers.integrations.sdpa_attention as transformers_attention
-            import transformers.models.gemma2.modeling_gemma2 as gemma2
 
-            yield mock.patch.object(transformers_attention, "use_gqa_in_sdpa", _no)
-            yield mock.patch.object(gemma2, "eager_attention_forward", _uncapped)
-    if "bitsandbytes" in sys.modules:
-        import bitsandbytes
+def _of_transformers(target: Target) -> Iterator[Any]:
+    # Takes fakes for tracing, for which it makes masks that a real run leaves out.
+    import transformers.utils.import_utils as transformers_utils
 
-        # A subclass of Parameter cannot be made of a fake: a plain one stands in, with the attributes that are read.
-        for module in (bitsandbytes.nn, bitsandbytes.nn.modules):
-            yield mock.patch.object(module, "Params4bit", _four_bits)
-        # A table of tensors, filled when first used: fakes must neither stay in it nor meet real ones there.
-        yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
+    yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
+    if target.attention == "transformers-4.49":
+        import transformers.integrations.sdpa_attention as transformers_attention
+        import transformers.models.gemma2.modeling_gemma2 as gemma2
+
+        yield mock.patch.object(transformers_attention, "use_gqa_in_sdpa", _no)
+        yield mock.patch.object(gemma2, "eager_attention_forward", _uncapped)
+
+
+def _of_bitsandbytes() -> Iterator[Any]:
+    import bitsandbytes
+
+    # A subclass of Parameter cannot be made of a fake: a plain one stands in, with the attributes that are read.
+    for module in (bitsandbytes.nn, bitsandbytes.nn.modules):
+        yield mock.patch.object(module, "Params4bit", _four_bits)
+    # A table of tensors, filled when first used: fakes must neither stay in it nor meet real ones there.
+    yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
 
 
 def _reduce_scatter_by_gloo(

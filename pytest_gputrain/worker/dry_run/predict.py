@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Final
 
 import msgspec
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.cases import library_versions
-from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Task
+from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.attention import temporaries
@@ -25,7 +26,7 @@ from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import StepBuilder, Trainable
-from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes
+from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes, typical_step
 
 SHOWN: Final = 8
 """Rows of the largest tensors at each peak."""
@@ -60,10 +61,7 @@ def predict(
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        sentence = (
-            f"the case reads what a tensor holds ({error.func}), which a dry run does not know; least of all where it comes "
-            "from another process: measure it"
-        )
+        sentence = f"the case reads what a tensor holds ({error.func}), which a dry run does not know: measure it instead"
         return msgspec.structs.replace(crash(error, progress), sentence=sentence)
     except Exception as error:
         return crash(error, progress)
@@ -110,16 +108,15 @@ class Rehearsal:
                 # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
                 gc.collect(0)
                 self._progress.enter("count")
-                typical = tracker.work
+                works = []
                 for update in counted_steps(task.case):
                     tracker.begin_step()
                     training.step(update)
-                    if not update or task.case.gradient_accumulation == 1:
-                        typical = tracker.work
+                    works.append(tracker.work)
                 weights = None if training.model is None else model_bytes(training.model)
         finally:
             gc.enable()
-        return _seen(tracker, typical, training, weights)
+        return _seen(tracker, works[typical_step(task.case)], training, weights)
 
 
 def _seen(tracker: Tracker, typical: Work, training: Trainable, weights: int | None) -> Observed:
@@ -184,6 +181,7 @@ def _told(task: Task, observed: Observed) -> Prediction:
         held = Allocator(expandable=target.expandable_segments)
         replay(trace, held)
     peak = peaks(trace)
+    running = task.processes + task.servers
     return Prediction(
         target=target,
         fidelity="cuda-rules" if cuda else "cpu",
@@ -207,5 +205,15 @@ def _told(task: Task, observed: Observed) -> Prediction:
             for (what, of), calls in sorted(sums.items())
             if what == "calls"
         },
-        packages=library_versions(task.case),
+        packages=_packages(task.case),
+        processes=running if running < task.case.gpus + task.case.servers else None,
     )
+
+
+def _packages(case: Case) -> dict[str, str]:
+    """Versions of the libraries that decided what the case does: of own code those that it imported, and no kernels'."""
+    return {
+        name: version
+        for name, version in library_versions(case).items()
+        if not case.code or (name in sys.modules and name != "triton")
+    }

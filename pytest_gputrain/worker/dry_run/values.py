@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.worker.dry_run.operators import Operator, tensors_in
@@ -19,7 +20,8 @@ LIMIT: Final = 2**18
 _ATEN: Final = torch.ops.aten
 _INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64})
 _MAKERS: Final = frozenset(
-    getattr(_ATEN, name) for name in ("arange", "zeros", "ones", "full", "randint", "scalar_tensor", "linspace", "eye")
+    getattr(_ATEN, name)
+    for name in ("arange", "zeros", "ones", "full", "randint", "randperm", "scalar_tensor", "linspace", "eye")
 )
 """Operators without tensor arguments whose result is known."""
 _SCALAR: Final = _ATEN._local_scalar_dense.default
@@ -30,11 +32,27 @@ _SEND: Final = torch.ops.c10d.send.default
 _BROADCAST: Final = torch.ops.c10d.broadcast_.default
 
 _NAME: Final = "_gputrain_value"
+_overwritten: Final[dict[int, StorageWeakRef]] = {}
+"""Storages of values that something unknown was written into, through whichever view, by their addresses; these are no other
+storage's while there is a reference."""
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
     """The contents of a tensor that may be fake, None where they are not known."""
-    return getattr(tensor, _NAME, None) if isinstance(tensor, FakeTensor) else tensor
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    value: Tensor | None = getattr(tensor, _NAME, None)
+    if value is not None and _overwritten and value.untyped_storage()._cdata in _overwritten:
+        return None
+    return value
+
+
+def forget(tensor: Tensor) -> None:
+    """Something unknown was written into a fake: what was known of it, and of all that shares its storage, is no more."""
+    value = getattr(tensor, _NAME, None)
+    if value is not None:
+        storage = value.untyped_storage()
+        _overwritten[storage._cdata] = StorageWeakRef(storage)
 
 
 def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -45,7 +63,7 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
         tensors: those among the arguments.
 
     A scalar that is read without being known is 0.0 if it is a float, which tells the loss scaler that nothing overflowed.
-    DeepSpeed asks that of integers.
+    DeepSpeed asks that of integers, and torch's loader of data draws them for seeds.
     """
     if not tensors:
         if func.namespace == "profiler":
@@ -59,7 +77,8 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if func.namespace == "c10d":
         if func is not _SEND and not (func is _BROADCAST and args[2] == 0):
             # Of what the other processes hold nothing is known; the one that is rehearsed is the first.
-            keep(tensors, [None] * len(tensors))
+            for tensor in tensors:
+                forget(tensor)
         return func(*args, **kwargs)
     known = all(value_of(tensor) is not None for tensor in tensors)
     if operator.dynamic and (known or func in (_INDEX, _SELECT)):
@@ -70,7 +89,7 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
             keep(result, _real(func, args, kwargs))
     elif operator.written:
         for part in operator.targets(args, kwargs):
-            setattr(part, _NAME, None)
+            forget(part)
     return result
 
 
@@ -87,7 +106,20 @@ def _read(tensor: Tensor, func: Any) -> Any:
             return value.item()
     if tensor.is_floating_point():
         return 0.0
-    return False if _asked_by("deepspeed") else func(tensor)
+    return 0 if _asked_by("deepspeed") or _asked_by("torch.utils.data") else func(tensor)
+
+
+def finite(function: Callable[..., Tensor], answer: bool) -> Callable[..., Tensor]:
+    """``torch.isfinite`` and the like, for fakes: what a training checks is well where nobody knows it."""
+
+    def called(*args: Any, **kwargs: Any) -> Tensor:
+        result = function(*args, **kwargs)
+        if isinstance(result, FakeTensor) and value_of(result) is None:
+            with _disable_current_modes():
+                keep(result, torch.tensor(answer).expand(result.shape))
+        return result
+
+    return called
 
 
 def _asked_by(package: str) -> bool:
@@ -117,7 +149,9 @@ def _taken(func: Any, source: Tensor, indices: Any) -> Any:
 def _count(mask: Tensor) -> int:
     value = value_of(mask)
     if value is None:
-        raise RuntimeError("a mask decides on the shape of a result, and its values are not known in a dry run")
+        raise RuntimeError(
+            "a mask decides on the shape of a result, and what it holds is not known in a dry run: measure this case instead"
+        )
     with _disable_current_modes():
         return int(value.sum())
 
