@@ -93,6 +93,9 @@ def problem(case: Case, markers: Sequence[str]) -> str | None:
 
 
 def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
+    platforms: Any = case.platforms
+    if isinstance(platforms, str):
+        return f"takes a list of platforms: platforms=[{platforms!r}]"
     try:
         msgspec.convert(msgspec.structs.asdict(case), Case)
     except (msgspec.ValidationError, TypeError, ValueError) as error:

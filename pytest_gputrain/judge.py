@@ -363,7 +363,7 @@ def _conclude(
         parts = [
             f"{finding(metric)}{f'; {metric.note}' if metric.note else ''}" for metric in metrics if metric.status == status
         ]
-        return f"{case} {' and '.join(parts)}" if parts else ""
+        return f"{case} {', and '.join(parts)}" if parts else ""
 
     if worse := told("regressed"):
         told_flops = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)

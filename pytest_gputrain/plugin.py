@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from typing import Any, Final
@@ -129,7 +130,9 @@ def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
     """
     named = _platforms(config, settings)
     if len(named) != 1:
-        found = f"-m names {', '.join(named)}" if named else "none is named"
+        expression = str(config.getoption("markexpr", "") or "")
+        hints = [did_you_mean(word, MARKERS) for word in re.findall(r"\w+", expression) if word not in MARKERS]
+        found = f"-m names {', '.join(named)}" if named else f"none is named{next(filter(None, hints), '')}"
         raise ValueError(f"--gpu-dry-run predicts for one platform, and {found}; add --gpu-platform=h100, or -m h100")
     cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
     folder = None
@@ -179,6 +182,8 @@ class GpuTrainPlugin:
         self._interrupted = False
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
+        self._asked = False
+        """Whether any test had the fixture."""
         self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
@@ -298,6 +303,7 @@ class GpuTrainPlugin:
         if self.book is None:
             return
         if hasattr(report, "gputrain"):  # under xdist, the first that is heard of a case
+            self._asked = True
             self._be_terminable()
         results = self._measured[report.nodeid]
         results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
@@ -336,6 +342,9 @@ class GpuTrainPlugin:
         # What somebody chose by pytest.exit stays.
         cut_short = self._interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         book.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
+        if self.runner.settings.dry_run and self._asked and not book.results and exitstatus == pytest.ExitCode.OK:
+            book.notes.append("nothing was predicted: every case was skipped; -rs tells why")
+            book.failed |= self.runner.is_strict("")
         late.join_benchmarks(self.config, book.results)
         if book.results or self._failures:
             self._summarise(book)

@@ -72,6 +72,21 @@ class Runner:
         """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
         return self._keys.setdefault((suite, str(case)), case)
 
+    def refuse_namesake(self, suite: str, case: Case, known: Case | None) -> None:
+        """Files of one name in two folders would replace each other's baselines.
+
+        Args:
+            known: the case whose baseline there is.
+
+        Raises:
+            BadCase: that one is another file's, which is still there.
+        """
+        theirs, ours = ("" if one is None else one.code.partition("::")[0] for one in (known, case))
+        if theirs and ours and theirs != ours and (self.settings.root / theirs).is_file():
+            raise BadCase(
+                f"{case} of {ours} would share its baseline with that of {theirs}: both are the suite {suite}; rename a file"
+            )
+
     def scale(self) -> Scale:
         """Of the cases.
 
@@ -151,6 +166,7 @@ class Runner:
         host = self.bench.host if self.is_study else self.bench.place(task, inline)
         # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
         bar = self.standards.bar(suite, task, host, terms, judged=judged)
+        self.refuse_namesake(suite, case, bar.baseline.case if bar.baseline else None)
         asked = _Asked(nodeid=nodeid, bar=bar, scaling=scaling, inline=inline, builder=builder)
         if not self.is_study and bar.wanted > 1:
             self.bench.expect(task, bar.wanted)

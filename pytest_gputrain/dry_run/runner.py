@@ -99,6 +99,7 @@ class DryRunner(Runner):
             known = self.recorded.get(self._platform, suite, key) if judged else None
         except BaselineError as error:
             raise BadCase(str(error)) from None
+        self.refuse_namesake(suite, case, known.case if known else None)
         reply = self._predict(case, module)
         prediction = reply if isinstance(reply, Prediction) else None
         failed = () if isinstance(reply, Prediction) else (reply,)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from plugin_project import SUITE, Project, assert_refused, only_sentence, skips
+from plugin_project import SUITE, Project, assert_refused, only_sentence, recorded, skips
 
 from pytest_gputrain.dry_run.store import PredictionStore, Recorded
 from pytest_gputrain.records import Case, LiveTensor, OperatorWork, Prediction, Target
@@ -56,7 +56,12 @@ def predictions(project: Project, suite: str = "mine", platform: str = "h100") -
 
 @pytest.mark.parametrize(
     ("arguments", "found"),
-    [([], "none is named"), (["-m", "h100 or a100"], "-m names h100, a100"), (["-m", "not h100"], "none is named")],
+    [
+        ([], "none is named"),
+        (["-m", "h100 or a100"], "-m names h100, a100"),
+        (["-m", "not h100"], "none is named"),
+        (["-m", "h1000"], "none is named (did you mean 'h100'?)"),
+    ],
 )
 def test_it_needs_one_platform(project: Project, arguments: list[str], found: str) -> None:
     own(project, 1024)
@@ -122,7 +127,7 @@ def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project)
     result.stdout.fnmatch_lines(["tables on H100 x1 (dry run), full scale*", "*predicted for h100*nothing was trained"])
 
 
-def test_a_known_prediction_is_not_made_again(project: Project) -> None:
+def test_a_known_prediction_is_not_made_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write(test_tables=ZOO)
     (project.path / "conftest.py").write_text(
         """
@@ -147,14 +152,54 @@ def pytest_unconfigure():
     for _ in range(2):
         project.run(*DRY, "-k", "wide-deep").assert_outcomes(passed=1, deselected=1)
     assert (project.path / "predicted").read_text() == "x"
-    project.run(*DRY, "-k", "wide-deep", "--cache-clear")
+    monkeypatch.setenv("TRANSFORMERS_SOMETHING", "1")
+    project.run(*DRY, "-k", "wide-deep")
     assert (project.path / "predicted").read_text() == "xx"
+    project.run(*DRY, "-k", "wide-deep", "--cache-clear")
+    assert (project.path / "predicted").read_text() == "xxx"
 
 
 def test_a_platform_that_a_case_is_not_declared_for_is_skipped(project: Project) -> None:
     project.write(test_tables=ZOO)
     result = project.run("--gpu-dry-run", "--gpu-platform=a100")
     assert set(skips(result).values()) == {"not declared for a100, which this dry run predicts for"}
+
+
+@pytest.mark.parametrize(("strict", "code"), [((), 0), (("--gpu-strict",), 1)])
+def test_that_nothing_was_predicted_is_told_and_fails_where_strict(
+    project: Project, strict: tuple[str, ...], code: int
+) -> None:
+    project.write(test_tables=ZOO)
+    result = project.run("--gpu-dry-run", "--gpu-platform=a100", *strict)
+    result.stdout.fnmatch_lines(["nothing was predicted: every case was skipped; -rs tells why"])
+    assert result.ret == code
+    other = project.run("--gpu-dry-run", "--gpu-platform=h100", "--gpu-strict", "-k", "nothing")
+    assert "nothing was predicted" not in other.stdout.str()
+
+
+def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
+    for folder, width in (("first", 1024), ("second", 2048)):
+        (project.path / folder).mkdir()
+        (project.path / folder / "test_mine.py").write_text(OWN.format(width=width))
+    project.run("first", *DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
+    before = predictions(project).read_bytes()
+    sentence = only_sentence(project.run("second", *DRY, "--gpu-baseline-update"), TEST)
+    assert sentence == (
+        "build-fp32 of second/test_mine.py would share its baseline with that of first/test_mine.py: both are the suite "
+        "mine; rename a file"
+    )
+    assert predictions(project).read_bytes() == before
+    # A file that moved is another matter.
+    (project.path / "first" / "test_mine.py").unlink()
+    project.run("second", *DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
+
+
+def test_a_traceback_has_the_line_of_own_code(project: Project) -> None:
+    branching = OWN.format(width=8).replace("zeros", "randn").replace("loss.backward()", "assert weight.any()  # here")
+    project.write(test_mine=branching)
+    result = project.run(*DRY)
+    assert "which a dry run does not know: measure it instead" in only_sentence(result, TEST)
+    result.stdout.fnmatch_lines(["*assert weight.any()  # here*"])
 
 
 def test_memory_can_be_compared_and_time_cannot(project: Project) -> None:
@@ -214,7 +259,8 @@ def foretold(**fields: object) -> Prediction:
     return msgspec.convert({**known, **fields}, Prediction, from_attributes=True)
 
 
-def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(suite: Project) -> None:
+def predict_tuning(suite: Project) -> None:
+    """Record that Llama 2 is the quickest and Llama 3.1 does not fit."""
     base = Case(batch_size=2, sequence_length=8192, method="lora")
     seconds = {"llama-3.1-8b": (2.0, False), "gemma-7b": (3.0, True), "llama-2-13b": (1.0, True)}
     PredictionStore(suite.path / "baselines").update(
@@ -227,9 +273,23 @@ def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(sui
             for model, (time, fits) in seconds.items()
         },
     )
+
+
+def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(suite: Project) -> None:
+    predict_tuning(suite)
     result = suite.run("-m", "h100")
     assert [launched["id"].split("-lora")[0] for launched in suite.launches] == ["llama-2-13b", "gemma-7b", "llama-3.1-8b"]
     result.stdout.fnmatch_lines(["gputrain: predicted not to fit h100, and run last: llama-3.1-8b-lora-bf16"])
+
+
+def test_stepwise_goes_on_where_it_stopped_in_that_order(suite: Project) -> None:
+    predict_tuning(suite)
+    suite.answer(recorded("crashed"), to="gemma-7b-lora-bf16")
+    suite.run("-m", "h100", "--stepwise").assert_outcomes(passed=1, failed=1)
+    suite.answer(recorded(), to="gemma-7b-lora-bf16")
+    suite.run("-m", "h100", "--stepwise").assert_outcomes(passed=2, deselected=1)
+    names = [launched["id"].split("-lora")[0] for launched in suite.launches]
+    assert names == ["llama-2-13b", "gemma-7b", "gemma-7b", "llama-3.1-8b"]
 
 
 def test_without_predictions_a_real_run_keeps_its_order(suite: Project) -> None:

@@ -151,6 +151,7 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CASE.replace(optimizer="adamww"), "unknown optimizer 'adamww' (did you mean 'adamw'?)"),
         (CASE.replace(platforms=("h100", "h1000")), "unknown platform 'h1000' (did you mean 'h100'?)"),
         (CUSTOM.replace(platforms=("gtx",)), "unknown platform 'gtx'"),
+        (CUSTOM.replace(platforms="h100"), "takes a list of platforms: platforms=['h100']"),
         (CASE.replace(gpus=0), "gpus=0; it must be at least 1"),
         (CASE.replace(batch_size=0), "batch_size=0; it must be at least 1"),
         (CASE.replace(gradient_accumulation=-1), "gradient_accumulation=-1; it must be at least 1"),

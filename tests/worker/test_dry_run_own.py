@@ -192,3 +192,27 @@ def test_own_code_that_imports_transformers_gets_the_attention_of_a_gpu(tmp_path
     # What other libraries are installed is no condition of it.
     assert set(reply.packages) >= {"torch", "transformers"}
     assert not set(reply.packages) & {"deepspeed", "diffusers", "peft", "bitsandbytes", "triton"}
+
+
+DRAWN = """
+import numpy
+import torch
+
+def drawn(setup):
+    kept = torch.zeros(numpy.random.randint(1, 10**6), device=setup.device)
+
+    def step():
+        kept.sum()
+
+    return step
+"""
+
+
+@pytest.mark.slow
+def test_numpy_draws_the_same_in_every_process(tmp_path):
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    case = Case(model="drawn", method="custom", precision="fp32", code="drawn.py::drawn")
+    task = Task(case=case, scale="full", device_type="cpu", root=str(tmp_path), target=H100)
+    first, second = (launch.predict(task, timeout_seconds=120) for _ in range(2))
+    assert isinstance(first, Prediction), first
+    assert first == second
