@@ -182,8 +182,8 @@ class GpuTrainPlugin:
         self._interrupted = False
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
-        self._asked = False
-        """Whether any test had the fixture."""
+        self._skipped = False
+        """Whether any test with cases was."""
         self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
@@ -303,7 +303,7 @@ class GpuTrainPlugin:
         if self.book is None:
             return
         if hasattr(report, "gputrain"):  # under xdist, the first that is heard of a case
-            self._asked = True
+            self._skipped |= report.skipped
             self._be_terminable()
         results = self._measured[report.nodeid]
         results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
@@ -342,7 +342,7 @@ class GpuTrainPlugin:
         # What somebody chose by pytest.exit stays.
         cut_short = self._interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         book.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
-        if self.runner.settings.dry_run and self._asked and not book.results and exitstatus == pytest.ExitCode.OK:
+        if self.runner.settings.dry_run and self._skipped and not book.results and exitstatus == pytest.ExitCode.OK:
             book.notes.append("nothing was predicted: every case was skipped; -rs tells why")
             book.failed |= self.runner.is_strict("")
         late.join_benchmarks(self.config, book.results)

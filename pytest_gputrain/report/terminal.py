@@ -122,7 +122,7 @@ _DOUBTS: Final = {
     "inconclusive": "in doubt",
     "new": "without a baseline",
     "not-comparable": "not comparable with the baseline",
-    "improved": "better than the baseline, which --gpu-baseline-update makes the one to keep",
+    "improved": "better than the baseline",
 }
 _DRY: Final = " (dry run)"
 _CHANGES: Final[dict[MetricName, str]] = {

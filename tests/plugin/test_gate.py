@@ -173,8 +173,10 @@ def test_tolerances_are_the_users(gated: Project) -> None:
 
 def test_ten_percent_faster_passes_as_improved(gated: Project) -> None:
     gated.answer(recorded(slower=0.9))
-    gated.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    result = gated.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
     assert set(gated.verdicts().values()) == {"improved"}
+    result.stdout.fnmatch_lines(["3 cases better than the baseline: *10.0 % faster*record it with --gpu-baseline-update*"])
 
 
 def test_running_out_of_memory_where_the_baseline_fitted_fails(gated: Project) -> None:
