@@ -47,7 +47,7 @@ def recorded_suite(suite: Project) -> Project:
         ("gpus=2", "* asks for 2 GPUs, but parallel='single' uses one; choose a parallelism"),
         ('steps="ten"', "* has a field of the wrong type: *"),
         ("batch_size=2.5", "* has a field of the wrong type: *"),
-        ('platforms="h100"', "* has a field of the wrong type: *"),
+        ('platforms="h100"', "* takes a list of platforms: platforms=['h100']"),
         ("platforms=None", "* has a field of the wrong type: *"),
         ("platforms=(['h100'],)", "* has a field of the wrong type: *"),
         ("model=7", "* has a field of the wrong type: *"),

@@ -141,6 +141,7 @@ def test_the_same_id_for_two_own_codes_is_told_whichever_workers_they_run_on(h10
         (h100.path / folder / "test_same.py").write_text(code)
     arguments = ("--import-mode=importlib", "--gpu-baseline-update")
     h100.run(*arguments).assert_outcomes(passed=1, failed=1)
+    h100.baseline_file("same", H100_FOLDER).unlink()
     # Workers do not know of each other's cases: the controller refuses to store the second, and says so.
     result = h100.spawn("-n2", *arguments)
     assert result.ret == pytest.ExitCode.TESTS_FAILED

@@ -288,11 +288,17 @@ def test_another_task_is_not(tmp_path: Path, other: Task) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("library_versions", lambda case: {"torch": "9"}), ("_own_code", lambda: "changed"), ("_is_local", lambda name: True)],
+    [
+        ("library_versions", lambda case: {"torch": "9"}),
+        ("_files", lambda name: "others"),
+        ("_own_code", lambda: "changed"),
+        ("_is_local", lambda name: True),
+    ],
 )
 def test_other_code_is_predicted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
     monkeypatch.setattr(cache_module, "library_versions", lambda case: {"torch": "2.13.0"})
     monkeypatch.setattr(cache_module, "_is_local", lambda name: False)
+    monkeypatch.setattr(cache_module, "_files", lambda name: "these")
     Cache(tmp_path).put(TASK, prediction())
     assert Cache(tmp_path).get(TASK) is not None
     monkeypatch.setattr(cache_module, name, value)
