@@ -81,6 +81,6 @@ def detail_of(result: Result) -> str:
             lines = detail.rstrip().splitlines()
             left_out = len(lines) - 2 * _DETAIL_LINES
             if left_out > 1:
-                lines[_DETAIL_LINES:-_DETAIL_LINES] = [f"  ... {left_out} lines: the JSON report has them ..."]
+                lines[_DETAIL_LINES:-_DETAIL_LINES] = [f"  ... {left_out} lines, which --gpu-json has ..."]
             return shown("\n".join(lines))
     return ""

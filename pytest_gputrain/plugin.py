@@ -303,7 +303,8 @@ class GpuTrainPlugin:
         if self.book is None:
             return
         if hasattr(report, "gputrain"):  # under xdist, the first that is heard of a case
-            self._skipped |= report.skipped
+            # In its call: a mark that skips, or expects a failure, is somebody's decision.
+            self._skipped |= report.when == "call" and report.skipped and not hasattr(report, "wasxfail")
             self._be_terminable()
         results = self._measured[report.nodeid]
         results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
@@ -339,12 +340,12 @@ class GpuTrainPlugin:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
                 book.add(result, passed=False)
-        # What somebody chose by pytest.exit stays.
-        cut_short = self._interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        book.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
         if self.runner.settings.dry_run and self._skipped and not book.results and exitstatus == pytest.ExitCode.OK:
             book.notes.append("nothing was predicted: every case was skipped; -rs tells why")
             book.failed |= self.runner.is_strict("")
+        # What somebody chose by pytest.exit stays.
+        cut_short = self._interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        book.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
         late.join_benchmarks(self.config, book.results)
         if book.results or self._failures:
             self._summarise(book)

@@ -197,8 +197,9 @@ def _tensors_behind(phase: TrainingPhase, before: Prediction, now: Prediction) -
     if kind is None or changes[kind] * change <= 0:
         return ""
     named = new.get(kind) or old[kind]
-    # What took the place of something else can be larger than all that is more.
-    much = "most of it" if 2 * abs(changes[kind]) > abs(change) >= named.bytes else "among it"
+    if named.bytes > abs(change):  # it took the place of something else, or grew
+        return f", {'now' if kind in new else 'before'} {tensor(named)}"
+    much = "most of it" if 2 * abs(changes[kind]) > abs(change) else "among it"
     return f", {much} {'' if kind in new else 'was '}{tensor(named)}"
 
 

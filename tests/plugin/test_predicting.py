@@ -91,7 +91,7 @@ def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(proj
     own(project, 2048)
     sentence = only_sentence(project.run(*DRY), TEST)
     assert sentence.startswith(
-        "build-fp32 needs 12.0 MiB (100.0 %) more in backward, 24.0 MiB against 12.0 MiB allocated, among it 16.0 MiB "
+        "build-fp32 needs 12.0 MiB (100.0 %) more in backward, 24.0 MiB against 12.0 MiB allocated, now 16.0 MiB "
         "(2 x float32[1024, 2048] by mul in backward), and more in build and forward and optimizer; moves "
     )
 
@@ -170,11 +170,17 @@ def test_that_nothing_was_predicted_is_told_and_fails_where_strict(
     project: Project, strict: tuple[str, ...], code: int
 ) -> None:
     project.write(test_tables=ZOO)
-    result = project.run("--gpu-dry-run", "--gpu-platform=a100", *strict)
+    result = project.run("--gpu-dry-run", "--gpu-platform=a100", "--gpu-json=report.json", *strict)
     result.stdout.fnmatch_lines(["nothing was predicted: every case was skipped; -rs tells why"])
-    assert result.ret == code
-    other = project.run("--gpu-dry-run", "--gpu-platform=h100", "--gpu-strict", "-k", "nothing")
-    assert "nothing was predicted" not in other.stdout.str()
+    assert result.ret == project.report()["exit_status"] == code
+
+
+@pytest.mark.parametrize("mark", ["skip", "xfail(run=False)"])
+def test_what_somebody_marked_is_not_missed(project: Project, mark: str) -> None:
+    project.write(test_tables=ZOO.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
+    result = project.run("--gpu-dry-run", "--gpu-platform=h100", "--gpu-strict")
+    assert result.ret == pytest.ExitCode.OK
+    assert "nothing was predicted" not in result.stdout.str()
 
 
 def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
@@ -192,6 +198,16 @@ def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
     # A file that moved is another matter.
     (project.path / "first" / "test_mine.py").unlink()
     project.run("second", *DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
+
+
+def test_code_that_a_test_imports_may_move(project: Project) -> None:
+    build, test = OWN.format(width=1024).split("\n\n\n")
+    for module in ("first", "second"):
+        (project.path / f"{module}_train.py").write_text(build)
+    for module, words in {"first": "has this prediction as its baseline now", "second": "is not what its recorded"}.items():
+        (project.path / "test_mine.py").write_text(f"from {module}_train import build\n\n\n{test}")
+        project.run(*DRY, "--gpu-json=report.json", *(["--gpu-baseline-update"] if module == "first" else []))
+        assert words in project.report()["results"][0]["verdict"]["sentence"]
 
 
 def test_a_traceback_has_the_line_of_own_code(project: Project) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from unittest import mock
 
+import bitsandbytes
 import numpy
 import pytest
 import torch
@@ -75,12 +76,22 @@ CUDA = {
     "moved": lambda: torch.ones(4).to("cuda:0"),
     "method": lambda: torch.ones(4).cuda(),
     "module": lambda: torch.nn.Linear(4, 4).to(torch.device("cuda")),
+    "number": lambda: torch.ones(4).to(0),
 }
 
 
 @pytest.mark.parametrize("make", CUDA.values(), ids=CUDA)
 def test_cuda_by_name_is_refused_with_the_remedy(make):
     assert "asks for the device cuda, which a dry run does not have; take setup.device" in refused(lambda setup: make)
+
+
+def test_weights_of_four_bits_move_to_the_device():
+    def build(setup):
+        layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16).to(setup.device)
+        inputs = torch.randn(4, 64, device=setup.device, dtype=torch.bfloat16, requires_grad=True)
+        return doing(lambda: layer(inputs).sum().backward())
+
+    predicted(OWN, H100, build)
 
 
 def test_what_is_written_through_a_view_is_forgotten_of_the_whole():
@@ -131,15 +142,44 @@ def test_checks_of_finiteness_find_nothing():
     compare(OWN, build)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_loader_of_data_gives_batches(shuffle):
+def test_what_was_not_finite_may_be_cleared():
     def build(setup):
-        samples = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(10, 4))
-        loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=shuffle)
-        batches = iter([batch for _ in range(10) for (batch,) in loader])
+        values = torch.randn(8, 4, device=setup.device)
 
         def step():
-            assert (next(batches).to(setup.device) * 2).shape == (2, 4)
+            bad = torch.isnan(values)
+            bad |= torch.isinf(values)
+            values.masked_fill_(bad, 0)
+            rows = torch.isnan(values[:, 0])
+            rows[0] = True
+            assert values[rows].shape == (1, 4)
+
+        return step
+
+    predicted(OWN, H100, build)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_compiled_function_may_check_for_finiteness():
+    def build(setup):
+        def checked(value: torch.Tensor) -> torch.Tensor:
+            return torch.where(torch.isnan(value), torch.zeros_like(value), value)
+
+        compiled = torch.jit.script(checked)
+        return doing(lambda: compiled(torch.randn(8, device=setup.device)))
+
+    predicted(OWN, H100, build)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_a_loader_of_data_gives_batches(options):
+    def build(setup):
+        samples = torch.utils.data.TensorDataset(torch.arange(1_200_000.0).reshape(-1, 4))
+        batches = iter(torch.utils.data.DataLoader(samples, 2, **options))
+
+        def step():
+            (batch,) = next(batches)
+            assert (batch.to(setup.device) * 2).shape == (2, 4)
 
         return step
 
@@ -167,7 +207,6 @@ LATE = """
 import torch
 
 def attention(setup):
-    {early}
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -183,7 +222,7 @@ def attention(setup):
 
 @pytest.mark.slow
 def test_own_code_that_imports_transformers_gets_the_attention_of_a_gpu(tmp_path):
-    (tmp_path / "late.py").write_text(LATE.format(early=""))
+    (tmp_path / "late.py").write_text(LATE)
     case = Case(model="late", method="custom", precision="bf16", code="late.py::attention")
     task = Task(case=case, scale="full", device_type="cpu", root=str(tmp_path), target=H100)
     reply = launch.predict(task, timeout_seconds=120)

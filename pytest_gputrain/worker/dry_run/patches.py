@@ -7,6 +7,7 @@ own, and undoes them for tests that share one.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,11 +23,12 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader
 
 from pytest_gputrain.records import Target
 from pytest_gputrain.worker.dry_run import attention, engines, zero
 from pytest_gputrain.worker.dry_run.shapes import forget_shape
-from pytest_gputrain.worker.dry_run.values import finite, keep, value_of
+from pytest_gputrain.worker.dry_run.values import answer, forget_all, keep, value_of
 
 _AUTOCAST_FP32: Final = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm
@@ -44,6 +46,8 @@ _AUTOCAST_FP32_RESULT: Final = "prod softmax.int log_softmax.int cumprod cumsum 
 def patched(target: Target, device: torch.device) -> Iterator[None]:
     """A context in which the recipe runs on fakes as it would on ``target``."""
     with contextlib.ExitStack() as stack:
+        stack.callback(forget_all)
+        stack.enter_context(_OfPython(device if target.kind == "cuda" else None))
         for patch in _for_fakes(target, device):
             stack.enter_context(patch)
         libraries: dict[str, Callable[[], Iterator[Any]]] = {
@@ -53,9 +57,8 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         }
         when_imported = _WhenImported(libraries, stack)
         sys.meta_path.insert(0, when_imported)
-        stack.callback(sys.meta_path.remove, when_imported)
+        stack.callback(when_imported.close)
         if target.kind == "cuda":
-            stack.enter_context(_FromPython(device))
             for patch in _for_gpu(device):
                 stack.enter_context(patch)
             if target.lists:
@@ -100,27 +103,42 @@ class _WhenImported(MetaPathFinder):
         spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
 
+    def close(self) -> None:
+        sys.meta_path.remove(self)
+        self._libraries.clear()
+
     def _patch(self, name: str) -> None:
-        for patch in self._libraries.pop(name)():
+        for patch in self._libraries.pop(name, tuple)():
             self._stack.enter_context(patch)
 
 
-class _FromPython(TorchFunctionMode):
-    """Tensors of Python's numbers are made by C++, which has but one CPU and leaves out which of the two was meant."""
+class _OfPython(TorchFunctionMode):
+    """What is decided before an operator is called.
 
-    def __init__(self, gpu: torch.device) -> None:
+    Args:
+        gpu: label of the GPU that is predicted for; None for a CPU.
+    """
+
+    def __init__(self, gpu: torch.device | None) -> None:
         super().__init__()
         self._gpu = gpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _CHECKS:
+            return answer(func(*args, **kwargs), _CHECKS[func])
+        return func(*args, **kwargs) if self._gpu is None else self._on_gpu(func, args, kwargs)
+
+    def _on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         # The device may come from a context, which is a mode too, and has been asked before.
         device = kwargs.get("device")
         if func is Tensor.new_tensor:
             like, *args = args
-            kwargs = {"dtype": like.dtype, **kwargs, "device": device or like.device}
-            func, device = torch.tensor, kwargs["device"]
+            device = device or like.device
+            kwargs = {**kwargs, "dtype": kwargs.get("dtype") or like.dtype, "device": device}
+            func = torch.tensor
         if func in (torch.tensor, torch.as_tensor) and device == self._gpu:
+            # Made by C++, which has but one CPU and leaves out which of the two was meant.
             made = func(*args, **{**kwargs, "device": None})
             return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
         if func is Tensor.cuda or _is_cuda(device) or (func is Tensor.to and _is_cuda(args[1] if len(args) > 1 else None)):
@@ -128,16 +146,45 @@ class _FromPython(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_CHECKS: Final = {
+    torch.isfinite: True,
+    Tensor.isfinite: True,
+    torch.isnan: False,
+    Tensor.isnan: False,
+    torch.isinf: False,
+    Tensor.isinf: False,
+}
+"""What a training asks of its losses and gradients, by what it wants to hear."""
+
+
 def _is_cuda(device: Any) -> bool:
+    if isinstance(device, int):
+        return not isinstance(device, bool)
     return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+def _to_list(self: FakeTensor) -> Any:
+    known = value_of(self)
+    return Tensor.tolist(self if known is None else known)
+
+
+def _load_here(self: Any, *args: Any, **kwargs: Any) -> None:
+    """`torch.utils.data.DataLoader.__init__`, in this process."""
+    given = inspect.signature(_LOADER).bind(self, *args, **kwargs).arguments
+    alone = {"num_workers", "multiprocessing_context", "timeout", "prefetch_factor", "persistent_workers", "worker_init_fn"}
+    _LOADER(**{name: value for name, value in given.items() if name not in alone})
+
+
+_LOADER: Final = DataLoader.__init__
 
 
 def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
     # A fake of one element stays the real tensor that it was made of, on that one's device.
     yield mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1, create=True)
-    for name, answer in {"isfinite": True, "isnan": False, "isinf": False}.items():
-        for place in (torch, Tensor):
-            yield mock.patch.object(place, name, finite(getattr(place, name), answer))
+    # Reads one element after another.
+    yield mock.patch.object(FakeTensor, "tolist", _to_list, create=True)
+    # Processes of their own get no fakes.
+    yield mock.patch.object(DataLoader, "__init__", _load_here)
     # Module.to() swaps fakes instead of setting their data, and refuses those with weak references, as ours all have.
     yield mock.patch.object(nn.Module, "_apply", _apply)
     # Data that is set leaves a fake its device and its value.
@@ -280,11 +327,11 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
             continue
         with torch.no_grad():
             applied = fn(parameter)
+        if applied is not parameter:
+            parameter.data = applied
         quantise = getattr(parameter, "quantise", None)
         if quantise is not None and applied.device.type != "meta":
             quantise()
-        elif applied is not parameter:
-            parameter.data = applied
         if parameter.grad is not None:
             with torch.no_grad():
                 parameter.grad.data = fn(parameter.grad)

@@ -24,6 +24,8 @@ _MAKERS: Final = frozenset(
     for name in ("arange", "zeros", "ones", "full", "randint", "randperm", "scalar_tensor", "linspace", "eye")
 )
 """Operators without tensor arguments whose result is known."""
+_SHUFFLED: Final = _ATEN.randperm
+"""Of all samples of a data set, and always known."""
 _SCALAR: Final = _ATEN._local_scalar_dense.default
 _INDEX: Final = _ATEN.index.Tensor
 _SELECT: Final = _ATEN.masked_select.default
@@ -69,7 +71,7 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
         if func.namespace == "profiler":
             return _real(func, args, kwargs)
         result = func(*args, **kwargs)
-        if func.overloadpacket in _MAKERS and _is_small(result):
+        if func.overloadpacket in _MAKERS and (_is_small(result) or func.overloadpacket is _SHUFFLED):
             keep(result, _real(func, args, kwargs))
         return result
     if func is _SCALAR:
@@ -109,17 +111,17 @@ def _read(tensor: Tensor, func: Any) -> Any:
     return 0 if _asked_by("deepspeed") or _asked_by("torch.utils.data") else func(tensor)
 
 
-def finite(function: Callable[..., Tensor], answer: bool) -> Callable[..., Tensor]:
-    """``torch.isfinite`` and the like, for fakes: what a training checks is well where nobody knows it."""
+def answer(result: Tensor, value: bool) -> Tensor:
+    """A fake of bools that nobody knows, and that are all the same as far as a training checks them."""
+    if isinstance(result, FakeTensor) and value_of(result) is None and result.numel() <= LIMIT:
+        with _disable_current_modes():
+            keep(result, torch.full(result.shape, value))
+    return result
 
-    def called(*args: Any, **kwargs: Any) -> Tensor:
-        result = function(*args, **kwargs)
-        if isinstance(result, FakeTensor) and value_of(result) is None:
-            with _disable_current_modes():
-                keep(result, torch.tensor(answer).expand(result.shape))
-        return result
 
-    return called
+def forget_all() -> None:
+    """The fakes of a prediction are no more."""
+    _overwritten.clear()
 
 
 def _asked_by(package: str) -> bool:
