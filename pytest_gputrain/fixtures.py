@@ -106,7 +106,7 @@ class GpuTrain:
         self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool, scaling: bool = False
     ) -> Result:
         markers = {mark.name for mark in self._item.iter_markers()}
-        expression = str(self._item.config.getoption("markexpr", "") or "")
+        expression = expression_of(self._item.config)
         suite = suite_of(self._item.path)
         try:
             case = self._override(self._case(what, inline, knobs))
@@ -257,3 +257,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
         pytest.skip(f"needs a GPU, found {CPU}")
     with lease(machine.gpus, 1) as (device,):
         yield device
+
+
+def expression_of(config: pytest.Config) -> str:
+    """Of ``-m``; empty without one, and without the plugin of pytest that has it."""
+    return str(config.getoption("markexpr", "") or "")

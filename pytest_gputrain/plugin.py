@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from typing import Any, Final
@@ -16,7 +15,7 @@ from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.cases import did_you_mean
 from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.dry_run.runner import DryRunner
-from pytest_gputrain.fixtures import RESULTS, RUNNER, gpu, gputrain, gputrain_knobs
+from pytest_gputrain.fixtures import RESULTS, RUNNER, expression_of, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.harmless import shown
 from pytest_gputrain.here import BadCase
@@ -32,7 +31,7 @@ from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.live import Live
 from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.runner import Runner, suite_of
-from pytest_gputrain.selection import Expected, platforms_named, platforms_of
+from pytest_gputrain.selection import Expected, platform_meant, platforms_named, platforms_of
 from pytest_gputrain.settings import Settings, read
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
@@ -95,7 +94,7 @@ def _check_installed() -> None:
 
 def _platforms(config: pytest.Config, settings: Settings) -> list[str]:
     """Those that this run is for, as far as the command line tells."""
-    return platforms_named(str(config.getoption("markexpr", "") or "")) if settings.platform is None else [settings.platform]
+    return platforms_named(expression_of(config)) if settings.platform is None else [settings.platform]
 
 
 def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
@@ -130,9 +129,7 @@ def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
     """
     named = _platforms(config, settings)
     if len(named) != 1:
-        expression = str(config.getoption("markexpr", "") or "")
-        hints = [did_you_mean(word, MARKERS) for word in re.findall(r"\w+", expression) if word not in MARKERS]
-        found = f"-m names {', '.join(named)}" if named else f"none is named{next(filter(None, hints), '')}"
+        found = f"-m names {', '.join(named)}" if named else f"none is named{platform_meant(expression_of(config))}"
         raise ValueError(f"--gpu-dry-run predicts for one platform, and {found}; add --gpu-platform=h100, or -m h100")
     cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
     folder = None
@@ -219,7 +216,7 @@ class GpuTrainPlugin:
         )
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        expression = str(self.config.getoption("markexpr", "") or "")
+        expression = expression_of(self.config)
         expected = []
         for item in session.items:
             markers = frozenset(mark.name for mark in item.iter_markers())

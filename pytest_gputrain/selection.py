@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
+from pytest_gputrain.cases import did_you_mean
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
 from pytest_gputrain.limits import Terms
 from pytest_gputrain.records import Case
@@ -39,9 +40,18 @@ def platforms_of(declared: object) -> tuple[str, ...]:
 
 def platforms_named(expression: str) -> list[str]:
     """Platforms that a ``-m`` expression asks for by name."""
-    words = set(re.findall(r"\w+", expression))
+    words = set(_words(expression))
     others = words - _ALL  # which a test may have or not
     return [m for m in MARKERS if m in words and (_holds(expression, {m}) or _holds(expression, {m} | others))]
+
+
+def platform_meant(expression: str) -> str:
+    """`` (did you mean 'h100'?)`` for the first misspelt platform in a ``-m`` expression; empty where there is none."""
+    return next(filter(None, (did_you_mean(word, MARKERS) for word in _words(expression) if word not in _ALL)), "")
+
+
+def _words(expression: str) -> list[str]:
+    return re.findall(r"\w+", expression)
 
 
 def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: int) -> str | None:

@@ -63,9 +63,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.runs < 1:
         parser.error(f"--runs: {arguments.runs} is not a number of runs from 1 on")
-    chosen = [nodeid for nodeid in tests() if arguments.only in nodeid]
+    known = tests()
+    chosen = [nodeid for nodeid in known if arguments.only in nodeid]
     if not chosen:
-        parser.error(f"--only: no case with a limit has {arguments.only!r} in its name; known: {', '.join(tests())}")
+        parser.error(f"--only: no case with a limit has {arguments.only!r} in its name; known: {', '.join(known)}")
     broken = 0
     for nodeid in chosen:
         name = nodeid.split("::")[1]

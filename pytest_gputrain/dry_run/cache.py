@@ -26,8 +26,8 @@ _READ_BY_LIBRARIES: Final = ("TORCH", "PYTORCH_", "TRANSFORMERS_", "DIFFUSERS_",
 
 
 class Cache:
-    """A file for each prediction, named by all that it depends on: the task, this package's code, the
-    libraries, their environment variables.
+    """A file for each prediction, named by all that it depends on: the task, this package's code, the libraries, their
+    environment variables.
 
     Args:
         folder: None to remember nothing.

@@ -203,6 +203,16 @@ def test_what_a_library_needs_is_done_when_it_is_imported(tmp_path, monkeypatch)
     del sys.modules["latecomer"]
 
 
+def predicted_apart(folder, source, function, precision):
+    """By a process of its own, which has imported nothing before."""
+    (folder / "own.py").write_text(source)
+    case = Case(model=function, method="custom", precision=precision, code=f"own.py::{function}")
+    task = Task(case=case, scale="full", device_type="cpu", root=str(folder), target=H100)
+    reply = launch.predict(task, timeout_seconds=120)
+    assert isinstance(reply, Prediction), reply
+    return reply
+
+
 LATE = """
 import torch
 
@@ -222,11 +232,7 @@ def attention(setup):
 
 @pytest.mark.slow
 def test_own_code_that_imports_transformers_gets_the_attention_of_a_gpu(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
-    case = Case(model="late", method="custom", precision="bf16", code="late.py::attention")
-    task = Task(case=case, scale="full", device_type="cpu", root=str(tmp_path), target=H100)
-    reply = launch.predict(task, timeout_seconds=120)
-    assert isinstance(reply, Prediction), reply
+    reply = predicted_apart(tmp_path, LATE, "attention", "bf16")
     assert any("flash_attention" in name for name in reply.operators), sorted(reply.operators)
     # What other libraries are installed is no condition of it.
     assert set(reply.packages) >= {"torch", "transformers"}
@@ -249,9 +255,5 @@ def drawn(setup):
 
 @pytest.mark.slow
 def test_numpy_draws_the_same_in_every_process(tmp_path):
-    (tmp_path / "drawn.py").write_text(DRAWN)
-    case = Case(model="drawn", method="custom", precision="fp32", code="drawn.py::drawn")
-    task = Task(case=case, scale="full", device_type="cpu", root=str(tmp_path), target=H100)
-    first, second = (launch.predict(task, timeout_seconds=120) for _ in range(2))
-    assert isinstance(first, Prediction), first
+    first, second = (predicted_apart(tmp_path, DRAWN, "drawn", "fp32") for _ in range(2))
     assert first == second
