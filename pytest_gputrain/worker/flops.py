@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -25,23 +26,49 @@ _at_work: list[Callable[[], Count]] = []
 """The counter, for recomputation deep inside of backward. No context variable: on a GPU, backward has threads of its own."""
 
 
-class FlopCount:
-    """Result of `count_flops`."""
+class FlopCount(TorchDispatchMode):
+    """Counts what it is entered for, by the formulas of torch.utils.flop_counter.
+
+    torch's own FlopCounterMode takes memory for it: it follows modules by hooks that keep the graph of every recomputation
+    until the step ends, and takes operators apart that have a kernel, such as the backward pass of SiLU. A step that just
+    fits would not fit while it is counted.
+
+    Attributes:
+        total: floating-point operations, recomputation included.
+        recomputed: those that activation checkpointing repeats.
+    """
 
     def __init__(self) -> None:
-        self._counter = FlopCounterMode(display=False, custom_mapping=_own_formulas())
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas = formulas()
+        self.total = 0
         self.recomputed = 0
 
-    @property
-    def total(self) -> int:
-        return int(self._counter.get_total_flops())
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = self._formulas.get(func.overloadpacket)
+        if formula is None and _is_composite(func, args):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+def _is_composite(func: Any, args: Any) -> bool:
+    """Tell if an operator is made of others: `torch.inference_mode` passes these on without what autograd does before."""
+    if not func._can_decompose():
+        return False
+    device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
+    return not func.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))
 
 
 @contextlib.contextmanager
 def count_flops() -> Iterator[FlopCount]:
-    """Counts matrix multiplications, convolutions and attention, by the formulas of torch.utils.flop_counter."""
+    """Counts matrix multiplications, convolutions and attention."""
     count = FlopCount()
-    with recomputation_told_to(lambda: count), count._counter:
+    with recomputation_told_to(lambda: count), count:
         yield count
 
 

@@ -1,0 +1,39 @@
+"""Counting FLOPs takes no memory: on a GPU, a step that just fits must still fit when its FLOPs are counted."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from test_dry_run_suite import CASES
+
+from pytest_gputrain.records import Task
+from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.compiling import uncompiled
+from pytest_gputrain.worker.flops import count_flops
+from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.run import SEED, build
+
+
+@pytest.mark.parametrize("case", [case for _, case in CASES], ids=str)
+def test_a_step_holds_as_much_while_its_flops_are_counted(case):
+    load(case)
+    torch.manual_seed(SEED)
+    training = build(Task(case=case, scale="tiny", device_type="cpu", root="."), torch.device("cpu"))
+
+    def peak_of_step(counting):
+        # Cycles, in which exceptions of libraries hold tensors, must not die in the midst of one of the two.
+        gc.collect()
+        with AllocationCounter() as counter, uncompiled(case), counting:
+            training.step(True)
+        return counter.peak_bytes
+
+    gc.disable()
+    try:
+        peak_of_step(contextlib.nullcontext())  # it makes the optimizer's states
+        plain = peak_of_step(contextlib.nullcontext())
+        counted = peak_of_step(count_flops())
+    finally:
+        gc.enable()
+    assert plain > 0
+    assert counted <= 1.01 * plain
