@@ -19,7 +19,7 @@ from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.hardware.watch import Watch as GpuWatch
 from pytest_gputrain.hardware.watch import watching
 from pytest_gputrain.harmless import Told
-from pytest_gputrain.records import Case, Conditions, Event, Measurement, OutOfMemory, Reply, Task
+from pytest_gputrain.records import Case, Conditions, Crashed, Event, Measurement, OutOfMemory, Reply, Task, TimedOut
 
 _SETTLING_SECONDS: Final = 0.5
 _SETTLING_LOOKS: Final = 4
@@ -122,6 +122,9 @@ class Here:
         self, reply: Reply, gpu: Gpu, between: tuple[tuple[str, ...], ...], before: Occupancy, watched: GpuWatch
     ) -> Reply:
         """The reply with what only the parent knows of the machine."""
+        if isinstance(reply, Crashed | TimedOut) and reply.measured is not None:
+            measured = self._with_hardware(reply.measured, gpu, between, before, watched)
+            return msgspec.structs.replace(reply, measured=measured)
         if not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None:
             return reply
         environment = msgspec.structs.replace(

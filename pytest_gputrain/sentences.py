@@ -32,11 +32,16 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str
     at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
     rank = "" if isinstance(reply, TimedOut) or reply.rank is None else f", rank {reply.rank}"
     place = f"({reply.phase}{at}{rank})"
-    if isinstance(reply, TimedOut):
-        return f"was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
     if isinstance(reply, OutOfMemory):
         return f"ran out of {reply.where} memory {place}: {reply.message}"
-    return f"gave no {wanted} {place}: {reply.sentence}"
+    known = f"was measured ({_in_short(reply.measured)}), but " if reply.measured else ""
+    if isinstance(reply, TimedOut):
+        return f"{known}was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
+    return f"{known}failed afterwards {place}: {reply.sentence}" if known else f"gave no {wanted} {place}: {reply.sentence}"
+
+
+def _in_short(measured: Measurement) -> str:
+    return f"{format_bytes(measured.peak_allocated_bytes)} allocated, {format_seconds(measured.median_step_seconds)} a step"
 
 
 _MEMORY: Final[dict[MetricName, str]] = {

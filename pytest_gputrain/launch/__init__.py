@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.interrupts import undisturbed
 from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
@@ -96,9 +98,10 @@ def inline(task: Task, builder: Any = None) -> Reply:
 
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     try:
-        reply = run(task, Progress(None), builder)
+        figures: list[Any] = []
+        reply = run(task, Progress(None), builder, keep=figures.append)
         assert not isinstance(reply, Served), "the only process of a case serves nobody"
-        return reply
+        return msgspec.structs.replace(reply, measured=figures[0]) if isinstance(reply, Crashed) and figures else reply
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)

@@ -28,6 +28,7 @@ from pytest_gputrain.records import (
     Event,
     Measurement,
     OutOfMemory,
+    Phase,
     Prediction,
     Reply,
     Served,
@@ -41,6 +42,8 @@ _STACKS_SECONDS: Final = 1.0
 _TAIL_BYTES: Final = 8_000
 _MOST_OUTPUT_BYTES: Final = 1 << 20
 """Of what a worker prints; looked at as often as its progress."""
+_AFTER_THE_STEPS: Final[frozenset[Phase]] = frozenset({"check", "reply"})
+"""Phases in which to run out of memory says nothing of the steps, which have fitted."""
 _SCARCE_BYTES: Final = 1 << 20
 """With less free than this, a worker may not have been able to reply."""
 
@@ -120,6 +123,12 @@ class Rank:
         output = "".join([*(output.end() for output in self._outputs), tail(self.folder / "stacks.txt")])
         return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory, output)
 
+    def figures(self) -> Measurement | Served | None:
+        """What it measured, though it may have failed since; None where it has not got so far."""
+        with contextlib.suppress(*UNREADABLE, FileNotFoundError):
+            return msgspec.json.decode((self.folder / "figures.json").read_bytes(), type=Measurement | Served)
+        return None
+
     def limit_output(self) -> None:
         """Keep the disk from filling with what the worker prints."""
         for output in self._outputs:
@@ -173,19 +182,26 @@ def follow(
         if len(ended) == len(ranks) or now >= over:
             break
         if now >= began + timeout_seconds:
-            return timed_out(ranks, timeout_seconds)
+            return _with_figures(timed_out(ranks, timeout_seconds), ranks)
         time.sleep(_POLL_SECONDS)
     for event in ranks[0].progress.read():
         watch(event)
     if cause and len(ended) < len(ranks):
-        return cause
+        return _with_figures(cause, ranks)
     if failed:
         first = min(failed, key=Rank.order)
         reply = first.reply()
         assert not isinstance(reply, Served | Prediction)
-        return reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number)
+        return _with_figures(reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number), ranks)
     replies = [rank.reply() for rank in ranks]
     return replies[0] if isinstance(replies[0], Prediction) else merge(replies)
+
+
+def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
+    """The reply of a case that failed, with what was measured where all of its ranks had been by then."""
+    figures = [rank.figures() for rank in ranks] if isinstance(reply, Crashed | TimedOut) else []
+    known = [one for one in figures if one is not None]
+    return msgspec.structs.replace(reply, measured=merge(known)) if known and len(known) == len(ranks) else reply
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
@@ -227,6 +243,8 @@ def _read_reply(
             return crashed(f"the worker replied, then ended {exit_text(exit_code)}")
         # The traceback last: it is what the end of a long detail should show.
         return msgspec.structs.replace(reply, detail=output + reply.detail) if isinstance(reply, Crashed) else reply
+    if killed_for_memory and last.phase in _AFTER_THE_STEPS:
+        return crashed("the kernel's OOM killer ended the worker after its timed steps")
     if killed_for_memory:
         return OutOfMemory(where="host", phase=last.phase, step=last.step, message="killed by the kernel's OOM killer")
     why = ""

@@ -222,7 +222,7 @@ class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_fi
 
 
 class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outcome"):
-    """No number: an exception, a failed check, a signal, or a reply that cannot be read."""
+    """No valid result: an exception, a failed check, a signal, or a reply that cannot be read."""
 
     sentence: str
     phase: Phase
@@ -231,6 +231,8 @@ class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outco
     """Traceback or the end of the worker's stderr."""
     exit_code: Whole | None = None
     rank: Whole | None = None
+    measured: Measurement | None = None
+    """Figures of the timed steps, where the case failed after them: they are shown, never judged or recorded."""
 
 
 class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="outcome"):
@@ -241,6 +243,8 @@ class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="ou
     step: Whole | None = None
     detail: str = ""
     """Python stacks of the worker at the end, where it could still give them."""
+    measured: Measurement | None = None
+    """As in `Crashed`."""
 
 
 Cause = Literal[

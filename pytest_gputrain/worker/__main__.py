@@ -1,11 +1,13 @@
 """``python -P -m pytest_gputrain.worker FOLDER [RANK]``: case file in, reply file out; without RANK below a torchrun agent.
 
-The folder holds ``case.json``. Its subfolder of the rank receives ``progress.jsonl``, ``reply.json`` (by atomic rename, last
-of all) and ``stacks.txt`` (Python stacks on a fatal signal, or when the parent asks for them with SIGUSR1).
+The folder holds ``case.json``. Its subfolder of the rank receives ``progress.jsonl``, ``figures.json`` (what was measured,
+before it is checked), ``reply.json`` (by atomic rename, last of all) and ``stacks.txt`` (Python stacks on a fatal signal, or
+when the parent asks for them with SIGUSR1).
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import random
@@ -17,10 +19,11 @@ import msgspec
 
 from pytest_gputrain.kernel import die_with_parent
 from pytest_gputrain.nodes import tell
-from pytest_gputrain.records import FORMAT, Crashed, Prediction, Reply, Served, Task
+from pytest_gputrain.records import FORMAT, Crashed, Measurement, Prediction, Reply, Served, Task
 from pytest_gputrain.worker.progress import Progress
 
 CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "reply.json", "stacks.txt", "rendezvous"
+FIGURES = "figures.json"
 
 
 def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: str = "") -> None:
@@ -61,7 +64,13 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         if task.target is None:
             meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
             local_rank = rank if local_rank is None else local_rank
-            reply = run(task, progress, group=Group(rank, task.processes, local_rank, meeting, task.servers))
+            group = Group(rank, task.processes, local_rank, meeting, task.servers)
+
+            def keep(figures: Measurement | Served) -> None:
+                with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case
+                    tell(folder / FIGURES, figures)
+
+            reply = run(task, progress, group=group, keep=keep)
         else:
             from pytest_gputrain.worker.dry_run.predict import predict
 

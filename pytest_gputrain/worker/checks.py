@@ -15,6 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from pytest_gputrain.units import format_bytes
+from pytest_gputrain.worker.device import Peaks
+
 _CHUNK: Final = 2**24
 
 
@@ -59,6 +62,28 @@ def check_losses(losses: Sequence[float]) -> None:
     for step, value in enumerate(losses, start=1):
         if not math.isfinite(value):
             raise CheckFailed(f"the loss of timed step {step} is {value}")
+
+
+def check_peak(peaks: Peaks, held: int) -> None:
+    """Ask whether the allocator's peak can be true.
+
+    Args:
+        held: bytes of the model's tensors on the device.
+
+    Raises:
+        CheckFailed: memory was allocated, or its peak reset, where nobody could see it.
+    """
+    if peaks.allocated is not None and peaks.allocated < held:
+        raise CheckFailed(
+            f"torch's caching allocator counted {format_bytes(peaks.allocated)} at the peak, less than the "
+            f"{format_bytes(held)} that the model itself holds on the GPU: the memory comes from another allocator; unset "
+            "PYTORCH_NO_CUDA_MEMORY_CACHING, or leave the other allocator out"
+        )
+    if peaks.reset_unseen:
+        raise CheckFailed(
+            "something resets the peak of torch's caching allocator from compiled code, so the peak may be too low; leave "
+            "that out of the step"
+        )
 
 
 def finite_losses(losses: Sequence[float], name: str, *, steps: int) -> tuple[float, ...]:

@@ -6,13 +6,18 @@ import contextlib
 import gc
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
+from unittest import mock
 
 import torch
 
 from pytest_gputrain.worker.allocations import AllocationCounter
+
+_RESETS: Final = frozenset({"_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"})
+"""Functions of ``torch._C`` that everything ends in which resets peaks by Python: ``torch.cuda.reset_peak_memory_stats``,
+``reset_max_memory_allocated``, ``torch.accelerator.reset_peak_memory_stats``, however they were imported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +28,8 @@ class Peaks:
     reserved: int | None
     used: int | None
     """In use on the whole device at this moment (context and other processes included)."""
+    reset_unseen: bool = False
+    """Whether the peaks may be too low: they were reset where `Device.keeping_peaks` could not see it."""
 
 
 class Device(Protocol):
@@ -41,6 +48,9 @@ class Device(Protocol):
     def seconds_between(self, one: Any, other: Any) -> float:
         """From one stamp to a later one, on an idle device."""
 
+    def keeping_peaks(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which peaks are kept through resets by other code: a step's own, or a library's."""
+
     def reset_peaks(self) -> None:
         """Let peaks start from what is live now."""
 
@@ -48,7 +58,7 @@ class Device(Protocol):
         """Peaks since the last reset."""
 
     def allocated_bytes(self) -> int | None:
-        """Bytes in live tensors now, None where only a counted pass could tell."""
+        """Bytes in live tensors now, None where only a counted pass could tell. Called after each step."""
 
     def counting(self) -> contextlib.AbstractContextManager[AllocationCounter | None]:
         """A context in which tensor storages are counted one by one, where no allocator does it; else an empty one."""
@@ -71,6 +81,11 @@ class Accelerator:
         self.type: Literal["cpu", "cuda", "rocm"] = "rocm" if torch.version.hip else "cuda"
         self.torch_device = torch.device("cuda", rank)
         self.threads = torch.get_num_threads()
+        self._highest: tuple[int, ...] = (0, 0)
+        """Allocated and reserved bytes since our own reset, whoever resets torch's."""
+        self._last: tuple[int, ...] = (0, 0)
+        """What torch said last, since anybody's reset."""
+        self._reset_unseen = False
         torch.cuda.set_device(self.torch_device)
         torch.cuda.init()
 
@@ -86,19 +101,46 @@ class Accelerator:
         milliseconds: float = one.elapsed_time(other)
         return milliseconds / 1000
 
+    @contextlib.contextmanager
+    def keeping_peaks(self) -> Iterator[None]:
+        def kept(reset: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any) -> Any:
+                self._keep_peaks()
+                result = reset(*args)
+                self._last = (0, 0)
+                return result
+
+            return called
+
+        with contextlib.ExitStack() as stack:
+            for name in _RESETS & set(dir(torch._C)):
+                stack.enter_context(mock.patch.object(torch._C, name, kept(getattr(torch._C, name))))
+            yield
+
     def reset_peaks(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._highest = self._last = (0, 0)
+        self._reset_unseen = False
 
     def peaks(self) -> Peaks:
+        self._keep_peaks()
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        return Peaks(
-            allocated=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved(), used=total - free
-        )
+        allocated, reserved = self._highest
+        return Peaks(allocated=allocated, reserved=reserved, used=total - free, reset_unseen=self._reset_unseen)
 
     def allocated_bytes(self) -> int | None:
-        return torch.cuda.memory_allocated()
+        self._keep_peaks()
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def _keep_peaks(self) -> None:
+        """Remember the peaks of torch's caching allocator, which whoever resets them would else take away."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        now = tuple(stats[name]["all"]["peak"] if name in stats else 0 for name in ("allocated_bytes", "reserved_bytes"))
+        self._reset_unseen |= any(peak < before for peak, before in zip(now, self._last, strict=True))
+        self._last = now
+        self._highest = tuple(map(max, self._highest, now))
 
     def counting(self) -> contextlib.AbstractContextManager[AllocationCounter | None]:
         return contextlib.nullcontext()
@@ -122,6 +164,9 @@ class Cpu:
 
     def seconds_between(self, one: float, other: float) -> float:
         return other - one
+
+    def keeping_peaks(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def reset_peaks(self) -> None:
         """Nothing keeps peaks on a CPU; `counting` does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import os
 import platform
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +23,10 @@ from pytest_gputrain.architectures import Architecture
 from pytest_gputrain.cases import versions
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
-from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, finite_losses, local
+from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import uncompiled
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
-from pytest_gputrain.worker.flops import count_flops
+from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Stamped, schedule, timed
 from pytest_gputrain.worker.own_work import OwnWork
@@ -39,7 +41,17 @@ _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS
 """How libraries tell that their workspace found no room, which happens a few MiB before torch's allocator finds none."""
 
 
-def run(task: Task, progress: Progress, builder: StepBuilder | None = None, group: Group = ALONE) -> Reply | Served:
+Keep = Callable[[Measurement | Served], None]
+"""Called with the figures as soon as the last timed step is over, so that nothing that fails afterwards loses them."""
+
+
+def run(
+    task: Task,
+    progress: Progress,
+    builder: StepBuilder | None = None,
+    group: Group = ALONE,
+    keep: Keep = lambda figures: None,
+) -> Reply | Served:
     """Train, measure and check. Whatever goes wrong becomes a reply; only signals and a broken interpreter do not return.
 
     Leaves torch's seed, its number of threads on a CPU, and a frozen heap behind: a worker ends here, others mend that.
@@ -47,20 +59,22 @@ def run(task: Task, progress: Progress, builder: StepBuilder | None = None, grou
     Args:
         builder: the user's function itself, for a run inside the pytest process.
         group: this process among those of the case.
+        keep: gets the figures before they are checked.
     """
     device: Device | None = None
     try:
         device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
         torch.manual_seed(SEED)
-        with group.joined(device.torch_device, even_alone=task.case.parallel in NEEDS_GROUP):
-            return (
-                _serve(task, progress, device, group) if group.serves else _measure(task, progress, device, builder, group)
-            )
+        even_alone = task.case.parallel in NEEDS_GROUP
+        with group.joined(device.torch_device, even_alone=even_alone), device.keeping_peaks():
+            if group.serves:
+                return _serve(task, progress, device, group, keep)
+            return _measure(task, progress, device, builder, group, keep)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
     except Exception as error:
         where = _out_of_memory(error)
-        if where is None or device is None:
+        if where is None or device is None or progress.phase == "check":  # whose steps have fitted
             return crash(error, progress)
         peaks = device.peaks()
         return OutOfMemory(
@@ -83,7 +97,9 @@ def crash(error: BaseException, progress: Progress) -> Crashed:
     )
 
 
-def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilder | None, group: Group) -> Measurement:
+def _measure(
+    task: Task, progress: Progress, device: Device, builder: StepBuilder | None, group: Group, keep: Keep
+) -> Measurement:
     case = task.case
 
     def told(step: int, seconds: float) -> bool:
@@ -136,27 +152,14 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
-    updates = training.updates
-    progress.enter("check")
-    if task.curve:
-        made = (0 if counter is None else len(counted_steps(case))) + len(warmup) + len(seconds)
-        losses = finite_losses(losses, case.model, steps=made)[: case.steps]
-    else:
-        check_losses(losses)
-    with uncompiled(case), count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
-        training.step(True)
-    moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
-    if movement is not None:
-        movement.check(moved, reached, steps=len(warmup) + len(seconds) + 1, elsewhere=training.elsewhere)
-    training.leave()
-    return Measurement(
+    figures = Measurement(
         step_seconds=tuple(seconds),
         device_step_seconds=stamped.seconds,
         warmup_seconds=tuple(warmup),
-        losses=losses,
+        losses=tuple(itertools.takewhile(math.isfinite, losses)),
         batch_size=training.samples,
         sequence_length=training.sequence_length,
-        updates=updates,
+        updates=training.updates,
         parameters=training.parameters,
         trainable_parameters=training.trainable_parameters,
         model_bytes=None if training.model is None else model_bytes(training.model),
@@ -164,11 +167,43 @@ def _measure(task: Task, progress: Progress, device: Device, builder: StepBuilde
         peak_reserved_bytes=peaks.reserved,
         device_used_bytes=peaks.used,
         peak_host_bytes=host,
-        flops_per_step=(flops.total - flops.recomputed) or None,
-        recomputed_flops_per_step=flops.recomputed if flops.total else None,
         own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
         environment=_environment(device, group),
     )
+    keep(figures)
+    progress.enter("check")
+    if counter is None and training.model is not None:
+        check_peak(peaks, model_bytes(training.model, device.torch_device))
+    if task.curve:
+        made = (0 if counter is None else len(counted_steps(case))) + len(warmup) + len(seconds)
+        losses = finite_losses(losses, case.model, steps=made)[: case.steps]
+    else:
+        check_losses(losses)
+    flops = _watched(training, case, movement, group, steps=len(warmup) + len(seconds) + 1)
+    training.leave()
+    return msgspec.structs.replace(
+        figures,
+        losses=losses,
+        flops_per_step=(flops.total - flops.recomputed) or None,
+        recomputed_flops_per_step=flops.recomputed if flops.total else None,
+    )
+
+
+def _watched(training: Trainable, case: Case, movement: Movement | None, group: Group, *, steps: int) -> FlopCount:
+    """A further step, whose operations are counted and whose gradients are checked.
+
+    Args:
+        steps: how many there are with it.
+
+    Raises:
+        CheckFailed: the model does not train.
+    """
+    with uncompiled(case), count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
+        training.step(True)
+    moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
+    if movement is not None:
+        movement.check(moved, reached, steps=steps, elsewhere=training.elsewhere)
+    return flops
 
 
 def _count(training: Trainable, case: Case, counter: AllocationCounter) -> None:
@@ -183,7 +218,7 @@ def _nobody() -> None:
     """Whom asynchronous workers meet before a step."""
 
 
-def _serve(task: Task, progress: Progress, device: Device, group: Group) -> Served:
+def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: Keep) -> Served:
     """A parameter server's life: from the first worker's tables to the last worker's leave."""
     case = task.case
     progress.enter("build")
@@ -197,17 +232,18 @@ def _serve(task: Task, progress: Progress, device: Device, group: Group) -> Serv
     gc.freeze()
     progress.enter("measure")
     server.serve()
-    host = peak_host_bytes()
-    progress.enter("check")
-    if not task.curve:
-        server.check()
-    return Served(
+    figures = Served(
         updates=server.updates,
         rows=server.rows,
         model_bytes=server.bytes,
         peak_allocated_bytes=_known(None if counter is None else counter.peak_bytes),
-        peak_host_bytes=host,
+        peak_host_bytes=peak_host_bytes(),
     )
+    keep(figures)
+    progress.enter("check")
+    if not task.curve:
+        server.check()
+    return figures
 
 
 def counted_steps(case: Case) -> list[bool]:
@@ -251,8 +287,12 @@ def _known(count: int | None) -> int:
     return count
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once."""
+def model_bytes(model: nn.Module, device: torch.device | None = None) -> int:
+    """Bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once.
+
+    Args:
+        device: only of those on it.
+    """
 
     def tensors() -> Iterable[Tensor]:
         yield from model.parameters()
@@ -263,7 +303,8 @@ def model_bytes(model: nn.Module) -> int:
                 yield from (value for value in vars(state).values() if isinstance(value, Tensor))
                 state = getattr(state, "state2", None)
 
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in map(local, tensors())}
+    found = (tensor for tensor in map(local, tensors()) if device is None or tensor.device == device)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
     return sum(storages.values())
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pytest_gputrain import Case, MiB
 from pytest_gputrain.hardware import watch
@@ -52,6 +53,30 @@ def run_out_and_keep_the_traceback(setup):
     return step
 
 
+def reset_the_peak(setup):
+    """As libraries do that show the memory of each step."""
+
+    def step():
+        torch.cuda.reset_peak_memory_stats()
+        block = torch.ones(512 * MiB, dtype=torch.uint8, device=setup.device)
+        del block
+        torch.cuda.reset_max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+
+    return step
+
+
+def fail_after_the_timed_steps(setup):
+    timed = []
+
+    def step():
+        if _get_current_dispatch_mode() is not None and timed:
+            torch.empty(1 << 50, dtype=torch.uint8, device=setup.device)
+        timed.append(1)
+
+    return step
+
+
 def do_nothing(setup):
     return lambda: None
 
@@ -65,6 +90,17 @@ def test_peaks_come_from_the_allocator(gputrain):
     assert figures.peak_allocated_bytes >= (256 + 4 * 256) * MiB
     assert figures.peak_reserved_bytes >= figures.peak_allocated_bytes
     assert figures.device_used_bytes > figures.peak_reserved_bytes
+
+
+def test_a_step_that_resets_the_peak_hides_nothing(gputrain):
+    figures = gputrain.measure(reset_the_peak, precision="fp32", steps=3)
+    assert figures.peak_allocated_bytes >= 512 * MiB
+    assert figures.peak_reserved_bytes >= 512 * MiB
+
+
+def test_memory_that_runs_out_after_the_timed_steps_loses_no_figures(gputrain):
+    with pytest.raises(pytest.fail.Exception, match=r"was measured \(.*failed afterwards \(check\): OutOfMemoryError"):
+        gputrain.measure(fail_after_the_timed_steps, precision="fp32", steps=3)
 
 
 def test_asynchronous_work_is_inside_the_step(gputrain):

@@ -1,0 +1,91 @@
+"""What fails after the timed steps: the figures are kept, the case fails, and no baseline is made of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from plugin_project import Project, failures
+
+SUITE = """
+def build(setup):
+    import os, time
+
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    weight = torch.ones(64, 64, requires_grad=True)
+    timed = []
+
+    def step():
+        if _get_current_dispatch_mode() is None:
+            timed.append(1)
+        elif timed:  # the step after them, whose operations are counted
+            {fault}
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def test_it(gputrain):
+    gputrain.check(build, precision="fp32", steps=3, warmup=1{more})
+"""
+
+FAULTS = {
+    "exception": ("raise ValueError('no luck')", "failed afterwards (check): ValueError: no luck"),
+    "memory": ("raise torch.OutOfMemoryError('CUDA: full')", "failed afterwards (check): OutOfMemoryError: CUDA: full"),
+    "exit": ("os._exit(3)", "failed afterwards (check): the worker ended with exit code 3 without a reply"),
+    "hang": ("time.sleep(600)", "was ended after 20.0 s (check)"),
+}
+
+
+def reply_of(project: Project) -> dict[str, Any]:
+    (result,) = project.report()["results"]
+    (reply,) = result["replies"]
+    found: dict[str, Any] = reply
+    return found
+
+
+@pytest.mark.parametrize(("fault", "sentence"), FAULTS.values(), ids=FAULTS)
+def test_figures_are_kept_and_the_case_fails(project: Project, fault: str, sentence: str) -> None:
+    project.write(test_mine=SUITE.format(fault=fault, more=""))
+    result = project.run("--gpu-json=report.json", "--gpu-timeout=20s")
+    result.assert_outcomes(failed=1)
+    (told,) = failures(result).values()
+    assert told.startswith("build-fp32 was measured (")
+    assert sentence in told
+    reply = reply_of(project)
+    assert reply["outcome"] in ("crashed", "timed_out")
+    assert len(reply["measured"]["step_seconds"]) == 3
+    assert reply["measured"]["peak_allocated_bytes"] >= 64 * 64 * 4
+    assert reply["measured"]["flops_per_step"] is None
+    assert project.report()["results"][0]["verdict"]["status"] == "failed"
+
+
+def test_figures_of_an_inline_case_are_kept(project: Project) -> None:
+    project.write(test_mine=SUITE.format(fault=FAULTS["exception"][0], more=", inline=True"))
+    project.run("--gpu-json=report.json").assert_outcomes(failed=1)
+    assert len(reply_of(project)["measured"]["step_seconds"]) == 3
+
+
+def test_figures_of_a_failed_check_are_kept(project: Project) -> None:
+    suite = SUITE.format(fault="pass", more="")
+    project.write(test_mine=suite.replace("return loss.detach()", "return loss.detach() / 0 * 0"))
+    result = project.run("--gpu-json=report.json")
+    (told,) = failures(result).values()
+    assert "failed afterwards (check): the loss of timed step 1 is nan" in told
+    assert reply_of(project)["measured"]["losses"] == []
+
+
+def test_an_update_refuses_them(project: Project) -> None:
+    sound = SUITE.format(fault="pass", more="")
+    project.write(test_mine=sound)
+    project.run("--gpu-baseline-update").assert_outcomes(passed=1)
+    path = next(project.path.glob("baselines/cpu/mine.json"))
+    before = path.read_text()
+    project.write(test_mine=SUITE.format(fault=FAULTS["memory"][0], more=""))
+    project.run("--gpu-baseline-update").assert_outcomes(failed=1)
+    assert json.loads(path.read_text()) == json.loads(before)
