@@ -79,7 +79,7 @@ def pytest_configure(config):
     gpus = tuple(Gpu(**gpu) for gpu in json.loads((HERE / "gpus.json").read_text()))
     asked = {}
 
-    def in_process(task, *, gpus, timeout_seconds, watch=None, preloaded=None, cluster=None):
+    def in_process(task, *, gpus, timeout_seconds, watch=None, preloaded=None, cluster=None, environ=None):
         name = str(task.case)
         launched = {
             "id": name,
@@ -91,6 +91,7 @@ def pytest_configure(config):
             "steps": task.case.steps,
             "warmup": task.case.warmup,
             "timeout_seconds": timeout_seconds,
+            "variables": task.variables,
         }
         with open(HERE / "launches.jsonl", "a") as log:
             log.write(json.dumps(launched) + "\\n")
