@@ -56,6 +56,7 @@ import pytest
 from pytest_gputrain import here, launch
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu, Occupancy
+from pytest_gputrain.launch.environment import worker_environment
 from pytest_gputrain.records import Holder, Reply
 
 HERE = Path(__file__).parent
@@ -92,6 +93,7 @@ def pytest_configure(config):
             "warmup": task.case.warmup,
             "timeout_seconds": timeout_seconds,
             "variables": task.variables,
+            "flag": worker_environment(task, gpus, environ).get("FLAG"),
         }
         with open(HERE / "launches.jsonl", "a") as log:
             log.write(json.dumps(launched) + "\\n")

@@ -240,6 +240,33 @@ def test_one_worker_alone_has_the_environment_of_the_case(h100: Project) -> None
     assert variables(h100) == [{"FLAG": "1"}] * 2
 
 
+def test_cases_that_a_test_in_doubt_looks_at_have_the_environment_of_the_session(h100: Project) -> None:
+    h100.write(
+        test_many="""
+        import pytest
+        from pytest_gputrain import Case, grid
+
+        CASES = grid(Case(model="gemma-7b", method="lora", sequence_length=512), batch_size=range(1, 13))
+
+
+        @pytest.mark.parametrize("case", CASES, ids=str)
+        def test_it(gputrain, monkeypatch, case):
+            if case.batch_size == 1:
+                monkeypatch.setenv("FLAG", "1")
+            gputrain.check(case)
+        """
+    )
+    h100.run("--gpu-baseline-update", "--gpu-runs=3").assert_outcomes(passed=12)
+    before = len(h100.launches)
+    doubtful = "gemma-7b-lora-bf16-batch_size=1"
+    h100.answer(recorded(device_name=H100, slower=1.2), to=doubtful)
+    h100.run().assert_outcomes(passed=11, failed=1)
+    of_doubtful = [launched["flag"] for launched in h100.launches[before:] if launched["id"] == doubtful]
+    of_others = [launched["flag"] for launched in h100.launches[before:] if launched["id"] != doubtful]
+    assert (of_doubtful, of_others) == (["1"] * 3, [None] * 11)
+    assert h100.launches[before + 1]["id"] != doubtful, "it looked at others at once"
+
+
 def test_a_variable_that_is_no_text_is_told(h100: Project) -> None:
     h100.write(test_two=two('monkeypatch.setenv("FLAG", "\\udcff")'))
     sentence = failures(h100.run())[f"test_changed[{GEMMA}]"]
@@ -275,9 +302,9 @@ def test_a_report_to_compare_with_has_the_figures_of_each_environment(h100: Proj
 
 def test_the_history_has_the_case_in_the_environment_of_the_session(h100: Project) -> None:
     h100.answer(recorded(device_name=H100), recorded(device_name=H100, bigger=10 << 30))
-    for arguments in ([], ["-k", "changed"]):
-        h100.write(test_two=two().replace("def test_plain", "def test_a_plain"))
-        h100.run("--gpu-history=history.jsonl", *arguments)
+    h100.write(test_two=two())
+    for tests in (["plain", "changed"], ["changed"]):
+        h100.run("--gpu-history=history.jsonl", *(f"test_two.py::test_{name}" for name in tests))
     lines = [json.loads(line) for line in (h100.path / "history.jsonl").read_text().splitlines()]
     assert [line["changed_variables"] for line in lines] == [None, "FLAG"]
 
