@@ -90,7 +90,10 @@ def explain(results: Sequence[Result]) -> list[str]:
     changed: list[str] = []
     apart: list[str] = []
     slowed: list[str] = []
+    uncompiled: dict[str, None] = {}
     for result in results:
+        if any(isinstance(reply, Measurement) and reply.uncompiled for reply in result.replies):
+            uncompiled[str(result.case)] = None
         if result.verdict:
             doubts[result.verdict.status].append(result.verdict.sentence)
         for metric in result.verdict.metrics if result.verdict else ():
@@ -110,6 +113,12 @@ def explain(results: Sequence[Result]) -> list[str]:
         if (found := doubts[status])
     ]
     lines += _environments(results)
+    if uncompiled:
+        first = f"{next(iter(uncompiled))}{_and_more(list(uncompiled))}"
+        lines.append(
+            f"{_cases(len(uncompiled))} not compiled: {first} uses torch.compile, which has no effect on a CPU, where "
+            "tensors are counted; what it changes, a GPU shows"
+        )
     lines += predictions.explain(results)
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
     noted = [*changed, *apart, *slowed]
