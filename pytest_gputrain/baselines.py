@@ -193,16 +193,20 @@ class ReportStore:
         report = read_report(path)
         self.path = path
         self._suites: dict[str, dict[str, Baseline]] = {}
-        for result in report.results:
+        self._variants: dict[tuple[str, str, str], Baseline] = {}
+        for result in sorted(report.results, key=lambda one: not one.variables):  # the case in its own environment counts
             if result.search is not None or result.loss_curves:
                 continue  # of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
                 self._suites.setdefault(result.suite, {})[result.key] = baseline
+                self._variants[result.suite, result.key, result.variables_digest] = baseline
 
-    def get(self, device: str, suite: str, key: str) -> Baseline | None:
-        """The case's figures in the report, whatever device they are of: the judge tells what can be compared."""
-        return self.suite(device, suite).get(key)
+    def get(self, device: str, suite: str, key: str, variables_digest: str = "") -> Baseline | None:
+        """The case's figures in the report, whatever device they are of: the judge tells what can be compared.
+
+        Those that a test measured with the same changed variables come first."""
+        return self._variants.get((suite, key, variables_digest)) or self.suite(device, suite).get(key)
 
     def suite(self, device: str, suite: str) -> Mapping[str, Baseline]:
         return self._suites.get(suite, {})
@@ -223,7 +227,7 @@ def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Base
         else _baseline_run(reply, date=date, session=session, commit=commit)
         for reply, origin in itertools.zip_longest(result.replies, earlier)
     )
-    known = tuple(run for run in runs if run is not None)
+    known = tuple(msgspec.structs.replace(run, variables=result.variables) for run in runs if run is not None)
     # How many steps were run and what the case is declared for may change without the figures meaning something else.
     return Baseline(device=result.device, case=Case(**result.case.identity()), scale=result.scale, runs=known)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,11 +35,18 @@ class Here:
 
     Args:
         preloaded: where a case's processes are forked from; fresh interpreters without it.
+        environ: variables of a case's processes, with those that its task changes; by default those of this one.
     """
 
-    def __init__(self, conditions: Conditions, preloaded: launch.Preloaded | None = None) -> None:
+    def __init__(
+        self,
+        conditions: Conditions,
+        preloaded: launch.Preloaded | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self._conditions = conditions
         self._preloaded = preloaded
+        self._environ = environ
         self._machine: Machine | None = None
 
     @property
@@ -84,10 +91,22 @@ class Here:
                 elif nodes > 1:
                     shared, rendezvous = Path(self._conditions.shared), self._conditions.rendezvous
                     cluster = launch.Cluster(nodes=nodes, shared=shared, rendezvous=rendezvous)
-                    reply = launch.on_nodes(task, gpus=gpus, timeout_seconds=timeout_seconds, cluster=cluster, watch=noted)
+                    reply = launch.on_nodes(
+                        task,
+                        gpus=gpus,
+                        timeout_seconds=timeout_seconds,
+                        cluster=cluster,
+                        watch=noted,
+                        environ=self._environ,
+                    )
                 else:
                     reply = launch.in_process(
-                        task, gpus=gpus, timeout_seconds=timeout_seconds, watch=noted, preloaded=self._preloaded
+                        task,
+                        gpus=gpus,
+                        timeout_seconds=timeout_seconds,
+                        watch=noted,
+                        preloaded=self._preloaded,
+                        environ=self._environ,
                     )
             return self._with_hardware(reply, gpus[0], between, before, watched) if gpus else reply
 

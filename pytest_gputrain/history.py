@@ -121,6 +121,7 @@ def _line_of(result: Result, session: Session) -> HistoryLine:
         version_gputrain=_own_version(),
         **{f"version_{name}": packages.get(name) for name in LIBRARIES},  # type: ignore[arg-type]
         **_knobs(result),
+        changed_variables=",".join(result.variables) or None,
         outcome=outcome,
         verdict=verdict.status if verdict else None,
         sentence=sentence,

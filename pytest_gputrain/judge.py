@@ -67,6 +67,8 @@ class Circumstances:
     """See `pytest_gputrain.stats.suite_prior`."""
     shift: float = 0.0
     """See `pytest_gputrain.stats.suite_shift`."""
+    variables: tuple[str, ...] = ()
+    """Names of the environment variables that the test has changed."""
 
 
 class Judgement(NamedTuple):
@@ -112,7 +114,7 @@ def judge(
         sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {foreign}; {_RECORD}"
         return Judgement(Verdict(status="not-comparable", sentence=sentence))
     if out:
-        return _out_of_memory(case, out, len(replies), baseline, baseline_fits, circumstances.most)
+        return _out_of_memory(case, out, len(replies), baseline, baseline_fits, circumstances)
     if not baseline_fits:
         sentence = f"{case} fits in memory now; its baseline of {dates(baseline)} did not; {_RECORD}"
         return Judgement(Verdict(status="improved", sentence=sentence))
@@ -127,7 +129,7 @@ def judge(
     elif here_scales := efficiencies(case, measured):
         known = efficiencies(case, fitted)
         found.append(_scaling(here_scales, known, measured, fitted, tolerance, circumstances))
-    verdict = _conclude(case, tuple(one.metric for one in found), measured, baseline, fitted, tolerance)
+    verdict = _conclude(case, tuple(one.metric for one in found), measured, baseline, fitted, tolerance, circumstances)
     return Judgement(verdict, all(one.settled for one in found), found[0].first)
 
 
@@ -159,7 +161,7 @@ def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
 
 
 def _out_of_memory(
-    case: Case, out: Sequence[OutOfMemory], runs: int, baseline: Baseline, baseline_fits: bool, most: int
+    case: Case, out: Sequence[OutOfMemory], runs: int, baseline: Baseline, baseline_fits: bool, given: Circumstances
 ) -> Judgement:
     what = f"{case} {describe_failure(out[0])}"
     if not baseline_fits:
@@ -173,11 +175,11 @@ def _out_of_memory(
         sentence = f"{what}; {others}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
         return Judgement(Verdict(status="inconclusive", sentence=sentence))
     some = f" in {len(out)} of {runs} runs" if runs > 1 else ""
-    decided = runs_out(len(out), runs, most)
+    decided = runs_out(len(out), runs, given.most)
     status: Status = "inconclusive" if decided is False else "regressed"
     sentence = (
         f"{what}{some}; its baseline of {dates(baseline)} fitted with {format_bytes(peak)} allocated; "
-        f"{changes(out[0].environment, baseline.runs)}"
+        f"{changes(out[0].environment, baseline.runs, given.variables)}"
     )
     metric = MetricVerdict(metric="peak_allocated_bytes", status=status, baseline=peak)
     return Judgement(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
@@ -352,6 +354,7 @@ def _conclude(
     baseline: Baseline,
     fitted: Sequence[BaselineRun],
     tolerance: Tolerance,
+    given: Circumstances,
 ) -> Verdict:
     measures = [metric for metric in metrics if metric.metric != "flops_per_step"]
     if all(metric.status == "not-comparable" for metric in measures):
@@ -367,7 +370,8 @@ def _conclude(
 
     if worse := told("regressed"):
         told_flops = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
-        since = [changes(measured[0].environment, fitted), *counters(measured[0], fitted, flops=not told_flops)]
+        since = [changes(measured[0].environment, fitted, given.variables)]
+        since += counters(measured[0], fitted, flops=not told_flops)
         since += filter(None, [slowed_down(measured)])
         sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)

@@ -92,7 +92,7 @@ def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
 def leave(config: Any, result: Result) -> None:
     """On a worker of xdist: leave the latest of a case to the controller."""
     left = config.workeroutput.setdefault(_OUTPUT, {})
-    left[f"{result.nodeid} {result.key}"] = msgspec.json.encode(result).decode()
+    left[f"{result.nodeid} {result.key} {result.variables_digest}"] = msgspec.json.encode(result).decode()
 
 
 def left_by(node: Any) -> Iterator[Result]:

@@ -55,7 +55,8 @@ class Bench:
         self._resumption = resumption
         self.watch: Watch = lambda case, event, run: None
         self.preloaded = launch.Preloaded() if settings.isolation == "auto" else None
-        self._here = Here(conditions_of(settings), self.preloaded)
+        self.environment = launch.SessionEnvironment()
+        self._here = Here(conditions_of(settings), self.preloaded, self.environment.began)
         self.ahead: Callable[[], Iterable[Foreseen]] = tuple
         """What tests will ask for, for a fleet, which begins with all of it."""
         self.foresee: Callable[[Task, Sequence[Reply], Host], Iterable[Foreseen]] = lambda task, replies, host: ()
@@ -113,8 +114,15 @@ class Bench:
         steps, warmup = self.settings.steps, self.settings.warmup
         return case.replace(steps=case.steps if steps is None else steps, warmup=case.warmup if warmup is None else warmup)
 
-    def task(self, case: Case, module: str) -> Task:
-        return Task(
+    def task(self, case: Case, module: str, *, inline: bool = False, foreseen: bool = False) -> Task:
+        """
+        Args:
+            foreseen: no test has asked for it yet.
+
+        Raises:
+            BadCase: as `in_environment`.
+        """
+        task = Task(
             case=case,
             scale=self.scale(),
             device_type=self.host.device_type,
@@ -124,6 +132,25 @@ class Bench:
             module=module,
             import_paths=tuple(path for path in sys.path if path),
         )
+        return self.in_environment(task, inline=inline, foreseen=foreseen)
+
+    def in_environment(self, task: Task, *, inline: bool = False, foreseen: bool = False) -> Task:
+        """The task with what its test has changed in the environment.
+
+        Raises:
+            BadCase: a variable is no text, which is how it travels.
+        """
+        variables = self.environment.changes(task, inline=inline, foreseen=foreseen)
+        for name, value in variables.items():
+            try:
+                f"{name}{value}".encode()
+            except UnicodeEncodeError:
+                told = name.encode(errors="backslashreplace").decode()
+                raise BadCase(
+                    f"{task.case} was not measured: its test sets the environment variable {told}, which is not UTF-8; set "
+                    "it before pytest starts"
+                ) from None
+        return msgspec.structs.replace(task, variables=variables)
 
     def measure(
         self, task: Task, inline: bool, builder: Any, runs: int, before: tuple[Reply, ...] = ()
@@ -208,6 +235,6 @@ class Bench:
 
 
 def identity_of(task: Task, inline: bool = False) -> bytes:
-    """What tells a task from those that measure something else."""
+    """What tells a task from those that measure something else, or in another environment."""
     case = task.case
-    return msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, inline))
+    return msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, inline))

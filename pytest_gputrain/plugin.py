@@ -224,11 +224,13 @@ class GpuTrainPlugin:
                 suite = suite_of(item.path)
                 terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
                 expected += [Expected(suite, case, markers, expression, terms) for case in _cases_of(item)]
-        self.runner.expected = expected
+        self.runner.expect(expected)
         if self.book is not None:  # a worker of xdist submits what it runs
             self.runner.look_ahead()
 
+    @pytest.hookimpl(trylast=True)  # what other plugins set when they begin, no test has changed
     def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.runner.bench.environment.begin()
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         if self.book is None or terminal is None or not terminal.isatty:

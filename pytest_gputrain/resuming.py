@@ -62,7 +62,7 @@ class Resumption:
         self._found: defaultdict[bytes, list[Taken]] = defaultdict(list)
         for result in report.results:
             if result.search is None and not result.loss_curves and (taken := _taken(result, report)).replies:
-                self._found[_key(result.case, result.scale, result.inline)].append(taken)
+                self._found[_key(result.case, result.scale, result.inline, result.variables_digest)].append(taken)
 
     @classmethod
     def read(cls, path: Path, settings: Settings) -> Resumption:
@@ -86,7 +86,7 @@ class Resumption:
         """
         fitting = [
             taken
-            for taken in self._found.get(_key(task.case, task.scale, inline), ())
+            for taken in self._found.get(_key(task.case, task.scale, inline, task.variables_digest), ())
             if taken.host is not None
             and taken.host.platform == host.platform
             and (taken.host.device == host.device or not host.name)
@@ -96,16 +96,20 @@ class Resumption:
 
     def beyond(self, results: Iterable[Result]) -> Iterator[Result]:
         """What the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses nothing."""
-        there = {(result.nodeid, result.key, result.device) for result in results}
+        there = {_place(result) for result in results}
         for result in self.report.results:
             taken = _taken(result, self.report)
-            if taken.replies and (result.nodeid, result.key, result.device) not in there:
+            if taken.replies and _place(result) not in there:
                 replies = result.replies[: len(taken.replies)]
                 yield msgspec.structs.replace(result, replies=replies, verdict=None, to_come=0, resumed=taken.origins)
 
 
-def _key(case: Case, scale: Scale, inline: bool) -> bytes:
-    return msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline))
+def _key(case: Case, scale: Scale, inline: bool, variables_digest: str) -> bytes:
+    return msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline, variables_digest))
+
+
+def _place(result: Result) -> tuple[str, str, str, str]:
+    return result.nodeid, result.key, result.device, result.variables_digest
 
 
 def _shape(environment: Environment) -> tuple[int, int]:

@@ -66,7 +66,12 @@ class Runner:
         self._keys: dict[tuple[str, str], Case] = {}
         self._suites = Suites()
         self.rounds = Rounds(self.bench)
-        self.expected: Sequence[Expected] = ()
+        self._expected: Sequence[Expected] = ()
+
+    def expect(self, cases: Sequence[Expected]) -> None:
+        """Take notice of what the tests that were collected are parametrized with."""
+        self._expected = cases
+        self.bench.environment.collected()
 
     def declare(self, suite: str, case: Case) -> Case:
         """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
@@ -163,7 +168,7 @@ class Runner:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
         if inline and case.parallel != "single":
             raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
-        task = self.bench.task(case, module)
+        task = self.bench.task(case, module, inline=inline)
         # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
         host = self.bench.host if self.is_study else self.bench.place(task, inline)
         # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
@@ -203,6 +208,8 @@ class Runner:
             replies=replies,
             resumed=self.bench.taken(bar.task, asked.inline, asked.builder).origins,
             inline=asked.inline,
+            variables=tuple(bar.task.variables),
+            variables_digest=bar.task.variables_digest,
             summary=summarise(case, host.platform, replies),
             verdict=with_limits(case, verdict, limits),
             published=row,
@@ -265,7 +272,7 @@ class Runner:
             return
         others = [
             expected
-            for expected in self.expected
+            for expected in self._expected
             if not self._suites.knows(expected.suite, key_of(expected.case, self.bench.scale()))
         ]
         if self._suites.lacking > len(others) or self.settings.isolation == "inline":
@@ -288,7 +295,7 @@ class Runner:
 
         @functools.cache  # found out when the first case runs: collecting needs none of it
         def foresight() -> Foresight:
-            return Foresight(self.standards, self.claims(self.expected), self.bench.host)
+            return Foresight(self.standards, self.claims(self._expected), self.bench.host)
 
         self.bench.ahead = lambda: foresight().first()
         self.bench.foresee = lambda task, replies, host: foresight().further(task, replies, host)
@@ -298,7 +305,7 @@ class Runner:
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
                 self.check_selection(case, set(markers), expression)
-                yield Claim(suite, self.bench.task(self.bench.with_steps(case), ""), terms)
+                yield Claim(suite, self.bench.task(self.bench.with_steps(case), "", foreseen=True), terms)
 
     def is_strict(self, device: str) -> bool:
         """Whether a case without a comparable baseline fails that ran on ``device``."""

@@ -112,8 +112,12 @@ def counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: boo
         yield f"one worker alone {format_seconds(alone_before)} -> {format_seconds(alone)}"
 
 
-def changes(here: Environment | None, runs: Sequence[BaselineRun]) -> str:
-    """What differs between the baseline's latest environment and this one."""
+def changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Sequence[str] = ()) -> str:
+    """What differs between the baseline's latest environment and this one.
+
+    Args:
+        variables: names of the environment variables that the test has changed.
+    """
     if here is None or not runs:
         return "environment unknown"
     there = runs[-1].environment
@@ -133,6 +137,9 @@ def changes(here: Environment | None, runs: Sequence[BaselineRun]) -> str:
                 changes.append(f"power limit {before:.0f} W -> {after:.0f} W")
         elif before != after:
             changes.append(f"{name.replace('_', ' ')} {before} -> {after}")
+    recorded = runs[-1].variables
+    changes += [f"{name} changed by this test" for name in variables if name not in recorded]
+    changes += [f"{name} not changed by this test" for name in recorded if name not in variables]
     return f"since then: {', '.join(changes)}" if changes else "same environment"
 
 

@@ -66,7 +66,7 @@ class Standards:
             BadCase: the baseline cannot be read.
         """
         key = key_of(task.case, task.scale)
-        baseline, hint = self._baseline(suite, key, host) if judged and self._published is None else (None, "")
+        baseline, hint = self._baseline(suite, key, task, host) if judged and self._published is None else (None, "")
         records = judged and self._records(baseline)
         return Bar(
             suite=suite,
@@ -117,7 +117,7 @@ class Standards:
         device, prior = bar.host.device, PRIOR_SD
         if bar.baseline is not None:  # a case without one must not stand for a suite without any
             prior = suites.prior(device, bar.suite, (self._report or self._store).suite(device, bar.suite))
-        circumstances = Circumstances(most=most, prior=prior, shift=suites.shift)
+        circumstances = Circumstances(most=most, prior=prior, shift=suites.shift, variables=tuple(bar.task.variables))
         tolerance = self.tolerance(bar.terms)
         return judge(bar.task.case, replies, bar.baseline, tolerance, bar.hint, no_scaling, circumstances)
 
@@ -164,7 +164,7 @@ class Standards:
             return False  # Strictness by itself is for figures that somebody forgot to record; nobody records these.
         return in_ci() and (self._report is not None or self._store.has_device(device))
 
-    def _baseline(self, suite: str, key: str, host: Host) -> tuple[Baseline | None, str]:
+    def _baseline(self, suite: str, key: str, task: Task, host: Host) -> tuple[Baseline | None, str]:
         """The case's baseline, and for a missing one what else there is.
 
         Raises:
@@ -172,7 +172,7 @@ class Standards:
         """
         device, folder = host.device, self._store.folder
         if self._report is not None:
-            return self._report.get(device, suite, key), f"not in {self._report.path.name}"
+            return self._report.get(device, suite, key, task.variables_digest), f"not in {self._report.path.name}"
         if self._settings.baseline_dir_named and self._settings.baseline_update == "no" and not folder.is_dir():
             # Mistyped, it would make every case new, which passes unless strict.
             raise BadCase(f"the baseline folder {folder} does not exist; --gpu-baseline-update makes it")

@@ -119,9 +119,12 @@ def verdict_of(
 
 
 def by_case(report: Report) -> dict[_Key, Result]:
-    """The first result of each case: another test may have measured it again, or asked for its figures."""
+    """The first result of each case: another test may have measured it again, or asked for its figures.
+
+    A test that has changed nothing in the environment comes before one that has.
+    """
     found: dict[_Key, Result] = {}
-    for result in report.results:
+    for result in sorted(report.results, key=lambda one: bool(one.variables)):
         if result.search is None and not result.loss_curves:
             found.setdefault((result.suite, result.key), result)
     return found

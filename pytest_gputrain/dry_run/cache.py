@@ -71,6 +71,7 @@ class Cache:
             (task.scale, task.processes, task.servers, task.target),
             {name: (version, _files(name)) for name, version in library_versions(task.case).items()},
             {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_LIBRARIES)},
+            task.variables,
             platform.python_version(),
             _own_code(),
         )

@@ -100,14 +100,15 @@ class DryRunner(Runner):
         except BaselineError as error:
             raise BadCase(str(error)) from None
         self.refuse_namesake(suite, case, known.case if known else None)
-        reply = self._predict(case, module)
+        task = self._task(case, module)
+        reply = self._predict(task)
         prediction = reply if isinstance(reply, Prediction) else None
         failed = () if isinstance(reply, Prediction) else (reply,)
         verdict, helps = None, ""
         if judged and failed:
             verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(failed[0], 'prediction')}")
         elif judged and prediction is not None:
-            verdict, helps = self._judged(case, prediction, known, module, self.standards.tolerance(terms).memory)
+            verdict, helps = self._judged(task, prediction, known, self.standards.tolerance(terms).memory)
         if prediction is not None:
             verdict = with_limits(case, verdict, foretold(terms.caps, case, prediction, scale=self.scale()))
         return Result(
@@ -119,6 +120,8 @@ class DryRunner(Runner):
             platform=self._platform,
             device=f"{FOLDER}/{self._platform}",
             replies=failed,
+            variables=tuple(task.variables),
+            variables_digest=task.variables_digest,
             prediction=prediction,
             remedy=helps,
             verdict=verdict,
@@ -135,9 +138,10 @@ class DryRunner(Runner):
         return "tiny" if self._platform == catalog.CPU else "full"
 
     def _judged(
-        self, case: Case, prediction: Prediction, known: Recorded | None, module: str, tolerance: MemoryTolerance
+        self, task: Task, prediction: Prediction, known: Recorded | None, tolerance: MemoryTolerance
     ) -> tuple[Verdict, str]:
         """The verdict, and what helps where it is that the case does not fit."""
+        case = task.case
         verdict = judge(case, prediction, known, tolerance, self._title)
         if self.settings.baseline_update == "all" or (self.settings.baseline_update == "new-only" and known is None):
             unfit = "" if prediction.fits is not False else f", which does not fit {self._title},"
@@ -148,15 +152,14 @@ class DryRunner(Runner):
             return verdict, ""
 
         def predict(changed: Case) -> Prediction | None:
-            reply = self._predict(changed, module)
+            reply = self._predict(self._task(changed, task.module))
             return reply if isinstance(reply, Prediction) else None
 
         helps = remedy(case, prediction, predict)
         return msgspec.structs.replace(verdict, sentence=f"{verdict.sentence}; {helps}"), helps
 
-    def _predict(self, case: Case, module: str) -> Prediction | Failure:
-        task = self._task(case, module)
-        identity = msgspec.json.encode((case.identity(), task.scale, task.processes, task.servers))
+    def _predict(self, task: Task) -> Prediction | Failure:
+        identity = msgspec.json.encode((task.case.identity(), task.scale, task.processes, task.servers, task.variables))
         if identity not in self._predictions:
             known = self._cache.get(task)
             reply = self._launched(task) if known is None else known
@@ -172,7 +175,11 @@ class DryRunner(Runner):
         try:
             with lease_cores(1):
                 return launch.predict(
-                    task, timeout_seconds=self.settings.timeout_seconds, watch=watch, preloaded=self.bench.preloaded
+                    task,
+                    timeout_seconds=self.settings.timeout_seconds,
+                    watch=watch,
+                    preloaded=self.bench.preloaded,
+                    environ=self.bench.environment.began,
                 )
         except OSError as error:
             raise BadCase(refused(task.case, error)) from None
@@ -180,7 +187,7 @@ class DryRunner(Runner):
     def _task(self, case: Case, module: str) -> Task:
         on_gpus = self._platform != catalog.CPU
         most = max(case.gpus, case.servers) if on_gpus else self.settings.processes
-        return Task(
+        task = Task(
             case=case,
             scale=self.scale(),
             device_type="cpu",
@@ -191,3 +198,4 @@ class DryRunner(Runner):
             import_paths=tuple(path for path in sys.path if path),
             target=self._target,
         )
+        return self.bench.in_environment(task)

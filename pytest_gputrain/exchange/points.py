@@ -44,16 +44,16 @@ class Point:
 
 
 def latest(results: Sequence[Result]) -> Sequence[Result]:
-    """Each case of each device once: the last that was judged, else the last that was measured."""
-    found: dict[tuple[str, str, str], int] = {}
-    judged = set()
+    """Each case of each device once: the last that was judged, else the last that was measured.
+
+    Those whose test had changed something in the environment come after all others.
+    """
+    found: dict[tuple[str, str, str], tuple[bool, bool, int]] = {}
     for index, result in enumerate(results):
         place = (result.device, result.suite, result.key)
-        if result.verdict is not None or place not in judged:
-            found[place] = index
-        if result.verdict is not None:
-            judged.add(place)
-    return Picked(results, list(found.values()))
+        rank = (not result.variables, result.verdict is not None, index)
+        found[place] = max(found.get(place, rank), rank)
+    return Picked(results, [index for _, _, index in found.values()])
 
 
 def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:

@@ -7,7 +7,7 @@ several nodes is started by torchrun's agents, one a node (`on_nodes`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ import msgspec
 
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.interrupts import undisturbed
-from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
+from pytest_gputrain.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import CASE_FOLDER, Process, start
 from pytest_gputrain.launch.ranks import Rank, folder_of, follow
 from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Crashed, Event, Lost, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
 
-__all__ = ["Cluster", "Preloaded", "Watch", "in_process", "inline", "on_nodes", "predict"]
+__all__ = ["Cluster", "Preloaded", "SessionEnvironment", "Watch", "in_process", "inline", "on_nodes", "predict"]
 
 Watch = Callable[[Event], None]
 
@@ -34,6 +34,7 @@ def in_process(
     timeout_seconds: float,
     watch: Watch = lambda event: None,
     preloaded: Preloaded | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Reply:
     """Run ``task`` in processes of its own, one a rank.
 
@@ -42,34 +43,45 @@ def in_process(
         timeout_seconds: the processes and their children are killed after this time.
         watch: called with every progress event of the first rank, on this thread.
         preloaded: where the processes are forked from; fresh interpreters without it.
+        environ: variables of the processes, with those that the task changes; by default those of this one.
     """
-    reply = _launched(task, gpus, timeout_seconds, watch, preloaded)
+    reply = _launched(task, gpus, timeout_seconds, watch, preloaded, environ)
     assert not isinstance(reply, Prediction), "nobody asked for one"
     return reply
 
 
 def predict(
-    task: Task, *, timeout_seconds: float, watch: Watch = lambda event: None, preloaded: Preloaded | None = None
+    task: Task,
+    *,
+    timeout_seconds: float,
+    watch: Watch = lambda event: None,
+    preloaded: Preloaded | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Prediction | OutOfMemory | Crashed | TimedOut:
     """Run ``task``, which names a target, on fake tensors in a process of its own: it may abort, and it patches libraries.
 
     Args:
-        timeout_seconds, watch, preloaded: as in `in_process`.
+        timeout_seconds, watch, preloaded, environ: as in `in_process`.
 
     Returns:
         The prediction; another reply where there is none.
     """
     assert task.target is not None, "a prediction is for a device"
-    reply = _launched(task, (), timeout_seconds, watch, preloaded)
+    reply = _launched(task, (), timeout_seconds, watch, preloaded, environ)
     assert not isinstance(reply, Measurement | Lost), "nothing was trained, and not by a fleet"
     return reply
 
 
 def _launched(
-    task: Task, gpus: Sequence[Gpu], timeout_seconds: float, watch: Watch, preloaded: Preloaded | None
+    task: Task,
+    gpus: Sequence[Gpu],
+    timeout_seconds: float,
+    watch: Watch,
+    preloaded: Preloaded | None,
+    environ: Mapping[str, str] | None,
 ) -> Prediction | Reply:
     refuse_recursion()
-    environment = worker_environment(task, gpus)
+    environment = worker_environment(task, gpus, environ)
 
     def process(folder: Path, rank: int) -> Process:
         forked = preloaded.fork(task, folder, rank, environment, timeout_seconds) if preloaded else None

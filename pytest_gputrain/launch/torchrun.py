@@ -78,6 +78,7 @@ def on_nodes(
     timeout_seconds: float,
     cluster: Cluster,
     watch: Callable[[Event], None] = lambda event: None,
+    environ: Mapping[str, str] | None = None,
 ) -> Reply:
     """Run ``task`` with its processes spread over several nodes.
 
@@ -85,13 +86,15 @@ def on_nodes(
         gpus: of this node, the only ones that its processes will see; none hides them all.
         timeout_seconds: the processes and their children are killed after this time.
         watch: called with every progress event of the first rank, on this thread.
+        environ: variables of the processes that this node starts, with those that the task changes; by default those of
+            this one.
     """
     refuse_recursion()
     nodes = Nodes(count=cluster.nodes, processes=task.processes, join_seconds=min(JOIN_SECONDS, timeout_seconds / 2))
     cluster.shared.mkdir(parents=True, exist_ok=True)
     with (
         folder_of(task, cluster.shared) as folder,
-        _agents(folder, nodes, cluster, worker_environment(task, gpus)) as agents,
+        _agents(folder, nodes, cluster, worker_environment(task, gpus, environ)) as agents,
     ):
         ranks = [Rank(number, folder, agents.rank) for number in range(task.processes)]
         agents.start()

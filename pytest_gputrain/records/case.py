@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Final, Literal
 
 import msgspec
@@ -138,3 +139,10 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
     target: Target | None = None
     """The device to predict for on fake tensors, instead of training."""
+    variables: dict[str, str | None] = {}
+    """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
+
+    @property
+    def variables_digest(self) -> str:
+        """Tells changed variables from others by their values; empty where none has changed."""
+        return hashlib.sha256(msgspec.json.encode(self.variables)).hexdigest()[:12] if self.variables else ""

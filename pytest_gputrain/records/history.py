@@ -106,6 +106,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     steps: Whole
     warmup: Whole
     code: str
+    changed_variables: str | None
+    """Names of the environment variables that the test had changed, with commas between them; null for none."""
     outcome: Literal["measured", "predicted", "out_of_memory", "crashed", "timed_out", "lost"]
     """Of the first process that gave no figures, if one did."""
     verdict: Status | None

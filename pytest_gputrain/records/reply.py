@@ -156,6 +156,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Floating-point operations of one step without recomputation; 0 never stands for unknown."""
     recomputed_flops_per_step: Whole | None = None
     """Further operations that activation checkpointing repeats."""
+    uncompiled: bool = False
+    """Whether own code uses `torch.compile` on a CPU, where its tensors are counted one by one and nothing is compiled."""
     ranks: tuple[Rank, ...] = ()
     """Figures of each process, where there were several."""
     own_seconds: tuple[float, ...] = ()

@@ -48,6 +48,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     session: str
     """Id of the pytest run; runs of one session share the machine's mood."""
     commit: str = ""
+    variables: tuple[str, ...] = ()
+    """As in `Result`."""
     warmup: Whole = 0
     step_seconds: tuple[float, ...] = ()
     peak_allocated_bytes: Whole | None = None
@@ -222,6 +224,10 @@ class Result(Struct, frozen=True, kw_only=True):
     """Whose the first replies are, where ``--gpu-resume`` took them from an earlier report; one run after the other."""
     inline: bool = False
     """Whether it ran in the pytest process."""
+    variables: tuple[str, ...] = ()
+    """Names of the environment variables that the test had changed since the session began; values may be secrets."""
+    variables_digest: str = ""
+    """Tells other values of these variables from the same ones; empty where none had changed."""
     prediction: Prediction | None = None
     """Of a dry run."""
     remedy: str = ""

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ from pytest_gputrain.baselines import BaselineError, Store, to_baseline
 from pytest_gputrain.cases import same_id
 from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Case, Report, Result
+from pytest_gputrain.records import Baseline, Case, Report, Result, Verdict
 from pytest_gputrain.report import document
 from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.sentences import count
@@ -32,6 +32,16 @@ _LEAST_PAUSE: Final = 20
 """Times what the last saving took: files grow with the run, and every saving writes all of them."""
 _NOT_ENDED: Final = 2
 """pytest's exit status of a run that was interrupted."""
+
+
+class _Stored(NamedTuple):
+    """A case that becomes a baseline, as a test ran it."""
+
+    case: Case
+    nodeid: str
+    key: str
+    variables: tuple[str, ...]
+    digest: str
 
 
 class Book:
@@ -49,14 +59,15 @@ class Book:
         self.failed = False
         """Whether something could not be saved."""
         self._session: Session | None = None
-        self._places: dict[tuple[str, str], int] = {}
-        """By test and case, where the last result stands."""
+        self._places: dict[tuple[str, str, str], int] = {}
+        """By test, case and changed variables, where the last result stands."""
         self._to_come: set[int] = set()
         """Where results stand whose baselines wait for further runs."""
         self._pending = _nothing_pending()
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
-        self._stored: dict[tuple[str, str, str], Case] = {}
+        self._stored: dict[tuple[str, str, str], _Stored] = {}
+        """What becomes a baseline, by device, suite and key."""
         self._records_resumed = False
         """Whether a baseline has runs of an earlier session."""
         self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS
@@ -74,7 +85,7 @@ class Book:
         Args:
             passed: whether its test did; figures of a test that failed otherwise become no baseline.
         """
-        self._places[result.nodeid, result.key] = len(self.results)
+        self._places[result.nodeid, result.key, result.variables_digest] = len(self.results)
         if not passed:
             result = msgspec.structs.replace(result, to_come=0)
         self._note_to_come(len(self.results), result)
@@ -87,7 +98,7 @@ class Book:
 
     def update(self, result: Result) -> None:
         """Take in a result again, with a further run of its baseline."""
-        place = self._places.get((result.nodeid, result.key))
+        place = self._places.get((result.nodeid, result.key, result.variables_digest))
         if place is None:
             return
         self.results[place] = result
@@ -105,12 +116,19 @@ class Book:
             self._record(result)
 
     def _record(self, result: Result) -> None:
-        first = self._stored.setdefault((result.device, result.suite, result.key), result.case)
-        if first.identity() != result.case.identity():
+        stored = _Stored(result.case, result.nodeid, result.key, result.variables, result.variables_digest)
+        first = self._stored.setdefault((result.device, result.suite, result.key), stored)
+        if first.case.identity() != result.case.identity():
             # One process tells this before it measures; the workers of xdist do not know of each other.
             self.failed = True
-            self.notes.append(f"not recorded: {same_id(result.suite, first, result.case)}")
+            self.notes.append(f"not recorded: {same_id(result.suite, first.case, result.case)}")
             return
+        if first.digest != stored.digest:
+            chosen, other = (first, stored) if stored.variables else (stored, first)
+            self._leave_out(other, chosen)
+            if chosen is first:
+                return
+            self._stored[result.device, result.suite, result.key] = stored
         if result.prediction is not None:
             case = Case(**result.case.identity())
             entry = Recorded(case=case, scale=result.scale, predictions=(result.prediction,))
@@ -120,6 +138,23 @@ class Book:
         session = self.session
         baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
         self._pending[result.device, result.suite][result.key] = baseline
+
+    def _leave_out(self, other: _Stored, chosen: _Stored) -> None:
+        """Tell of a test whose figures are no baseline, because those of another environment are."""
+        which = f"{chosen.nodeid}, which changes none"
+        if chosen.variables:
+            self.failed = True
+            which = (
+                f"{chosen.nodeid}, which changes {', '.join(chosen.variables)}; give own code a model=NAME for each "
+                "environment, or set the variables before pytest starts, each time with a --gpu-baseline-dir of its own"
+            )
+        sentence = (
+            f"{other.case} is not recorded as {other.nodeid} ran it, which changes environment variables "
+            f"({', '.join(other.variables)}): its baseline is that of {which}"
+        )
+        place = self._places[other.nodeid, other.key, other.digest]
+        verdict = Verdict(status="not-comparable", sentence=sentence)
+        self.results[place] = msgspec.structs.replace(self.results[place], verdict=verdict)
 
     def close(self, exit_status: int) -> None:
         """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
@@ -131,6 +166,10 @@ class Book:
         if sentence := self.shift()[1]:
             self.notes.append(sentence)
         exit_status = exit_status or int(self.failed)
+        if changed := [stored for stored in self._stored.values() if stored.variables]:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            names = ", ".join(changed[0].variables)
+            self.notes.append(f"recorded with environment variables that a test changes: {changed[0].case} ({names}){more}")
         for path, number in self._recorded.items():
             self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
         on_gpus = any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded)

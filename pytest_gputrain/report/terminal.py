@@ -74,12 +74,12 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
 
 def _rows(results: Sequence[Result]) -> dict[int, int]:
     """Where the results stand that the tables have, and how little attention each wants."""
-    judged_keys = {(result.suite, result.key) for result in results if result.verdict}
+    judged_keys = {(result.suite, result.key, result.variables_digest) for result in results if result.verdict}
     return {
         index: BY_ATTENTION.index(verdict_of(result))
         for index, result in enumerate(results)
         # A case that another test only measured, too, is no news.
-        if result.verdict or (result.suite, result.key) not in judged_keys
+        if result.verdict or (result.suite, result.key, result.variables_digest) not in judged_keys
     }
 
 
@@ -90,7 +90,10 @@ def explain(results: Sequence[Result]) -> list[str]:
     changed: list[str] = []
     apart: list[str] = []
     slowed: list[str] = []
+    uncompiled: dict[str, None] = {}
     for result in results:
+        if any(isinstance(reply, Measurement) and reply.uncompiled for reply in result.replies):
+            uncompiled[str(result.case)] = None
         if result.verdict:
             doubts[result.verdict.status].append(result.verdict.sentence)
         for metric in result.verdict.metrics if result.verdict else ():
@@ -109,6 +112,13 @@ def explain(results: Sequence[Result]) -> list[str]:
         for status, what in _DOUBTS.items()
         if (found := doubts[status])
     ]
+    lines += _environments(results)
+    if uncompiled:
+        first = f"{next(iter(uncompiled))}{_and_more(list(uncompiled))}"
+        lines.append(
+            f"{_cases(len(uncompiled))} not compiled: {first} uses torch.compile, which has no effect on a CPU, where "
+            "tensors are counted; what it changes, a GPU shows"
+        )
     lines += predictions.explain(results)
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
     noted = [*changed, *apart, *slowed]
@@ -116,6 +126,22 @@ def explain(results: Sequence[Result]) -> list[str]:
     if len(noted) > _SHOWN_NOTES:
         lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
     return lines
+
+
+def _environments(results: Sequence[Result]) -> Iterator[str]:
+    """Which cases ran in environments that differ, and what their tests change there."""
+    found: defaultdict[tuple[str, str, str], dict[str, tuple[str, ...]]] = defaultdict(dict)
+    cases: dict[tuple[str, str, str], str] = {}
+    for result in results:
+        place = (result.device, result.suite, result.key)
+        cases[place] = str(result.case)
+        found[place].setdefault(result.variables_digest, (result.nodeid, *result.variables))
+    for place, environments in found.items():
+        if len(environments) > 1:
+            changing = [
+                f"{nodeid} changes {', '.join(names)}" for digest, (nodeid, *names) in environments.items() if digest
+            ]
+            yield f"{cases[place]} was run in {len(environments)} environments: {'; '.join(changing)}"
 
 
 _DOUBTS: Final = {

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch import nn
 
+from pytest_gputrain.cases import LIBRARIES
 from pytest_gputrain.records import Case
 
 _RECOMPILATIONS: Final = 64
@@ -35,3 +40,32 @@ def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device
 def uncompiled(case: Case) -> contextlib.AbstractContextManager[Any]:
     """A context in which a compiled model runs as it is: what is compiled has operators of its own, and a graph none."""
     return contextlib.nullcontext() if case.compile == "off" else torch.compiler.set_stance("force_eager")
+
+
+class CompileCalls:
+    """Notes whether own code hands something to `torch.compile`, by its name, as a decorator or by ``model.compile()``."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context in which the calls of `torch.compile` are noted. Own code has to be imported in it."""
+        real = torch.compile
+
+        @functools.wraps(real)
+        def compile_(*args: Any, **kwargs: Any) -> Any:
+            self.seen = self.seen or not _a_library_is_imported(sys._getframe(1))
+            return real(*args, **kwargs)
+
+        with mock.patch.object(torch, "compile", compile_):
+            yield
+
+
+def _a_library_is_imported(frame: FrameType | None) -> bool:
+    """Whether the call comes from a library's top level: what libraries compile for themselves, a step may never use."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+            return True
+        frame = frame.f_back
+    return False

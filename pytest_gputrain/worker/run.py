@@ -24,7 +24,7 @@ from pytest_gputrain.cases import versions
 from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
-from pytest_gputrain.worker.compiling import uncompiled
+from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
@@ -119,10 +119,10 @@ def _measure(
         own_work.note()
         return told(step, seconds)
 
-    own_work = OwnWork(device)
+    own_work, compile_calls = OwnWork(device), CompileCalls()
     progress.enter("build")
     device.reset_peaks()
-    with device.counting() as counter:
+    with device.counting() as counter, compile_calls.noted() if case.code or builder else contextlib.nullcontext():
         training = build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
         movement = None if training.model is None or task.curve else Movement(training.model, training.idle)
@@ -168,6 +168,7 @@ def _measure(
         device_used_bytes=peaks.used,
         peak_host_bytes=host,
         own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
+        uncompiled=compile_calls.seen and counter is not None,
         environment=_environment(device, group),
     )
     keep(figures)

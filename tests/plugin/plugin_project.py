@@ -56,6 +56,7 @@ import pytest
 from pytest_gputrain import here, launch
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu, Occupancy
+from pytest_gputrain.launch.environment import worker_environment
 from pytest_gputrain.records import Holder, Reply
 
 HERE = Path(__file__).parent
@@ -79,7 +80,7 @@ def pytest_configure(config):
     gpus = tuple(Gpu(**gpu) for gpu in json.loads((HERE / "gpus.json").read_text()))
     asked = {}
 
-    def in_process(task, *, gpus, timeout_seconds, watch=None, preloaded=None, cluster=None):
+    def in_process(task, *, gpus, timeout_seconds, watch=None, preloaded=None, cluster=None, environ=None):
         name = str(task.case)
         launched = {
             "id": name,
@@ -91,6 +92,8 @@ def pytest_configure(config):
             "steps": task.case.steps,
             "warmup": task.case.warmup,
             "timeout_seconds": timeout_seconds,
+            "variables": task.variables,
+            "flag": worker_environment(task, gpus, environ).get("FLAG"),
         }
         with open(HERE / "launches.jsonl", "a") as log:
             log.write(json.dumps(launched) + "\\n")

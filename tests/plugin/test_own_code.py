@@ -454,3 +454,53 @@ def test_what_a_crashed_worker_printed_is_in_the_report(project: Project) -> Non
     result = project.spawn()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["said on stdout", "said on stderr", "LookupError: lost"])
+
+
+def test_that_nothing_of_a_step_is_compiled_on_a_cpu_is_told_once(project: Project) -> None:
+    helper = """
+import torch
+
+
+@torch.compile(backend="eager")
+def square(weight):
+    return weight**2
+"""
+    compiled = """
+def decorated(setup):
+    import torch
+    from squares import square
+
+    weight = torch.zeros(64, 64, requires_grad=True)
+
+    def step():
+        square(weight).sum().backward()
+
+    return step
+
+
+def in_place(setup):
+    import torch
+
+    model = torch.nn.Linear(8, 8)
+    model.compile(backend="eager")
+
+    def step():
+        model(torch.ones(8)).sum().backward()
+
+    return step
+
+
+def test_compiled(gputrain):
+    gputrain.check(decorated, precision="fp32", steps=1)
+    gputrain.check(in_place, precision="fp32", steps=1)
+"""
+    project.write(squares=helper, test_compiled=compiled, test_plain=BUILD + CHECKED.replace("steps=2", "steps=1"))
+    result = project.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=2)
+    told = [line for line in result.outlines if "torch.compile" in line]
+    assert told == [
+        "2 cases not compiled: decorated-fp32 (and 1 more) uses torch.compile, which has no effect on a CPU, where tensors "
+        "are counted; what it changes, a GPU shows"
+    ]
+    of = {entry["key"]: entry["replies"][0]["uncompiled"] for entry in project.report()["results"]}
+    assert of == {"decorated-fp32@tiny": True, "in_place-fp32@tiny": True, "build-fp32@tiny": False}

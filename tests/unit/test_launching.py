@@ -23,7 +23,7 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 
 from pytest_gputrain.kernel import PARENT
 from pytest_gputrain.launch import ranks
-from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
+from pytest_gputrain.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.launch.merge import merge
 from pytest_gputrain.launch.processes import CASE_FOLDER, Fresh
 from pytest_gputrain.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
@@ -87,6 +87,44 @@ def test_a_cpu_computes_on_one_thread(fields: dict[str, Any], one: bool, monkeyp
         monkeypatch.delenv(name, raising=False)
     environment = worker_environment(msgspec.structs.replace(TASK, **fields), ())
     assert {name: environment.get(name) for name in threads} == (threads if one else dict.fromkeys(threads))
+
+
+def test_a_worker_has_the_session_s_environment_with_the_task_s_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_ANOTHER_TEST", "1")
+    began = {"KEPT": "1", "CHANGED": "1", "DELETED": "1", "PATH": "/bin"}
+    task = msgspec.structs.replace(TASK, variables={"CHANGED": "2", "DELETED": None, "NEW": "3"})
+    environment = worker_environment(task, (), began)
+    assert {name: environment.get(name) for name in ("KEPT", "CHANGED", "DELETED", "NEW", "OF_ANOTHER_TEST")} == {
+        "KEPT": "1",
+        "CHANGED": "2",
+        "DELETED": None,
+        "NEW": "3",
+        "OF_ANOTHER_TEST": None,
+    }
+
+
+def test_changes_are_those_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELETED", "1")
+    session = SessionEnvironment()
+    monkeypatch.setenv("AT_IMPORT", "1")
+    session.collected()
+    monkeypatch.delenv("DELETED")
+    monkeypatch.setenv("B_NEW", "1")
+    unseen = (
+        "PYTEST_CURRENT_TEST",
+        "RANK",
+        "TORCHELASTIC_RUN_ID",
+        "CUDA_VISIBLE_DEVICES",
+        "PYTHONHASHSEED",
+        "HF_HUB_OFFLINE",
+    )
+    for name in unseen:
+        monkeypatch.setenv(name, "41")
+    assert list(session.changes(TASK).items()) == [("AT_IMPORT", "1"), ("B_NEW", "1"), ("DELETED", None)]
+    assert session.changes(TASK, foreseen=True) == {"AT_IMPORT": "1"}
+    own = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", method="custom"))
+    assert session.changes(own).keys() - session.changes(TASK).keys() == {"HF_HUB_OFFLINE"}
+    assert session.changes(TASK, inline=True).keys() >= {*unseen} - {"PYTEST_CURRENT_TEST"}
 
 
 def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:

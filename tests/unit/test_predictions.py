@@ -278,6 +278,7 @@ def test_a_prediction_is_found_again(tmp_path: Path) -> None:
         msgspec.structs.replace(TASK, case=CASE.replace(batch_size=4)),
         msgspec.structs.replace(TASK, scale="tiny"),
         msgspec.structs.replace(TASK, processes=8),
+        msgspec.structs.replace(TASK, variables={"FLAG": "1"}),
         msgspec.structs.replace(TASK, target=msgspec.structs.replace(prediction().target, capability=(7, 0))),
     ],
 )

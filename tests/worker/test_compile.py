@@ -165,3 +165,15 @@ def test_a_compiler_that_fails_is_told(monkeypatch):
     reply = run(LLAMA.replace(compile="default"))
     assert isinstance(reply, Crashed)
     assert "no compiler here" in reply.sentence
+
+
+@pytest.mark.parametrize(("importing", "seen"), [("transformers.integrations", False), ("mine", True)])
+def test_what_a_library_compiles_while_it_is_imported_is_not_own_code_s(monkeypatch, importing, seen):
+    asked = []
+    monkeypatch.setattr(torch, "compile", asked.append)
+    calls = compiling.CompileCalls()
+    with calls.noted():
+        exec(compile("import torch\ntorch.compile(max)", importing, "exec"), {"__name__": importing})
+    assert asked == [max]
+    assert calls.seen is seen
+    assert torch.compile == asked.append

@@ -73,6 +73,18 @@ def test_another_environment_gets_another_source(monkeypatch, preloaded):
     assert second.environ()["OMP_PLACES"] == "cores"
 
 
+def test_the_source_has_the_environment_of_the_task(monkeypatch, preloaded):
+    began = dict(os.environ)
+    monkeypatch.setenv("OF_ANOTHER_TEST", "1")
+    for variables in ({"OMP_PLACES": "cores"}, {}):
+        task = Task(case=CLICKS, scale="tiny", device_type="cpu", root=".", variables=variables)
+        reply = launch.in_process(task, gpus=(), timeout_seconds=120, preloaded=preloaded, environ=began)
+        assert isinstance(reply, Measurement)
+        (source,) = children()
+        assert source.environ().get("OMP_PLACES") == variables.get("OMP_PLACES")
+        assert "OF_ANOTHER_TEST" not in source.environ()
+
+
 def test_own_code_gets_a_fresh_interpreter(tmp_path, preloaded):
     (tmp_path / "code.py").write_text(
         "import os\n\ndef build(setup):\n    parent = os.getppid()\n    return lambda: float(parent)\n"
