@@ -57,6 +57,7 @@ STILL = "model = torch.nn.Linear(4, 4); optimizer = torch.optim.SGD(model.parame
 
 
 NO = "gave no measurement"
+AFTER = r"was measured \(.+\), but failed afterwards"
 REPLY = "Path(sys.argv[1], 'rank0', 'reply.json')"
 RAISED = {
     "raises_at_build": ("raise ValueError('no such data')", "pass", rf"{NO} \(build\): ValueError: no such data"),
@@ -66,11 +67,11 @@ RAISED = {
         "assert len(calls) < 6, 'sixth call'",
         rf"{NO} \(measure in step 3\): AssertionError: sixth call",
     ),
-    "nan": ("pass", "return float('nan')", rf"{NO} \(check\): the loss of timed step 1 is nan"),
+    "nan": ("pass", "return float('nan')", rf"{AFTER} \(check\): the loss of timed step 1 is nan"),
     "still": (
         STILL,
         "model(torch.ones(1, 4)).sum().backward(); optimizer.step()",
-        rf"{NO} \(check\): 1 of 2 trained tensors did not change in \d+ .+ \(first: weight\)",
+        rf"{AFTER} \(check\): 1 of 2 trained tensors did not change in \d+ .+ \(first: weight\)",
     ),
     "frozen": (FROZEN, "pass", r".*no parameter requires a gradient: nothing trains"),
     "watches_twice": (
@@ -123,32 +124,32 @@ REPLIED = {
     "garbage_reply": (
         f"atexit.register(lambda: {REPLY}.write_text('garbage'))",
         "pass",
-        rf"{NO} \(reply\): the worker's reply cannot be read: .+",
+        rf"{AFTER} \(reply\): the worker's reply cannot be read: .+",
     ),
     "reply_of_bytes": (
         f'atexit.register(lambda: {REPLY}.write_bytes(b\'{{"outcome": "\\xff"}}\'))',
         "pass",
-        rf"{NO} \(reply\): the worker's reply cannot be read: .+",
+        rf"{AFTER} \(reply\): the worker's reply cannot be read: .+",
     ),
     "truncated_reply": (
         f"atexit.register(lambda: {REPLY}.write_bytes({REPLY}.read_bytes()[:-9]))",
         "pass",
-        rf"{NO} \(reply\): the worker's reply cannot be read: Input data was truncated",
+        rf"{AFTER} \(reply\): the worker's reply cannot be read: Input data was truncated",
     ),
     "reply_of_tomorrow": (
         f"atexit.register(lambda: {REPLY}.write_bytes({REPLY}.read_bytes().replace(b'\"format\":1', b'\"format\":2')))",
         "pass",
-        rf"{NO} \(reply\): the worker's reply has format 2, this version reads format 1: the worker imports another .+",
+        rf"{AFTER} \(reply\): the worker's reply has format 2, this version reads format 1: the worker imports another .+",
     ),
     "reply_that_is_gone": (
         f"atexit.register(lambda: {REPLY}.unlink())",
         "pass",
-        rf"{NO} \(reply\): the worker ended with exit code 0 without a reply",
+        rf"{AFTER} \(reply\): the worker ended with exit code 0 without a reply",
     ),
     "fails_after_reply": (
         "atexit.register(os._exit, 5)",
         "pass",
-        rf"{NO} \(reply\): the worker replied, then ended .+ code 5",
+        rf"{AFTER} \(reply\): the worker replied, then ended .+ code 5",
     ),
     # 300 MB, in two seconds or more.
     "flood": (
