@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.units import Whole
 
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
@@ -146,6 +147,11 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     peak_allocated_bytes: Whole
     """Highest sum of live tensor storages from the first step on: the caching allocator's on a GPU, counted tensor by
     tensor (in steps of its own) on a CPU."""
+    phase_peak_bytes: dict[TrainingPhase, Whole] = {}
+    """The same by phase of training, where it was counted tensor by tensor; ``build`` is the highest before the first step.
+    Of several processes that train, the largest of one."""
+    largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
+    """At the peak of each phase, largest first."""
     peak_host_bytes: Whole
     """Highest resident set of the worker process."""
     peak_reserved_bytes: Whole | None = None

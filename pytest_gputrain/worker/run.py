@@ -11,13 +11,14 @@ import platform
 import re
 import socket
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.architectures import Architecture
 from pytest_gputrain.cases import versions
@@ -29,6 +30,7 @@ from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_by
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Stamped, schedule, timed
+from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.own_work import OwnWork
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
@@ -122,10 +124,11 @@ def _measure(
     own_work, compile_calls = OwnWork(device), CompileCalls()
     progress.enter("build")
     device.reset_peaks()
-    with device.counting() as counter, compile_calls.noted() if case.code or builder else contextlib.nullcontext():
+    noting = compile_calls.noted() if case.code or builder else contextlib.nullcontext()
+    with device.counting(_own_lines(task, builder).current) as counter, noting:
         training = build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
-        movement = None if training.model is None or task.curve else Movement(training.model, training.idle)
+        movement = None if training.model is None or task.curve else _movement(training.model, training.idle)
         # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
         gc.collect()
         device.reset_peaks()
@@ -133,6 +136,7 @@ def _measure(
             progress.enter("count")
             _count(training, case, counter)
 
+    counted = None if counter is None else counter.peaks()
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
     gc.collect()
     gc.freeze()
@@ -163,7 +167,9 @@ def _measure(
         parameters=training.parameters,
         trainable_parameters=training.trainable_parameters,
         model_bytes=None if training.model is None else model_bytes(training.model),
-        peak_allocated_bytes=_known(peaks.allocated if counter is None else counter.peak_bytes),
+        peak_allocated_bytes=_known(peaks.allocated if counted is None else counted.bytes),
+        phase_peak_bytes=counted.by_phase if counted else {},
+        largest=counter.trace.largest_at_peaks(counted) if counter and counted else {},
         peak_reserved_bytes=peaks.reserved,
         device_used_bytes=peaks.used,
         peak_host_bytes=host,
@@ -211,10 +217,22 @@ def _watched(training: Trainable, case: Case, movement: Movement | None, group: 
 
 def _count(training: Trainable, case: Case, counter: AllocationCounter) -> None:
     """Steps for the tensors that live in them."""
-    counter.reset_peak()
     with uncompiled(case):  # what has run while tensors are counted is never compiled afterwards
         for update in counted_steps(case):
+            counter.begin_step()
             training.step(update)
+
+
+def _movement(model: nn.Module, idle: Sequence[str]) -> Movement:
+    """That of the model; its look at the weights is no part of the build that is counted."""
+    with _disable_current_modes():
+        return Movement(model, idle)
+
+
+def _own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:
+    """Those of the files below the root, and in the folder of a function that was given as itself."""
+    file = getattr(getattr(builder, "__code__", None), "co_filename", None)
+    return OwnLines([Path(task.root), *([Path(file).parent] if file else [])])
 
 
 def _nobody() -> None:
@@ -226,7 +244,7 @@ def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: K
     case = task.case
     progress.enter("build")
     optimizer = OPTIMIZERS[case.optimizer]
-    with device.counting() as counter:
+    with device.counting(_own_lines(task).current) as counter:
         server = TableServer(group, case.asynchronous, lambda rows: optimizer(rows, case.learning_rate))
         progress.enter("count")
         # Those of the workers' counted steps: the first makes the optimizer's states, the second finds them there.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import pytest_gputrain
 from pytest_gputrain.worker.own_lines import OwnLines
 
 HERE = Path(__file__)
@@ -25,9 +26,11 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def imported(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+CALL = "def call(function):\n    return function()\n"
+
+
+def imported(path, text=CALL):
+    """What the file would define, which is not written."""
     names = {}
     exec(compile(text, str(path), "exec"), names)
     return names
@@ -52,7 +55,7 @@ def test_other_folders_are_not_the_user_s(tmp_path):
 
 @pytest.mark.parametrize("place", ["lib/python3.11/site-packages/their.py", "dist-packages/their.py"])
 def test_what_is_installed_below_the_root_is_not_the_user_s(tmp_path, place):
-    theirs = imported(tmp_path / place, "def call(function):\n    return function()\n")
+    theirs = imported(tmp_path / place)
     own = imported(tmp_path / "test_own.py", "\n\ndef call(function):\n    return function()\n")
     lines = OwnLines([tmp_path])
     assert theirs["call"](lines.current) == ""
@@ -63,3 +66,17 @@ def test_python_s_own_files_are_not_the_user_s():
     # As where Python is installed below a home folder, which is the root.
     assert list(map(OwnLines([Path("/")])._name, [torch.__file__, sys.modules["threading"].__file__])) == ["", ""]
     assert OwnLines([Path("/")])._name("<string>") == ""
+
+
+def test_what_this_package_calls_is_not_told_by_who_called_the_package(tmp_path):
+    """A run inside of pytest's process has the test itself further out."""
+    ours = imported(Path(pytest_gputrain.__file__).parent / "worker" / "run.py")
+    own = imported(tmp_path / "test_own.py")
+    lines = OwnLines([tmp_path])
+
+    def operator():
+        return ours["call"](lines.current)
+
+    assert own["call"](operator) == "test_own.py:2"
+    assert own["call"](lambda: ours["call"](operator)) == ""
+    assert own["call"](lambda: ours["call"](lambda: own["call"](operator))) == "test_own.py:2"

@@ -18,6 +18,9 @@ ENTER: Final[dict[TrainingPhase, int]] = {
     phase: EMPTY_CACHE - 1 - place for place, phase in enumerate(get_args(TrainingPhase))
 }
 """Among the events of a trace: a phase begins."""
+SHOWN: Final = 8
+"""Rows of the largest tensors at each peak."""
+
 _ENTERED: Final = {event: phase for phase, event in ENTER.items()}
 
 
@@ -38,16 +41,28 @@ class Trace:
     events: array[int] = field(default_factory=lambda: array("q"))
     allocations: list[LiveTensor] = field(default_factory=list)
 
-    def allocate(self, size: int, operator: str, phase: TrainingPhase, shape: tuple[int, ...], dtype: str) -> int:
+    def allocate(
+        self, size: int, operator: str, phase: TrainingPhase, shape: tuple[int, ...], dtype: str, line: str = ""
+    ) -> int:
         """The number of a new allocation."""
         number = len(self.allocations)
         held = -(-size // self.rounding) * self.rounding
-        self.allocations.append(LiveTensor(bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype))
+        self.allocations.append(
+            LiveTensor(bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype, line=line)
+        )
         self.events.append(number)
         return number
 
     def free(self, number: int) -> None:
         self.events.append(~number)
+
+    def begin_training(self) -> None:
+        """The build has ended. What is wholly free is given back, and peaks start from here."""
+        self.events.append(EMPTY_CACHE)
+
+    def enter(self, phase: TrainingPhase) -> None:
+        """A phase begins."""
+        self.events.append(ENTER[phase])
 
     @property
     def sizes(self) -> list[int]:
@@ -70,6 +85,10 @@ class Trace:
             ordered.append(event)
         ordered.extend(sorted(freed, reverse=True))
         return Trace(self.rounding, ordered, self.allocations)
+
+    def largest_at_peaks(self, found: Peaks) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+        """What lived at the peak of each phase."""
+        return {phase: self.largest_at(event, SHOWN) for phase, event in found.events.items()}
 
     def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
         """What lived after so many events, alike storages together, the largest ``count`` of them."""
