@@ -25,6 +25,7 @@ from msgspec import Struct
 from pytest_gputrain import pretty
 from pytest_gputrain.files import UNREADABLE, conflicts, locked, sweep, within, write_atomically
 from pytest_gputrain.harmless import Told
+from pytest_gputrain.memory import without_lines
 from pytest_gputrain.records import (
     FORMAT,
     MAX_RUNS,
@@ -253,6 +254,8 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         warmup=len(reply.warmup_seconds),
         step_seconds=tuple(map(_short, reply.step_seconds)),
         peak_allocated_bytes=reply.peak_allocated_bytes,
+        phase_peak_bytes=reply.phase_peak_bytes,
+        largest=without_lines(reply.largest),
         peak_reserved_bytes=reply.peak_reserved_bytes,
         peak_host_bytes=reply.peak_host_bytes,
         free_bytes=reply.free_bytes,
@@ -387,7 +390,7 @@ def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> Itera
     ordered = {digest: msgspec.to_builtins(environments[digest]) for digest in sorted(environments)}
     frame = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases={})
     cases = (pretty.item(_stored(baselines[key]), key) for key in sorted(baselines))
-    return pretty.document(frame, map(pretty.short_lists, cases))
+    return pretty.document(frame, (pretty.short_rows(pretty.short_lists(case)) for case in cases))
 
 
 def _stored(baseline: Baseline) -> _StoredCase:

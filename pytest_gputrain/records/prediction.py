@@ -52,9 +52,9 @@ class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
     phase: TrainingPhase
     shape: tuple[Whole, ...]
     dtype: str
-    line: str = ""
-    """Of the user's own files, that ran: ``tests/test_mine.py:41``. Known where memory was counted; baselines keep none,
-    since lines move."""
+    lines: tuple[str, ...] = ()
+    """Of the user's own files, that made them: ``tests/test_mine.py:41``. Known where memory was counted; baselines keep
+    none, since lines move."""
 
 
 class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):

@@ -182,6 +182,7 @@ _METRICS: Final[dict[MetricName, str]] = {
     "build_peak_bytes": "peak of building",
     "forward_peak_bytes": "peak of forward",
     "backward_peak_bytes": "peak of backward",
+    "between_peak_bytes": "peak between backward passes",
     "optimizer_peak_bytes": "peak of the optimizer",
     "flops_per_step": "FLOPs",
     "recomputed_flops_per_step": "recomputed FLOPs",

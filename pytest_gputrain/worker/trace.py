@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
@@ -47,8 +47,9 @@ class Trace:
         """The number of a new allocation."""
         number = len(self.allocations)
         held = -(-size // self.rounding) * self.rounding
+        lines = (line,) if line else ()
         self.allocations.append(
-            LiveTensor(bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype, line=line)
+            LiveTensor(bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype, lines=lines)
         )
         self.events.append(number)
         return number
@@ -98,8 +99,14 @@ class Trace:
                 live.add(event)
             elif event > EMPTY_CACHE:
                 live.remove(~event)
-        alike = Counter(self.allocations[number] for number in sorted(live))
-        rows = [msgspec.structs.replace(one, bytes=one.bytes * times, count=times) for one, times in alike.items()]
+        alike: defaultdict[LiveTensor, list[LiveTensor]] = defaultdict(list)
+        for number in sorted(live):
+            one = self.allocations[number]
+            alike[msgspec.structs.replace(one, lines=()) if one.lines else one].append(one)
+        rows = []
+        for kind, some in alike.items():
+            lines = tuple(dict.fromkeys(line for one in some for line in one.lines))
+            rows.append(msgspec.structs.replace(kind, bytes=kind.bytes * len(some), count=len(some), lines=lines))
         return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
 
 

@@ -23,7 +23,8 @@ from unit_examples import (
     timed_out,
 )
 
-from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Circumstances, Judgement, Tolerance, judge
+from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES
+from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Baseline,
