@@ -136,9 +136,9 @@ def _judged(
 
 
 def unknown_phases(metrics: Sequence[MetricVerdict], status: Status) -> str:
-    """The phases that only one side has, by the status that they have then: ``no peak of forward and optimizer``."""
+    """The phases that only one side has, by the status that they have then: ``no peak in forward and optimizer``."""
     names = [PHASES[metric.metric] for metric in metrics if metric.metric in PHASES and metric.status == status]
-    return f"no peak of {_listed(names)}" if names else ""
+    return f"no peak {_in_phases(names)}" if names else ""
 
 
 def is_of_memory(metric: MetricVerdict) -> bool:

@@ -12,7 +12,16 @@ from typing import Final
 
 from pytest_gputrain.cases import differences
 from pytest_gputrain.dry_run.store import Recorded, conditions
-from pytest_gputrain.memory import PHASES, in_phase, main_phase, others, phase_finding, tensor, tensors_behind
+from pytest_gputrain.memory import (
+    PHASES,
+    in_phase,
+    main_phase,
+    others,
+    phase_finding,
+    tensor,
+    tensors_behind,
+    unknown_phases,
+)
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Case,
@@ -53,7 +62,7 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
         return Verdict(status="not-comparable", sentence=sentence)
     if before is None:
         changed = ", ".join(_changed_conditions(nearest, prediction))
-        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status != "pass"]
+        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")]
         fits = [f"it fits {title} now"] if prediction.fits and nearest.fits is False else []
         moved = "; ".join([*fits, *_findings(told, nearest, prediction)])
         sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
@@ -67,9 +76,12 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
         worse.insert(0, what_does_not_fit(prediction, title, "no longer fits"))
     elif prediction.fits and before.fits is False:
         better.insert(0, f"fits {title} now")
-    gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes]
+    gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes and phase != "between"]
     if gone or (before.flops_per_step and not prediction.flops_per_step):
         worse.insert(0, f"trains no more: it has no {' and no '.join(gone) or 'arithmetic'}")
+    if not worse and (unknown := unknown_phases(metrics, "new")):
+        sentence = f"{case} has {unknown} in its recorded prediction; {_RECORD}"
+        return Verdict(status="new", sentence=sentence, metrics=metrics)
     status: Status = "regressed" if worse else "improved" if better else "pass"
     said = worse or better
     if not said:
@@ -107,8 +119,10 @@ def needed_bytes(prediction: Prediction) -> int:
 
 def _metrics(before: Prediction, now: Prediction, tolerance: MemoryTolerance) -> Iterator[MetricVerdict]:
     for name, phase in PHASES.items():
-        if phase in now.phase_peak_bytes or phase in before.phase_peak_bytes:
-            yield _compared(name, before.phase_peak_bytes.get(phase, 0), now.phase_peak_bytes.get(phase, 0))
+        if phase not in before.phase_peak_bytes and phase in now.phase_peak_bytes:
+            yield MetricVerdict(metric=name, status="new", value=now.phase_peak_bytes[phase])
+        elif phase in before.phase_peak_bytes:
+            yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes.get(phase, 0))
     for name in _WORK:
         yield _compared(name, getattr(before, name), getattr(now, name))
     if now.peak_reserved_bytes is not None and before.peak_reserved_bytes is not None:
