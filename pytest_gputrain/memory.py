@@ -15,7 +15,6 @@ from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     BaselineRun,
-    Environment,
     LiveTensor,
     Measurement,
     MetricName,
@@ -58,6 +57,34 @@ class JudgedPeak(NamedTuple):
     """Whether further fresh processes could not change it."""
 
 
+class _Rule(NamedTuple):
+    """How much more memory passes, in how many runs."""
+
+    ratio: float
+    slack: int
+    exact: bool
+    """Whether another process would only count the same."""
+    most: int
+
+    def judge(self, name: MetricName, values: Sequence[int], peaks: Sequence[int]) -> JudgedPeak:
+        """The peaks of runs against those of a baseline."""
+        value, highest, lowest = statistics.median_high(values), max(peaks), min(peaks)
+        limit = highest * (1 + self.ratio) + self.slack
+        above = exceeds(values, limit, 1 if self.exact else self.most)
+        status: Status = "pass"
+        if above is not False:
+            status = "regressed"
+        elif all(peak < lowest / (1 + self.ratio) - self.slack for peak in values):
+            status = "improved"
+        # Where the peak is an exact count, within the limit a change still says that something changed.
+        changed = self.exact and status == "pass" and not lowest <= value <= highest
+        note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
+        metric = MetricVerdict(
+            metric=name, status=status, value=value, baseline=highest, limit=limit, note=note, runs=len(values)
+        )
+        return JudgedPeak(metric, above is not None)
+
+
 def judge_memory(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int
 ) -> list[JudgedPeak]:
@@ -79,22 +106,25 @@ def judge_memory(
         value = statistics.median_high(values)
         metric = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
         return [JudgedPeak(metric)]
-    whole = _judged("peak_allocated_bytes", values, peaks, here, tolerance, most)
-    return [whole, *_phases(whole.metric, measured, fitted, tolerance, most)]
+    on_cpu, alone = here.device_type == "cpu", here.device_count == 1
+    rule = _Rule(
+        ratio=tolerance.ratio if alone or not on_cpu else max(tolerance.ratio, SHARED_CPU_RATIO),
+        slack=tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES),
+        exact=on_cpu and alone,
+        most=most,
+    )
+    whole = rule.judge("peak_allocated_bytes", values, peaks)
+    return [whole, *_phases(whole.metric, measured, fitted, rule)]
 
 
 def _phases(
-    whole: MetricVerdict,
-    measured: Sequence[Measurement],
-    fitted: Sequence[BaselineRun],
-    tolerance: MemoryTolerance,
-    most: int,
+    whole: MetricVerdict, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], rule: _Rule
 ) -> Iterator[JudgedPeak]:
     for name, phase in PHASES.items():
         values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
         peaks = [run.phase_peak_bytes[phase] for run in fitted if phase in run.phase_peak_bytes]
         if values and peaks:
-            found = _judged(name, values, peaks, measured[0].environment, tolerance, most)
+            found = rule.judge(name, values, peaks)
             # What is told of the whole needs no telling for each phase.
             known = found.metric.note == whole.note
             yield found._replace(metric=msgspec.structs.replace(found.metric, note="")) if known else found
@@ -104,35 +134,6 @@ def _phases(
         elif peaks:
             metric = MetricVerdict(metric=name, status="not-comparable", baseline=max(peaks), note="no step has it")
             yield JudgedPeak(metric)
-
-
-def _judged(
-    name: MetricName,
-    values: Sequence[int],
-    peaks: Sequence[int],
-    here: Environment,
-    tolerance: MemoryTolerance,
-    most: int,
-) -> JudgedPeak:
-    value, highest, lowest = statistics.median_high(values), max(peaks), min(peaks)
-    on_cpu = here.device_type == "cpu"
-    exact = on_cpu and here.device_count == 1  # so another process would only count the same
-    ratio = max(tolerance.ratio, SHARED_CPU_RATIO) if on_cpu and not exact else tolerance.ratio
-    slack = tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES)
-    limit = highest * (1 + ratio) + slack
-    above = exceeds(values, limit, 1 if exact else most)
-    status: Status = "pass"
-    if above is not False:
-        status = "regressed"
-    elif all(peak < lowest / (1 + ratio) - slack for peak in values):
-        status = "improved"
-    # A CPU's peak is an exact count: within the limit a change still says that something changed.
-    changed = exact and status == "pass" and not lowest <= value <= highest
-    note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
-    metric = MetricVerdict(
-        metric=name, status=status, value=value, baseline=highest, limit=limit, note=note, runs=len(values)
-    )
-    return JudgedPeak(metric, above is not None)
 
 
 def unknown_phases(metrics: Sequence[MetricVerdict], status: Status) -> str:
