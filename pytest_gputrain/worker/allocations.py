@@ -67,7 +67,9 @@ class AllocationCounter(TorchDispatchMode):
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, FakeTensor):
                 for part in _strided(value):
-                    self._see(part.untyped_storage(), _name(func), tuple(part.shape), part.dtype)
+                    storage = part.untyped_storage()
+                    if not self._storages.knows(storage):
+                        self._see(storage, _name(func), tuple(part.shape), part.dtype)
         return result
 
     def __enter__(self) -> AllocationCounter:

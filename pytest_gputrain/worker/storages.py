@@ -32,6 +32,10 @@ class Storages:
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._sizes
 
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it has been seen with the size that it has."""
+        return self._sizes.get(storage._cdata) == storage.nbytes()
+
     @property
     def live_bytes(self) -> int:
         return sum(self._sizes.values())
