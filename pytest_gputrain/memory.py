@@ -28,7 +28,7 @@ from pytest_gputrain.units import format_bytes, format_percent
 
 SHARED_CPU_RATIO: Final = 0.1
 """Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
-the peak of tiny models under FSDP2 by up to 6 % from run to run."""
+the peak of tiny models under FSDP2 by up to 6 % from run to run, and a phase by up to 7 % of that peak."""
 
 PHASES: Final[dict[MetricName, TrainingPhase]] = {
     "build_peak_bytes": "build",
@@ -114,6 +114,9 @@ def judge_memory(
         most=most,
     )
     whole = rule.judge("peak_allocated_bytes", values, peaks)
+    if on_cpu and not alone:
+        # A buffer that outlives its phase is as large in a phase that needs little.
+        rule = rule._replace(ratio=0.0, slack=rule.slack + round(rule.ratio * max(peaks)))
     return [whole, *_phases(whole.metric, measured, fitted, rule)]
 
 

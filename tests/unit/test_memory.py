@@ -63,10 +63,11 @@ def test_every_phase_has_the_tolerance_of_the_peak(phase: str, share: float, sta
 
 
 @pytest.mark.parametrize("phase", PEAKS)
-def test_phases_of_several_processes_have_their_wider_limit(phase: str) -> None:
-    for share, status in ((0.09, "pass"), (0.11, "regressed")):
-        grown = round(PEAKS[phase] * share)  # type: ignore[index]
-        assert _judged(_counted(2, **{phase: grown}), processes=2).status == status
+@pytest.mark.parametrize(("share", "status"), [(0.09, "pass"), (0.11, "regressed"), (-0.09, "pass"), (-0.11, "improved")])
+def test_phases_of_several_processes_have_a_share_of_the_peak(phase: str, share: float, status: str) -> None:
+    """gloo's buffers are no smaller in a phase that needs little: they were 22 % of one under FSDP2."""
+    changed = _counted(2, **{phase: round(PEAKS["backward"] * share)})
+    assert _judged(changed, processes=2).metric(f"{phase}_peak_bytes").status == status  # type: ignore[union-attr,arg-type]
 
 
 def test_a_change_within_the_limit_is_told_with_its_phase() -> None:
