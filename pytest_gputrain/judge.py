@@ -313,8 +313,8 @@ def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tole
         return _Found(MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason))
     highest, lowest = max(peaks), min(peaks)
     on_cpu = here.device_type == "cpu"
-    exact = on_cpu and here.device_count == 1  # so another process would only count the same
-    ratio = max(tolerance.ratio, SHARED_CPU_RATIO) if on_cpu and not exact else tolerance.ratio
+    exact = all(run.counts_exactly for run in measured)
+    ratio = max(tolerance.ratio, SHARED_CPU_RATIO) if on_cpu and here.device_count > 1 else tolerance.ratio
     slack = tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES)
     limit = highest * (1 + ratio) + slack
     above = exceeds(values, limit, 1 if exact else most)
@@ -323,7 +323,7 @@ def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tole
         status = "regressed"
     elif all(peak < lowest / (1 + ratio) - slack for peak in values):
         status = "improved"
-    # A CPU's peak is an exact count: within the limit a change still says that something changed.
+    # Where the peak is an exact count, within the limit a change still says that something changed.
     changed = exact and status == "pass" and not lowest <= value <= highest
     note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
     metric = MetricVerdict(

@@ -10,11 +10,12 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from pytest_gputrain.worker.threads import SharedMode
 
-class AllocationCounter(TorchDispatchMode):
+
+class AllocationCounter(SharedMode):
     """Counts the bytes of every storage that an operator creates or resizes, until it is freed.
 
     Exact and the same on every run, where polling the resident set misses most of a peak. It follows untyped storages by
@@ -28,7 +29,7 @@ class AllocationCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
@@ -41,6 +42,7 @@ class AllocationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps(types):
             return NotImplemented
+        self.note_thread()
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, FakeTensor):
@@ -51,28 +53,30 @@ class AllocationCounter(TorchDispatchMode):
     def __enter__(self) -> AllocationCounter:
         self._resizing = resizes_told_to(self._see)
         self._resizing.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc_info)
         self._resizing.__exit__(*exc_info)
         # No callbacks into a counter that nobody reads any more: they would disturb what is timed next.
         self._references.clear()
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        if known != size:
-            self._sizes[key] = size
-            self.live_bytes += size - (known or 0)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        with self.lock:
+            known = self._sizes.get(key)
+            if known is None:
+                self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+            if known != size:
+                self._sizes[key] = size
+                self.live_bytes += size - (known or 0)
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _forget(self, key: int) -> None:
-        self._references.pop(key, None)
-        self.live_bytes -= self._sizes.pop(key, 0)
+        with self.lock:
+            self._references.pop(key, None)
+            self.live_bytes -= self._sizes.pop(key, 0)
 
 
 @contextlib.contextmanager

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+
+from pytest_gputrain.worker.threads import SharedMode, on_this_thread
 
 
 class Count(Protocol):
@@ -26,33 +29,52 @@ _at_work: list[Callable[[], Count]] = []
 """The counter, for recomputation deep inside of backward. No context variable: on a GPU, backward has threads of its own."""
 
 
-class FlopCount(TorchDispatchMode):
+@dataclass(slots=True)
+class _Share:
+    """What one thread computed: none other adds to it, and recomputation is that of the thread that tells of it."""
+
+    total: int = 0
+    recomputed: int = 0
+
+
+class FlopCount(SharedMode):
     """Counts what it is entered for, by the formulas of torch.utils.flop_counter.
 
     torch's own FlopCounterMode takes memory for it: it follows modules by hooks that keep the graph of every recomputation
     until the step ends, and takes operators apart that have a kernel, such as the backward pass of SiLU. A step that just
     fits would not fit while it is counted.
 
-    Attributes:
-        total: floating-point operations, recomputation included.
-        recomputed: those that activation checkpointing repeats.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._formulas = formulas()
-        self.total = 0
-        self.recomputed = 0
+        super().__init__()
+        self.formulas = formulas()
+        self._shares: dict[int, _Share] = {}
+
+    @property
+    def total(self) -> int:
+        """Floating-point operations, recomputation included."""
+        return sum(share.total for share in self._shares.values())
+
+    @property
+    def recomputed(self) -> int:
+        """Those that activation checkpointing repeats."""
+        return sum(share.recomputed for share in self._shares.values())
+
+    def share(self) -> _Share:
+        """Those of this thread."""
+        return self._shares.setdefault(threading.get_native_id(), _Share())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        formula = self._formulas.get(func.overloadpacket)
+        formula = self.formulas.get(func.overloadpacket)
         if formula is None and _is_composite(func, args):
-            with self:
+            with on_this_thread(self):
                 return func.decompose(*args, **kwargs)
+        self.note_thread()
         result = func(*args, **kwargs)
         if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=result)
+            self.share().total += formula(*args, **kwargs, out_val=result)
         return result
 
 
@@ -68,7 +90,7 @@ def _is_composite(func: Any, args: Any) -> bool:
 def count_flops() -> Iterator[FlopCount]:
     """Counts matrix multiplications, convolutions and attention."""
     count = FlopCount()
-    with recomputation_told_to(lambda: count), count:
+    with recomputation_told_to(count.share), count:
         yield count
 
 

@@ -29,6 +29,7 @@ from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_by
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Stamped, schedule, timed
+from pytest_gputrain.worker.own_code import OwnCode
 from pytest_gputrain.worker.own_work import OwnWork
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
@@ -66,10 +67,17 @@ def run(
         device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
-        with group.joined(device.torch_device, even_alone=even_alone), device.keeping_peaks():
+        own = None
+        if task.case.code or builder:
+            own = OwnCode(task.case, counts_memory=device.type == "cpu", alone=group.size == 1)
+        with (
+            group.joined(device.torch_device, even_alone=even_alone),
+            device.keeping_peaks(),
+            own.running() if own else contextlib.nullcontext(),
+        ):
             if group.serves:
                 return _serve(task, progress, device, group, keep)
-            return _measure(task, progress, device, builder, group, keep)
+            return _measure(task, progress, device, builder, group, keep, own)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
     except Exception as error:
@@ -98,7 +106,13 @@ def crash(error: BaseException, progress: Progress) -> Crashed:
 
 
 def _measure(
-    task: Task, progress: Progress, device: Device, builder: StepBuilder | None, group: Group, keep: Keep
+    task: Task,
+    progress: Progress,
+    device: Device,
+    builder: StepBuilder | None,
+    group: Group,
+    keep: Keep,
+    own: OwnCode | None,
 ) -> Measurement:
     case = task.case
 
@@ -130,8 +144,7 @@ def _measure(
         gc.collect()
         device.reset_peaks()
         if counter is not None:
-            progress.enter("count")
-            _count(training, case, counter)
+            _count(training, case, counter, progress)
 
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
     gc.collect()
@@ -169,6 +182,7 @@ def _measure(
         peak_host_bytes=host,
         own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
         uncompiled=compile_calls.seen and counter is not None,
+        counted_threads=max(1, len(counter.threads)) if own and counter is not None else 1,
         environment=_environment(device, group),
     )
     keep(figures)
@@ -182,17 +196,21 @@ def _measure(
         check_losses(losses)
     # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator has kept.
     device.reset_peaks()
-    flops = _watched(training, case, movement, group, steps=len(warmup) + len(seconds) + 1)
+    flops = _watched(training, case, movement, group, own, steps=len(warmup) + len(seconds) + 1)
+    notes = own.check(flops) if own else ()
     training.leave()
     return msgspec.structs.replace(
         figures,
         losses=losses,
         flops_per_step=(flops.total - flops.recomputed) or None,
         recomputed_flops_per_step=flops.recomputed if flops.total else None,
+        notes=notes,
     )
 
 
-def _watched(training: Trainable, case: Case, movement: Movement | None, group: Group, *, steps: int) -> FlopCount:
+def _watched(
+    training: Trainable, case: Case, movement: Movement | None, group: Group, own: OwnCode | None, *, steps: int
+) -> FlopCount:
     """A further step, whose operations are counted and whose gradients are checked.
 
     Args:
@@ -201,7 +219,12 @@ def _watched(training: Trainable, case: Case, movement: Movement | None, group: 
     Raises:
         CheckFailed: the model does not train.
     """
-    with uncompiled(case), count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
+    with (
+        uncompiled(case),
+        own.witnessed() if own else contextlib.nullcontext(),
+        count_flops() as flops,
+        movement.watching() if movement else contextlib.nullcontext(),
+    ):
         training.step(True)
     moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
     if movement is not None:
@@ -209,9 +232,11 @@ def _watched(training: Trainable, case: Case, movement: Movement | None, group: 
     return flops
 
 
-def _count(training: Trainable, case: Case, counter: AllocationCounter) -> None:
+def _count(training: Trainable, case: Case, counter: AllocationCounter, progress: Progress) -> None:
     """Steps for the tensors that live in them."""
+    progress.enter("count")
     counter.reset_peak()
+    counter.threads.clear()
     with uncompiled(case):  # what has run while tensors are counted is never compiled afterwards
         for update in counted_steps(case):
             training.step(update)

@@ -15,6 +15,7 @@ from pytest_gputrain.cases import PRECISIONS
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task
 from pytest_gputrain.worker import checks, methods, recipe
 from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
+from pytest_gputrain.worker.threads import countable_threads
 
 METHODS = ("full", "lora", "qlora")
 
@@ -259,10 +260,10 @@ def test_recomputation_is_told_apart_on_any_thread():
     left = torch.ones(4, 5, requires_grad=True)
 
     def backward():
-        with recomputing, flops:
+        with recomputing:
             left @ left.T
 
-    with count_flops() as flops:
+    with countable_threads(), count_flops() as flops:
         thread = threading.Thread(target=backward)
         thread.start()
         thread.join()

@@ -1,0 +1,59 @@
+"""What a user's own code is asked besides: is all of it counted?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.worker.flops import FlopCount
+from pytest_gputrain.worker.threads import countable_threads
+from pytest_gputrain.worker.witness import Witness, started_processes
+
+_PROCESSES: Final = "what processes hold and compute that it starts itself, such as a DataLoader's, is not counted"
+
+
+class OwnCode:
+    """A case of own code, from its build to its checks.
+
+    Args:
+        counts_memory: whether its tensors are counted one by one; an allocator counts those of all threads.
+        alone: whether it is the only process of the case.
+    """
+
+    def __init__(self, case: Case, *, counts_memory: bool, alone: bool) -> None:
+        self._case = case
+        self._counts_memory = counts_memory
+        self._alone = alone
+        self._processes: list[str] = []
+        self._witness = Witness()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[OwnCode]:
+        """A context for all of it."""
+        with countable_threads(), started_processes() as self._processes:
+            yield self
+
+    def witnessed(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the step whose FLOPs are counted."""
+        return self._witness.watching()
+
+    def check(self, flops: FlopCount) -> tuple[str, ...]:
+        """Sentences on what was not counted.
+
+        Args:
+            flops: of the witnessed step.
+
+        Raises:
+            CheckFailed: it belongs to what the case is about.
+        """
+        products = {str(operator).replace(".", "::") for operator in flops.formulas}
+        unseen = self._witness.check(
+            flops.threads,
+            self._case.model,
+            matters=lambda name: self._counts_memory or name in products,
+            # Of several processes the threads that exchange tensors run operators, too.
+            others=self._alone,
+        )
+        return tuple(filter(None, [unseen, _PROCESSES if self._processes else ""]))
