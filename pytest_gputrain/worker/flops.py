@@ -6,11 +6,13 @@ import contextlib
 import math
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_gputrain.worker.threads import SharedMode, on_this_thread
@@ -35,6 +37,9 @@ class _Share:
 
     total: int = 0
     recomputed: int = 0
+    by_type: Counter[torch.dtype] = field(default_factory=Counter)
+    optimizers: int = 0
+    """That take a step at this moment."""
 
 
 class FlopCount(SharedMode):
@@ -61,6 +66,11 @@ class FlopCount(SharedMode):
         """Those that activation checkpointing repeats."""
         return sum(share.recomputed for share in self._shares.values())
 
+    @property
+    def by_type(self) -> Counter[torch.dtype]:
+        """Those outside of optimizers, by the type of their operands, of complex numbers that of their parts."""
+        return sum((share.by_type for share in self._shares.values()), Counter())
+
     def share(self) -> _Share:
         """Those of this thread."""
         return self._shares.setdefault(threading.get_native_id(), _Share())
@@ -74,8 +84,33 @@ class FlopCount(SharedMode):
         self.note_thread()
         result = func(*args, **kwargs)
         if formula is not None:
-            self.share().total += formula(*args, **kwargs, out_val=result)
+            share, flops = self.share(), formula(*args, **kwargs, out_val=result)
+            share.total += flops
+            if not share.optimizers and (dtype := _type_of(args)):
+                share.by_type[dtype] += flops
         return result
+
+    def __enter__(self) -> FlopCount:
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *_: self._optimizes(1)),
+            register_optimizer_step_post_hook(lambda *_: self._optimizes(-1)),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _optimizes(self, more: int) -> None:
+        self.share().optimizers += more
+
+
+def _type_of(args: Any) -> torch.dtype | None:
+    """Type of an operator's first tensor, which has that of all its operands."""
+    dtype = next((value.dtype for value in args if isinstance(value, torch.Tensor)), None)
+    return dtype.to_real() if dtype and dtype.is_complex else dtype
 
 
 def _is_composite(func: Any, args: Any) -> bool:

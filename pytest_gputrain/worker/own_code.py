@@ -1,4 +1,4 @@
-"""What a user's own code is asked besides: is all of it counted?"""
+"""What a user's own code is asked besides: is all of it counted, and is it what its case says?"""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
+from torch import nn
+
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.flops import FlopCount
+from pytest_gputrain.worker.precision import check_precision, weights_by_type
 from pytest_gputrain.worker.threads import countable_threads
 from pytest_gputrain.worker.witness import Witness, started_processes
 
@@ -39,14 +42,15 @@ class OwnCode:
         """A context for the step whose FLOPs are counted."""
         return self._witness.watching()
 
-    def check(self, flops: FlopCount) -> tuple[str, ...]:
+    def check(self, flops: FlopCount, model: nn.Module | None) -> tuple[str, ...]:
         """Sentences on what was not counted.
 
         Args:
             flops: of the witnessed step.
+            model: that the code lets the worker watch.
 
         Raises:
-            CheckFailed: it belongs to what the case is about.
+            CheckFailed: it belongs to what the case is about, or the case trains in another precision than it says.
         """
         products = {str(operator).replace(".", "::") for operator in flops.formulas}
         unseen = self._witness.check(
@@ -56,4 +60,6 @@ class OwnCode:
             # Of several processes the threads that exchange tensors run operators, too.
             others=self._alone,
         )
+        weights = weights_by_type(model) if model is not None else {}
+        check_precision(self._case.model, self._case.precision, weights, flops.by_type)
         return tuple(filter(None, [unseen, _PROCESSES if self._processes else ""]))

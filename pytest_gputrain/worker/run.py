@@ -197,7 +197,7 @@ def _measure(
     # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator has kept.
     device.reset_peaks()
     flops = _watched(training, case, movement, group, own, steps=len(warmup) + len(seconds) + 1)
-    notes = own.check(flops) if own else ()
+    notes = own.check(flops, training.model) if own else ()
     training.leave()
     return msgspec.structs.replace(
         figures,
