@@ -48,6 +48,8 @@ class Terms:
     time_tolerance: float | None = None
     """Instead of the run's; None for that."""
     memory_tolerance: MemoryTolerance | None = None
+    growth_bytes: int = 0
+    """That own code may keep more of after every round of its accumulation."""
 
 
 NO_TERMS: Final = Terms()

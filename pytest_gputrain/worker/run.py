@@ -69,7 +69,7 @@ def run(
         even_alone = task.case.parallel in NEEDS_GROUP
         own = None
         if task.case.code or builder:
-            own = OwnCode(task.case, counts_memory=device.type == "cpu", alone=group.size == 1)
+            own = OwnCode(task, group, counts_memory=device.type == "cpu")
         with (
             group.joined(device.torch_device, even_alone=even_alone),
             device.keeping_peaks(),
@@ -127,10 +127,14 @@ def _measure(
 
     def met() -> None:
         meet()
+        if own:
+            own.growth.begin_step()
         own_work.begin()
 
     def done(step: int, seconds: float) -> bool:
         own_work.note()
+        if own:
+            own.growth.end_step(training, device.allocated_bytes())
         return told(step, seconds)
 
     own_work, compile_calls = OwnWork(device), CompileCalls()
@@ -144,7 +148,7 @@ def _measure(
         gc.collect()
         device.reset_peaks()
         if counter is not None:
-            _count(training, case, counter, progress)
+            _count(training, case, counter, progress, own)
 
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
     gc.collect()
@@ -153,15 +157,9 @@ def _measure(
     warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, meet)
     group.barrier()
     progress.enter("measure")
-    steps = case.steps
-    if task.curve:
-        # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
-        finite = all(math.isfinite(float(loss)) for loss in training.losses)
-        steps = max(1, steps - len(training.losses)) if finite or group.size > 1 else 1
-    else:
-        training.losses.clear()
     stamped = Stamped(training.step, device)
-    seconds = timed(stamped, schedule(steps, case.gradient_accumulation), device.synchronize, done, met)
+    updates = schedule(_steps_to_time(task, training, group), case.gradient_accumulation)
+    seconds = timed(stamped, updates, device.synchronize, done, met)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -197,7 +195,7 @@ def _measure(
     # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator has kept.
     device.reset_peaks()
     flops = _watched(training, case, movement, group, own, steps=len(warmup) + len(seconds) + 1)
-    notes = own.check(flops, training.model) if own else ()
+    notes = own.check(flops, training, device.allocated_bytes) if own else ()
     training.leave()
     return msgspec.structs.replace(
         figures,
@@ -206,6 +204,16 @@ def _measure(
         recomputed_flops_per_step=flops.recomputed if flops.total else None,
         notes=notes,
     )
+
+
+def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
+    """How many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
+    if not task.curve:
+        training.losses.clear()
+        return task.case.steps
+    # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
+    finite = all(math.isfinite(float(loss)) for loss in training.losses)
+    return max(1, task.case.steps - len(training.losses)) if finite or group.size > 1 else 1
 
 
 def _watched(
@@ -232,12 +240,15 @@ def _watched(
     return flops
 
 
-def _count(training: Trainable, case: Case, counter: AllocationCounter, progress: Progress) -> None:
+def _count(training: Trainable, case: Case, counter: AllocationCounter, progress: Progress, own: OwnCode | None) -> None:
     """Steps for the tensors that live in them."""
     progress.enter("count")
     counter.reset_peak()
     counter.threads.clear()
     with uncompiled(case):  # what has run while tensors are counted is never compiled afterwards
+        if own:
+            own.growth.count(training, lambda: counter.live_bytes)
+            return
         for update in counted_steps(case):
             training.step(update)
 

@@ -145,9 +145,9 @@ def test_the_sentence_says_what_was_found():
     with pytest.raises(CheckFailed) as failed:
         check_precision("mine", "bf16", {FP32: 10}, {FP32: 9, BF16: 1})
     assert str(failed.value) == (
-        'mine does not train in precision "bf16", which stores weights in bfloat16 and computes in bfloat16: 100% of the bytes '
-        'of its weights are float32 and 90% of its FLOPs are float32; say precision="fp32", or take the type from setup.dtype '
-        "and run the forward pass in setup.casting()"
+        'mine does not train in precision "bf16", which stores weights in bfloat16 and computes in bfloat16: 100% of the '
+        'bytes of its weights are float32 and 90% of its FLOPs are float32; say precision="fp32", or take the type from '
+        "setup.dtype and run the forward pass in setup.casting()"
     )
 
 
