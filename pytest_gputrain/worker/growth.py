@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import weakref
 from collections import defaultdict
@@ -229,5 +230,6 @@ def _storages(values: Any) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
 
 
 def _marker(growth: float) -> str:
-    """The marker that allows it, with something to spare."""
-    return f'@pytest.mark.gpu_tolerance(growth="{-(-growth * 1.25 // MiB):.0f} MiB")'
+    """The marker that allows it, with a quarter more to spare."""
+    unit, name = (MiB, "MiB") if growth > MiB else (KiB, "KiB")
+    return f'@pytest.mark.gpu_tolerance(growth="{math.ceil(growth * 1.25 / unit)} {name}")'

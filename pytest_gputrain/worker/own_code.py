@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from pytest_gputrain.records import Task
+from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.flops import FlopCount
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.growth import Growth
@@ -15,7 +16,19 @@ from pytest_gputrain.worker.recipe import Trainable
 from pytest_gputrain.worker.threads import countable_threads
 from pytest_gputrain.worker.witness import Witness, started_processes
 
+_BLIND: Final = (
+    "other threads were not looked at for operators that are not counted, because this version of torch cannot tell or the "
+    "step uses torch's profiler itself"
+)
 _PROCESSES: Final = "what processes hold and compute that it starts itself, such as a DataLoader's, is not counted"
+
+
+class Checked(NamedTuple):
+    """What passed."""
+
+    notes: tuple[str, ...]
+    """Sentences on what was not counted."""
+    knows_flops: bool = True
 
 
 class OwnCode:
@@ -44,26 +57,36 @@ class OwnCode:
         """A context for the step whose FLOPs are counted."""
         return self._witness.watching()
 
-    def check(self, flops: FlopCount, training: Trainable, allocated: Callable[[], int | None]) -> tuple[str, ...]:
-        """Sentences on what was not counted.
+    def check(self, flops: FlopCount, training: Trainable, allocated: Callable[[], int | None]) -> Checked:
+        """Ask it of the timed steps and the witnessed one.
 
         Args:
             flops: of the witnessed step.
             allocated: bytes in tensors now, where an allocator knows.
 
         Raises:
-            CheckFailed: it belongs to what the case is about, the case trains in another precision than it says, or it keeps
-                more and more memory.
+            CheckFailed: tensors were not counted, the case trains in another precision than it says, or it keeps more and
+                more memory.
         """
         products = {str(operator).replace(".", "::") for operator in flops.formulas}
-        unseen = self._witness.check(
+        missed = self._witness.missed(
             flops.threads,
-            self._case.model,
             matters=lambda name: self._counts_memory or name in products,
             # Of several processes the threads that exchange tensors run operators, too.
             others=self._alone,
         )
+        name = self._case.model
+        if missed and self._counts_memory:
+            raise CheckFailed(
+                f"a step of {name} {missed}: start this thread by Python's threading or concurrent.futures, inside of the "
+                "step or of the function that builds it"
+            )
         weights = weights_by_type(training.model) if training.model is not None else {}
-        check_precision(self._case.model, self._case.precision, weights, flops.by_type)
-        grown = self.growth.check(training, allocated)
-        return tuple(filter(None, [unseen, _PROCESSES if self._processes else "", grown]))
+        check_precision(name, self._case.precision, weights, {} if missed else flops.by_type)
+        notes = [
+            _BLIND if flops.threads and self._witness.was_blind else "",
+            f"FLOPs are not known, because a step {missed}; a pool of concurrent.futures is counted" if missed else "",
+            _PROCESSES if self._processes else "",
+            self.growth.check(training, allocated),
+        ]
+        return Checked(tuple(filter(None, notes)), not missed)

@@ -29,7 +29,7 @@ from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_by
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Stamped, schedule, timed
-from pytest_gputrain.worker.own_code import OwnCode
+from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_work import OwnWork
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
@@ -195,14 +195,14 @@ def _measure(
     # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator has kept.
     device.reset_peaks()
     flops = _watched(training, case, movement, group, own, steps=len(warmup) + len(seconds) + 1)
-    notes = own.check(flops, training, device.allocated_bytes) if own else ()
+    checked = own.check(flops, training, device.allocated_bytes) if own else Checked(())
     training.leave()
     return msgspec.structs.replace(
         figures,
         losses=losses,
-        flops_per_step=(flops.total - flops.recomputed) or None,
-        recomputed_flops_per_step=flops.recomputed if flops.total else None,
-        notes=notes,
+        flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
+        recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
+        notes=checked.notes,
     )
 
 

@@ -14,8 +14,6 @@ from unittest import mock
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler
 
-from pytest_gputrain.worker.checks import CheckFailed
-
 _SILENT: Final = "99"
 
 
@@ -46,35 +44,24 @@ class Witness:
             if _is_operator(name := event.name()):
                 self.operators.setdefault(event.device_resource_id(), []).append(name)
 
-    def check(self, counted: Collection[int], name: str, *, matters: Callable[[str], bool], others: bool) -> str:
-        """Fail a case whose operators ran on other threads than ``counted``.
+    def missed(self, counted: Collection[int], *, matters: Callable[[str], bool], others: bool) -> str:
+        """Tell of operators that ran on other threads than ``counted``; empty where none did.
 
         Args:
             counted: the threads on which operators were seen.
-            name: the case's model.
             matters: tells of which operators.
             others: whether threads that Python did not start count, too.
-
-        Returns:
-            Why this could not be found out, as a sentence; nothing where it was.
-
-        Raises:
-            CheckFailed: it is so, naming the thread.
         """
         for thread, operators in self.operators.items():
             missed = [operator for operator in operators if matters(operator)]
             if thread not in counted and missed and (others or thread in self._names):
-                raise CheckFailed(
-                    f"a step of {name} runs operators on {self._told(thread)}, where they are not counted "
-                    f"(first: {missed[0]}): start this thread by Python's threading or concurrent.futures, inside of the "
-                    "step or of the function that builds it"
-                )
-        if counted and not self.operators and threading.active_count() > 1:
-            return (
-                "other threads were not looked at for operators that are not counted, because this version of torch cannot "
-                "tell or the step uses torch's profiler itself"
-            )
+                return f"runs operators on {self._told(thread)}, where they are not counted (first: {missed[0]})"
         return ""
+
+    @property
+    def was_blind(self) -> bool:
+        """Whether there were other threads, of which torch told nothing."""
+        return not self.operators and threading.active_count() > 1
 
     def _told(self, thread: int) -> str:
         if known := self._names.get(thread):

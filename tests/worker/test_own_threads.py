@@ -5,6 +5,7 @@ import contextlib
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.utils.data import DataLoader
 from zoo_examples import measured, run
 
 from pytest_gputrain import Case
-from pytest_gputrain.records import Crashed
+from pytest_gputrain.records import Crashed, Task
 from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
+from pytest_gputrain.worker.group import ALONE
+from pytest_gputrain.worker.own_code import OwnCode
 from pytest_gputrain.worker.threads import countable_threads
 
 MINE = Case(model="mine", method="custom", code="inline", precision="fp32", steps=2, warmup=1)
@@ -59,7 +62,7 @@ def in_a_pool_with_an_initializer():
     return lambda: pool.submit(work).result()
 
 
-def in_a_loop(name=None):
+def in_a_loop(name=None, work=work):
     asked, done = queue.Queue(), queue.Queue()
 
     def loop():
@@ -140,6 +143,21 @@ def test_a_thread_beside_python_s_threading_fails_the_case():
     reply = run(MINE, lambda setup: step)
     assert isinstance(reply, Crashed)
     assert "on a thread that Python's threading did not start" in reply.sentence
+
+
+def test_where_an_allocator_counts_memory_only_products_of_other_threads_matter():
+    def checked(step):
+        own = OwnCode(Task(case=MINE, scale="tiny", device_type="gpu", root="."), ALONE, counts_memory=False)
+        with own.running(), own.witnessed(), count_flops() as flops:
+            step()
+        return own.check(flops, SimpleNamespace(model=None, losses=[]), lambda: None)
+
+    known = checked(in_a_loop("copier", lambda: torch.ones(8) + 1))
+    unknown = checked(in_a_loop("looper"))
+    assert known == ((), True)
+    assert not unknown.knows_flops
+    (note,) = unknown.notes
+    assert note.startswith("FLOPs are not known, because a step runs operators on the thread 'looper', where they are not")
 
 
 def test_operators_of_a_step_that_profiles_itself_are_still_counted():
