@@ -114,9 +114,7 @@ class Bench:
         steps, warmup = self.settings.steps, self.settings.warmup
         return case.replace(steps=case.steps if steps is None else steps, warmup=case.warmup if warmup is None else warmup)
 
-    def task(
-        self, case: Case, module: str, *, growth_bytes: int = 0, inline: bool = False, foreseen: bool = False
-    ) -> Task:
+    def task(self, case: Case, module: str, *, growth_bytes: int = 0, inline: bool = False, foreseen: bool = False) -> Task:
         """
         Args:
             growth_bytes: that the test allows own code to keep more of after every round.

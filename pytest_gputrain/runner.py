@@ -305,8 +305,8 @@ class Runner:
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
                 self.check_selection(case, set(markers), expression)
-                case = self.bench.with_steps(case)
-                yield Claim(suite, self.bench.task(case, "", growth_bytes=terms.growth_bytes, foreseen=True), terms)
+                growth, stepped = terms.growth_bytes, self.bench.with_steps(case)
+                yield Claim(suite, self.bench.task(stepped, "", growth_bytes=growth, foreseen=True), terms)
 
     def is_strict(self, device: str) -> bool:
         """Whether a case without a comparable baseline fails that ran on ``device``."""

@@ -475,18 +475,6 @@ def decorated(setup):
     def step():
         square(weight).sum().backward()
 
-
-BUFFERED = """
-import pytest
-import torch
-
-
-def build(setup):
-    model, buffer = torch.nn.Linear(256, 256), []
-
-    def step():
-        buffer.append(model(torch.ones(16, 256)).detach())
-
     return step
 
 
@@ -516,6 +504,20 @@ def test_compiled(gputrain):
     ]
     of = {entry["key"]: entry["replies"][0]["uncompiled"] for entry in project.report()["results"]}
     assert of == {"decorated-fp32@tiny": True, "in_place-fp32@tiny": True, "build-fp32@tiny": False}
+
+
+BUFFERED = """
+import pytest
+import torch
+
+
+def build(setup):
+    model, buffer = torch.nn.Linear(256, 256), []
+
+    def step():
+        buffer.append(model(torch.ones(16, 256)).detach())
+
+    return step
 
 
 def test_leaks(gputrain):
