@@ -1,11 +1,8 @@
 """The only reader and writer of baselines: ``<dir>/<device>/<suite>.json``, reviewed in git.
 
-A file holds its cases sorted by key, each with what it measured and its raw runs; environments are stored once and
-referred to by a short hash, so that accepting new numbers shows as changed numbers and nothing else. Keys end in ``@tiny``
-where the tiny scale was measured, so that nobody takes such a figure for the model's.
-
-Files are replaced whole, under a lock, by atomic rename: a reader never sees half a file, and an update keeps the entries of
-cases that did not run.
+A file holds its cases sorted by key, each with its raw runs. Environments are stored once, by a short hash, so that new
+numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a lock, by atomic
+rename, and an update keeps the entries of cases that did not run.
 """
 
 from __future__ import annotations

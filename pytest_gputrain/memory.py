@@ -110,7 +110,7 @@ def judge_memory(
     rule = _Rule(
         ratio=tolerance.ratio if alone or not on_cpu else max(tolerance.ratio, SHARED_CPU_RATIO),
         slack=tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES),
-        exact=on_cpu and alone,
+        exact=all(run.counts_exactly for run in measured),
         most=most,
     )
     whole = rule.judge("peak_allocated_bytes", values, peaks)

@@ -40,6 +40,8 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
         peak_host_bytes=sum(reply.peak_host_bytes for reply in figures),
         flops_per_step=_total(reply.flops_per_step for reply in measured),
         recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
+        counted_threads=max(reply.counted_threads for reply in measured),
+        notes=tuple(dict.fromkeys(note for reply in measured for note in reply.notes)),
         own_seconds=(),
         ranks=tuple(map(_rank, figures)),
     )

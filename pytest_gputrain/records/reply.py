@@ -170,6 +170,10 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """In the reply of one of several processes: see `Rank`."""
     one_worker_seconds: float | None = None
     """Seconds of an update by one worker alone, added by the parent where a test asks how the case scales."""
+    counted_threads: Whole = 1
+    """Threads whose tensors were counted one by one. With several the peak depends on which of them is faster."""
+    notes: tuple[str, ...] = ()
+    """What was not counted, each as a sentence."""
     free_bytes: Whole | None = None
     """Free on the fullest of the case's GPUs before it started; this and the next from the parent."""
     other_processes: Whole | None = None
@@ -187,6 +191,11 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
             if self.telemetry and self.telemetry.energy_joules
             else None
         )
+
+    @property
+    def counts_exactly(self) -> bool:
+        """Whether another process would count the same bytes."""
+        return self.environment.device_type == "cpu" and self.environment.device_count == self.counted_threads == 1
 
     @property
     def median_step_seconds(self) -> float:

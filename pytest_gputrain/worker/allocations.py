@@ -10,15 +10,15 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.worker.phases import Phases
 from pytest_gputrain.worker.storages import Storages
+from pytest_gputrain.worker.threads import SharedMode
 from pytest_gputrain.worker.trace import Peaks, Trace, peaks
 
 
-class AllocationCounter(TorchDispatchMode):
+class AllocationCounter(SharedMode):
     """Counts the bytes of every storage that an operator creates or resizes, until it is freed, by phases of training.
 
     Exact and the same on every run, where polling the resident set misses most of a peak. It follows untyped storages by
@@ -34,9 +34,9 @@ class AllocationCounter(TorchDispatchMode):
     """
 
     def __init__(self, line: Callable[[], str] = str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.trace = Trace()
-        self._storages = Storages(self.trace, line)
+        self._storages = Storages(self.trace, line, self.lock)
         self._phases = Phases(self.trace.enter)
 
     @property
@@ -62,6 +62,7 @@ class AllocationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps(types):
             return NotImplemented
+        self.note_thread()
         self._phases.follow()
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
@@ -76,11 +77,11 @@ class AllocationCounter(TorchDispatchMode):
         self._resizing = resizes_told_to(self._see_resized)
         self._resizing.__enter__()
         self._phases.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc_info)
         self._phases.__exit__(*exc_info)
         self._resizing.__exit__(*exc_info)
         # No callbacks into a counter that nobody reads any more: they would disturb what is timed next.

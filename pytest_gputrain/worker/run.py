@@ -6,10 +6,7 @@ import contextlib
 import gc
 import itertools
 import math
-import os
-import platform
 import re
-import socket
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,15 +18,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.architectures import Architecture
-from pytest_gputrain.cases import versions
-from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import Case, Crashed, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
+from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Stamped, schedule, timed
+from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.own_work import OwnWork
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
@@ -68,10 +66,17 @@ def run(
         device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
-        with group.joined(device.torch_device, even_alone=even_alone), device.keeping_peaks():
+        own = None
+        if task.case.code or builder:
+            own = OwnCode(task, group, counts_memory=device.type == "cpu")
+        with (
+            group.joined(device.torch_device, even_alone=even_alone),
+            device.keeping_peaks(),
+            own.running() if own else contextlib.nullcontext(),
+        ):
             if group.serves:
                 return _serve(task, progress, device, group, keep)
-            return _measure(task, progress, device, builder, group, keep)
+            return _measure(task, progress, device, builder, group, keep, own)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
     except Exception as error:
@@ -85,7 +90,7 @@ def run(
             message=_first_line(error),
             step=progress.step,
             peak_allocated_bytes=peaks.allocated,
-            environment=_environment(device, group),
+            environment=environment_of(device, group),
         )
 
 
@@ -100,7 +105,13 @@ def crash(error: BaseException, progress: Progress) -> Crashed:
 
 
 def _measure(
-    task: Task, progress: Progress, device: Device, builder: StepBuilder | None, group: Group, keep: Keep
+    task: Task,
+    progress: Progress,
+    device: Device,
+    builder: StepBuilder | None,
+    group: Group,
+    keep: Keep,
+    own: OwnCode | None,
 ) -> Measurement:
     case = task.case
 
@@ -115,10 +126,14 @@ def _measure(
 
     def met() -> None:
         meet()
+        if own:
+            own.growth.begin_step()
         own_work.begin()
 
     def done(step: int, seconds: float) -> bool:
         own_work.note()
+        if own:
+            own.growth.end_step(training, device.allocated_bytes())
         return told(step, seconds)
 
     own_work, compile_calls = OwnWork(device), CompileCalls()
@@ -133,8 +148,7 @@ def _measure(
         gc.collect()
         device.reset_peaks()
         if counter is not None:
-            progress.enter("count")
-            _count(training, case, counter)
+            _count(training, case, counter, progress, own)
 
     counted = None if counter is None else counter.peaks()
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
@@ -144,15 +158,9 @@ def _measure(
     warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, meet)
     group.barrier()
     progress.enter("measure")
-    steps = case.steps
-    if task.curve:
-        # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
-        finite = all(math.isfinite(float(loss)) for loss in training.losses)
-        steps = max(1, steps - len(training.losses)) if finite or group.size > 1 else 1
-    else:
-        training.losses.clear()
     stamped = Stamped(training.step, device)
-    seconds = timed(stamped, schedule(steps, case.gradient_accumulation), device.synchronize, done, met)
+    updates = schedule(_steps_to_time(task, training, group), case.gradient_accumulation)
+    seconds = timed(stamped, updates, device.synchronize, done, met)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -175,7 +183,8 @@ def _measure(
         peak_host_bytes=host,
         own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
         uncompiled=compile_calls.seen and counter is not None,
-        environment=_environment(device, group),
+        counted_threads=max(1, len(counter.threads)) if own and counter is not None else 1,
+        environment=environment_of(device, group),
     )
     keep(figures)
     progress.enter("check")
@@ -188,17 +197,31 @@ def _measure(
         check_losses(losses)
     # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator has kept.
     device.reset_peaks()
-    flops = _watched(training, case, movement, group, steps=len(warmup) + len(seconds) + 1)
+    flops = _watched(training, case, movement, group, own, steps=len(warmup) + len(seconds) + 1)
+    checked = own.check(flops, training, device.allocated_bytes) if own else Checked(())
     training.leave()
     return msgspec.structs.replace(
         figures,
         losses=losses,
-        flops_per_step=(flops.total - flops.recomputed) or None,
-        recomputed_flops_per_step=flops.recomputed if flops.total else None,
+        flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
+        recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
+        notes=checked.notes,
     )
 
 
-def _watched(training: Trainable, case: Case, movement: Movement | None, group: Group, *, steps: int) -> FlopCount:
+def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
+    """How many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
+    if not task.curve:
+        training.losses.clear()
+        return task.case.steps
+    # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
+    finite = all(math.isfinite(float(loss)) for loss in training.losses)
+    return max(1, task.case.steps - len(training.losses)) if finite or group.size > 1 else 1
+
+
+def _watched(
+    training: Trainable, case: Case, movement: Movement | None, group: Group, own: OwnCode | None, *, steps: int
+) -> FlopCount:
     """A further step, whose operations are counted and whose gradients are checked.
 
     Args:
@@ -207,7 +230,12 @@ def _watched(training: Trainable, case: Case, movement: Movement | None, group: 
     Raises:
         CheckFailed: the model does not train.
     """
-    with uncompiled(case), count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
+    with (
+        uncompiled(case),
+        own.witnessed() if own else contextlib.nullcontext(),
+        count_flops() as flops,
+        movement.watching() if movement else contextlib.nullcontext(),
+    ):
         training.step(True)
     moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
     if movement is not None:
@@ -215,9 +243,14 @@ def _watched(training: Trainable, case: Case, movement: Movement | None, group: 
     return flops
 
 
-def _count(training: Trainable, case: Case, counter: AllocationCounter) -> None:
+def _count(training: Trainable, case: Case, counter: AllocationCounter, progress: Progress, own: OwnCode | None) -> None:
     """Steps for the tensors that live in them."""
+    progress.enter("count")
+    counter.threads.clear()
     with uncompiled(case):  # what has run while tensors are counted is never compiled afterwards
+        if own:
+            own.growth.count(training, lambda: counter.live_bytes, counter.begin_step)
+            return
         for update in counted_steps(case):
             counter.begin_step()
             training.step(update)
@@ -345,32 +378,3 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-
-
-def _environment(device: Device, group: Group) -> Environment:
-    on_gpu = device.type != "cpu"
-    properties = torch.cuda.get_device_properties(device.torch_device) if on_gpu else None
-    return Environment(
-        device_name=torch.cuda.get_device_name(device.torch_device) if on_gpu else "cpu",
-        device_type=device.type,
-        device_count=group.size + group.servers,
-        device_memory_bytes=properties.total_memory if properties else None,
-        host=socket.gethostname(),
-        cpu_model=_cpu_model(),
-        os=platform.platform(terse=True),
-        python=platform.python_version(),
-        packages=versions(),
-        runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
-        threads=device.threads,
-    )
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"

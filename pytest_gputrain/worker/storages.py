@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -18,11 +19,18 @@ class Storages:
     Args:
         trace: gets what is allocated and freed.
         line: tells which line of the user's own files runs.
+        lock: is held while these change; needed where several threads make or free tensors.
     """
 
-    def __init__(self, trace: Trace, line: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        line: Callable[[], str] = str,
+        lock: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> None:
         self.trace = trace
         self._line = line
+        self._lock = lock or contextlib.nullcontext()
         self._sizes: dict[int, int] = {}
         """Bytes by address."""
         self._numbers: dict[int, int] = {}
@@ -51,28 +59,30 @@ class Storages:
     ) -> None:
         """Note a storage that is new, or has become larger or smaller: for a moment there are both, as one is copied."""
         key = storage._cdata
-        known = self._sizes.get(key)
-        if known is None:
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        if known != size:
-            before = self._numbers.pop(key, None)
-            self._sizes[key] = size
-            if size:
-                name = _NAMES.get(dtype) or _name(dtype)
-                self._numbers[key] = self.trace.allocate(size, operator, phase, shape, name, self._line())
-            if before is not None:
-                self.trace.free(before)
+        with self._lock:
+            known = self._sizes.get(key)
+            if known is None:
+                self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+            if known != size:
+                before = self._numbers.pop(key, None)
+                self._sizes[key] = size
+                if size:
+                    name = _NAMES.get(dtype) or _name(dtype)
+                    self._numbers[key] = self.trace.allocate(size, operator, phase, shape, name, self._line())
+                if before is not None:
+                    self.trace.free(before)
 
     def leave(self) -> None:
         """Hear no more of their deaths."""
         self._references.clear()
 
     def _forget(self, key: int) -> None:
-        self._references.pop(key, None)
-        self._sizes.pop(key, None)
-        number = self._numbers.pop(key, None)
-        if number is not None:
-            self.trace.free(number)
+        with self._lock:
+            self._references.pop(key, None)
+            self._sizes.pop(key, None)
+            number = self._numbers.pop(key, None)
+            if number is not None:
+                self.trace.free(number)
 
 
 _NAMES: Final[dict[torch.dtype | None, str]] = {None: "bytes"}
