@@ -242,25 +242,14 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         )
     if not isinstance(reply, Measurement):
         return None
-    return BaselineRun(
-        outcome="measured",
-        environment=reply.environment,
-        date=date,
-        session=session,
-        commit=commit,
-        warmup=len(reply.warmup_seconds),
-        step_seconds=tuple(map(_short, reply.step_seconds)),
-        peak_allocated_bytes=reply.peak_allocated_bytes,
-        phase_peak_bytes=reply.phase_peak_bytes,
-        largest=without_lines(reply.largest),
-        peak_reserved_bytes=reply.peak_reserved_bytes,
-        peak_host_bytes=reply.peak_host_bytes,
-        free_bytes=reply.free_bytes,
-        model_bytes=reply.model_bytes,
-        flops_per_step=reply.flops_per_step,
-        one_worker_seconds=None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
-        final_loss=reply.losses[-1] if reply.losses else None,
-    )
+    figures = {name: getattr(reply, name) for name in BaselineRun.__struct_fields__ if hasattr(reply, name)} | {
+        "warmup": len(reply.warmup_seconds),
+        "step_seconds": tuple(map(_short, reply.step_seconds)),
+        "largest": without_lines(reply.largest),
+        "one_worker_seconds": None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
+        "final_loss": reply.losses[-1] if reply.losses else None,
+    }
+    return BaselineRun(outcome="measured", date=date, session=session, commit=commit, **figures)
 
 
 def _short(seconds: float) -> float:

@@ -263,7 +263,7 @@ def in_phase(phase: TrainingPhase) -> str:
 
 def _in_phases(names: Sequence[TrainingPhase]) -> str:
     inside = [name for name in names if name != "between"]
-    parts = [f"in {_listed(inside)}"] if inside else []
+    parts = [f"in {inside[0]}", *inside[1:]] if inside else []
     return _listed([*parts, *(in_phase(name) for name in names if name == "between")])
 
 

@@ -139,8 +139,10 @@ def _measure(
     own_work, compile_calls = OwnWork(device), CompileCalls()
     progress.enter("build")
     device.reset_peaks()
-    noting = compile_calls.noted() if case.code or builder else contextlib.nullcontext()
-    with device.counting(_own_lines(task, builder).current) as counter, noting:
+    with (
+        device.counting(_own_lines(task, builder).current) as counter,
+        compile_calls.noted() if case.code or builder else contextlib.nullcontext(),
+    ):
         training = build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
         movement = None if training.model is None or task.curve else _movement(training.model, training.idle)

@@ -145,7 +145,7 @@ def test_a_baseline_without_phases_is_told_and_strict_fails(gan: Project) -> Non
     result = gan.run()
     result.assert_outcomes(passed=1)
     missing = (
-        "build-fp32 has no peak in build, forward, backward and optimizer and between backward passes in its baseline of 20"
+        "build-fp32 has no peak in build, forward, backward, optimizer and between backward passes in its baseline of 20"
     )
     result.stdout.fnmatch_lines([f"1 case without a baseline: {missing}*; record it with --gpu-baseline-update"])
     assert only_sentence(gan.run("--gpu-strict"), "test_gan").startswith(missing)

@@ -78,7 +78,7 @@ def test_a_change_within_the_limit_is_told_with_its_phase() -> None:
 def test_a_baseline_of_before_is_told() -> None:
     verdict = _judged(_counted(), phase_peak_bytes={}, largest={})
     assert verdict.status == "new"
-    assert "has no peak in build, forward, backward and optimizer and between backward passes in its baseline of" in (
+    assert "has no peak in build, forward, backward, optimizer and between backward passes in its baseline of" in (
         verdict.sentence
     )
 
