@@ -32,6 +32,8 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     (version 5 holds the scores to apply it); or plain products, as before torch 2.0."""
     lists: bool = True
     """Whether optimizers work on lists of tensors, torch's default on a GPU since 2.0; else on one tensor after another."""
+    multiprocessors: Whole = 132
+    """Of the GPU: among so many a large sum is divided."""
     workspace_bytes: Whole = 0
     """What cuBLAS takes of the caching allocator, once for the forward and once for the backward pass."""
     peak_flops: dict[str, float] = {}
@@ -73,10 +75,11 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     model_bytes: Whole | None
     """Storage of parameters, buffers and quantisation state."""
     peak_allocated_bytes: Whole
-    """Highest sum of live tensor storages from the first step on, as in a measurement."""
+    """Highest memory in use from the first step on, as in a measurement: on a GPU the blocks that the caching allocator has
+    handed out, which can be larger than what was asked for; on a CPU the live tensor storages."""
     peak_phase: TrainingPhase
     phase_peak_bytes: dict[TrainingPhase, Whole]
-    """The same by phase; ``build`` is the highest before the first step."""
+    """Highest sum of live tensor storages by phase; ``build`` is the highest before the first step."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]]
     """At the peak of each phase, largest first."""
     peak_reserved_bytes: Whole | None

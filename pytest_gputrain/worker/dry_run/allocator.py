@@ -102,7 +102,8 @@ class Allocator:
         expandable: whether segments grow.
 
     Attributes:
-        allocated: bytes in blocks handed out.
+        allocated: bytes in blocks handed out: what is left over of one that was too large is part of it where it stays.
+        peak_allocated: highest ``allocated`` since the start or `reset_peak`.
         reserved: bytes held.
         peak_reserved: highest ``reserved`` since the start or `reset_peak`.
         retries: how often free memory was given back for want of it.
@@ -116,6 +117,7 @@ class Allocator:
         # In a range that grows, an endless block without memory comes last.
         self._ranges = {small: Block(small, 0, 0, _ENDLESS, free=True, mapped=False) for small in (True, False)}
         self.allocated = 0
+        self.peak_allocated = 0
         self.reserved = 0
         self.peak_reserved = 0
         self.retries = 0
@@ -143,6 +145,7 @@ class Allocator:
             rest.free = True
             self._pools[small].add(rest)
         self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
@@ -162,8 +165,8 @@ class Allocator:
                     self.reserved -= block.size
 
     def reset_peak(self) -> None:
-        """Let the peak start from what is held now."""
-        self.peak_reserved = self.reserved
+        """Let the peaks start from what is handed out and held now."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _pool(self, block: Block) -> Block:
         """Put a free block into its pool, merged with its free neighbours; the merged one is returned."""

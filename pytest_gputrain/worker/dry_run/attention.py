@@ -11,19 +11,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from pytest_gputrain.records import Target
+from pytest_gputrain.worker.dry_run.operators import Temporaries
 
 _HALVES = (torch.float16, torch.bfloat16)
+_CUDNN = ((9, 0), (10, 0))
+"""Compute capabilities on which cuDNN's kernel comes first."""
 
 
 def chooser(target: Target) -> Callable[..., Tensor]:
     """``scaled_dot_product_attention`` by the rules of ATen/native/transformers/cuda/sdp_utils.cpp.
 
-    Flash where it can (halves, no mask, heads of up to 256, compute capability 8.0); else the memory-efficient kernel, which
-    knows no grouped queries and wants aligned heads; else plain products, which hold the scores. cuDNN's kernel, which torch
-    since 2.7 prefers to flash on 9.0 and 10.0, takes and keeps the same tensors as flash, and counts as it. Dropout
-    in a fused kernel is drawn again in the backward pass.
+    cuDNN's kernel on 9.0 and 10.0 (halves, no dropout, aligned heads of up to 256, masks too), where attention is that of
+    today: torch prefers it since 2.7. Else flash where it can (halves, no mask, heads of up to 256, compute capability 8.0);
+    else the memory-efficient kernel, which knows no grouped queries and wants aligned heads; else plain products, which hold
+    the scores. Dropout in a fused kernel is drawn again in the backward pass.
     """
     aten = torch.ops.aten
+    prefers_cudnn = target.attention == "current" and target.capability in _CUDNN
 
     def attention(
         query: Tensor,
@@ -44,6 +48,15 @@ def chooser(target: Target) -> Callable[..., Tensor]:
         half = query.dtype in _HALVES
         grouped = enable_gqa and key.shape[1] != query.shape[1]
         result: tuple[Tensor, ...]
+        recorded = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
+        if prefers_cudnn and fused and half and not dropout_p and width == height <= 256 and not width % 8:
+            bias = None if attn_mask is None else _added(attn_mask, query.dtype)
+            if bias is not None:
+                bias = bias.expand(*query.shape[:3], key.shape[2])
+            result = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, recorded, dropout_p, is_causal, False, scale=scale
+            )
+            return result[0]
         if fused and modern and attn_mask is None and half and width == height <= 256:
             # Heads are padded to a multiple of 8; the scale stays that of their true width.
             parts = [functional.pad(part, [0, -width % 8]) if width % 8 else part for part in (query, key, value)]
@@ -53,7 +66,6 @@ def chooser(target: Target) -> Callable[..., Tensor]:
         aligned = 8 if half else 4 if modern else 1
         if fused and not grouped and not width % aligned and not height % aligned and _knows(target, query.dtype):
             bias = _as_bias(attn_mask, query)
-            recorded = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
             result = aten._scaled_dot_product_efficient_attention(
                 query, key, value, bias, recorded, dropout_p, is_causal, scale=scale
             )
@@ -90,48 +102,67 @@ def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """A mask as what is added to the scores, over all heads."""
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    mask = _added(mask, query.dtype)
     batch, heads, length, _ = query.shape
     keys = mask.shape[-1]
-    if keys % 16:
-        # The kernel reads 16 at a time.
-        mask = functional.pad(mask, [0, -keys % 16])[..., :keys]
+    if keys % 8:
+        # The kernel reads 8 at a time.
+        mask = functional.pad(mask, [0, -keys % 8])[..., :keys]
     return mask.expand(batch, heads, length, mask.shape[-1])
 
 
-def temporaries() -> dict[Any, Callable[[tuple[Any, ...]], int]]:
-    """Bytes that CUDA's kernels take and give back, by operator."""
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    kept, left_out = (mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf))
+    return torch.where(mask, kept, left_out)
+
+
+def temporaries() -> dict[Any, Temporaries]:
+    """What kernels of attention allocate and free, by operator."""
     aten = torch.ops.aten
-    found: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+    return {
+        aten._scaled_dot_product_efficient_attention: _efficient,
         aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+        aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
         aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     }
-    four_bits = getattr(torch.ops, "bitsandbytes", None)
-    if four_bits is not None and hasattr(four_bits, "gemm_4bit"):
-        found[four_bits.gemm_4bit] = _unpacked
-    return found
 
 
-def _flash_backward(args: tuple[Any, ...]) -> int:
+def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     """fp32 sums of the query's gradient, rows padded to 128; keys' and values' gradients for each head that shares them."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = -(-length // 128) * 128
     lanes = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
-    size = 4 * batch * heads * rows * (lanes + 1)
-    if key.shape[1] != heads:
-        size += 2 * batch * heads * key.shape[2] * width * query.element_size()
-    return int(size)
+    sums = 4 * batch * heads * rows
+    shared = () if key.shape[1] == heads else (batch * heads * key.shape[2] * width * query.itemsize,) * 2
+    strided = [part for part in (args[0], args[4]) if not part.transpose(1, 2).is_contiguous()]
+    return (*(part.numel() * part.itemsize for part in strided), sums, sums * lanes, *shared)
 
 
-def _efficient_backward(args: tuple[Any, ...]) -> int:
-    """fp32 sums of the query's gradient, where it is stored in halves."""
-    query = args[1]
-    return 0 if query.dtype == torch.float32 else 4 * query.numel()
+def _cudnn_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """fp32 sums of the query's gradient, by cuDNN's frontend; what its engines add is not known."""
+    batch, heads, length, width = args[1].shape
+    return (4 * batch * heads * length * (width + 1),)
 
 
-def _unpacked(args: tuple[Any, ...]) -> int:
-    """The weight in the arithmetic of the product: a kernel for many rows unpacks it first."""
-    left, shape = args[0], args[2]
-    return int(math.prod(shape) * left.element_size())
+def _efficient(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The result in fp32, of wide halves."""
+    query, value = args[0], args[2]
+    return (4 * query.shape[:3].numel() * value.shape[-1],) if query.itemsize < 4 and value.shape[-1] > 128 else ()
+
+
+def _efficient_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """fp32 sums of the query's gradient in blocks of 64; of wide halves, of the keys' and the values' too."""
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows, keys = (-(-count // 64) for count in (length, key.shape[2]))
+    block = 4 * 64 * (-(-width // 64) * 64)
+    sums = batch * heads * rows * (block + 16)
+    if query.itemsize < 4:
+        shared = 2 * batch * heads * keys * block if width > 128 else 0
+        return (4 * batch * heads * length, sums + shared)
+    # The result times its gradient, and the sums of its rows, are there before.
+    return (4 * batch * heads * length, max(sums, 4 * batch * heads * length * (args[5].shape[-1] + 1)))

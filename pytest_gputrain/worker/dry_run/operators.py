@@ -12,8 +12,8 @@ from torch import Tensor
 from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.flops import formulas
 
-Temporaries = Callable[[tuple[Any, ...]], int]
-"""Bytes that an operator's kernel takes and gives back, from the operator's arguments."""
+Temporaries = Callable[[tuple[Any, ...]], tuple[int, ...]]
+"""Sizes in bytes of what an operator's kernel allocates beside its results and frees at its end, from its arguments."""
 
 _ATEN: Final = torch.ops.aten
 _PRODUCTS: Final = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run import attention, engines, zero
+from pytest_gputrain.worker.dry_run import attention, engines, norms, zero
 from pytest_gputrain.worker.dry_run.shapes import forget_shape
 from pytest_gputrain.worker.dry_run.values import answer, forget_all, keep, value_of
 
@@ -274,6 +274,10 @@ def _register_cuda(library: Any, target: Target) -> None:
         library.impl("scaled_dot_product_attention", attention.chooser(target), "AutogradCPU")
         # A GPU keeps a mask of bool; a CPU one of the activations' type.
         library.impl("dropout", _dropout, "AutogradCPU")
+        # It has kernels for what a CPU takes apart.
+        library.impl("rms_norm", norms.rms_norm, "AutogradCPU")
+        library.impl("softmax.int", norms.softmax, "AutogradCPU")
+        library.impl("log_softmax.int", norms.log_softmax, "AutogradCPU")
         for name in _AUTOCAST_FP32.split():
             _register_cast(library, name, _in_fp32)
         for name in _AUTOCAST_FP32_RESULT.split():

@@ -14,8 +14,9 @@ from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.cases import library_versions
 from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.dry_run import norms
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
-from pytest_gputrain.worker.dry_run.attention import temporaries
+from pytest_gputrain.worker.dry_run.kernels import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened
@@ -85,8 +86,8 @@ class Rehearsal:
         self._tracker = Tracker(
             self._device,
             rounding=512 if cuda else 1,
-            layouts=layouts(target),
-            temporaries=temporaries() if cuda else {},
+            layouts={**layouts(target), **(norms.layouts() if cuda else {})},
+            temporaries=temporaries(target) if cuda else {},
             workspace_bytes=target.workspace_bytes,
             peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
             bandwidth=target.bandwidth,
@@ -188,7 +189,7 @@ def _told(task: Task, observed: Observed) -> Prediction:
         parameters=sums.get(("parameters", ALL)),
         trainable_parameters=sums.get(("trainable parameters", ALL)),
         model_bytes=sums.get(("model bytes", ALL)),
-        peak_allocated_bytes=peak.bytes,
+        peak_allocated_bytes=held.peak_allocated if cuda else peak.bytes,
         peak_phase=peak.phase,
         phase_peak_bytes=peak.by_phase,
         largest={phase: trace.largest_at(event, SHOWN) for phase, event in peak.events.items()},

@@ -51,14 +51,14 @@ class Call:
     Attributes:
         results: in order.
         kind: the sequence that they come in; None for a single one.
-        temporary_bytes: what its kernel takes and gives back.
+        temporaries: sizes in bytes of what its kernel allocates beside the results and frees at its end.
         moved: bytes that it reads and writes.
         yoctoseconds: the least time that it takes.
     """
 
     results: list[Result]
     kind: Any = None
-    temporary_bytes: int = 0
+    temporaries: tuple[int, ...] = ()
     flops: int = 0
     moved: int = 0
     yoctoseconds: int = 0

@@ -131,14 +131,14 @@ class Tracker(TorchDispatchMode):
         if call is not None:
             return self._again(operator, call, tensors)
         result = compute(operator, func, args, kwargs, tensors)
-        held = operator.temporaries(args) if operator.temporaries is not None else 0
-        self._pass(held, operator.name)
         written = sum(self._see_any(tensor, operator.name) for tensor in tensors_in((result,)))
+        temporaries = operator.temporaries(args) if operator.temporaries is not None else ()
+        self._pass(temporaries, operator.name)
         if result is None:
             written = sum(self._bytes_of(tensor) for tensor in operator.targets(args, kwargs))
         described = None if key is None else self._shapes.described(result, tensors)
         call = described or Call([])
-        call.temporary_bytes = held
+        call.temporaries = temporaries
         self._measure(call, operator, tensors, written, result, args, kwargs)
         if described is not None:
             self._shapes.remember(key, described)
@@ -151,7 +151,6 @@ class Tracker(TorchDispatchMode):
     def _again(self, operator: Operator, call: Call, tensors: list[Tensor]) -> Any:
         """What `__torch_dispatch__` does, for a call that is remembered."""
         result = self._shapes.make(call, tensors)
-        self._pass(call.temporary_bytes, operator.name)
         for known, tensor in zip(call.results, (result,) if call.kind is None else result, strict=True):
             if known.nbytes is None:
                 continue
@@ -160,6 +159,7 @@ class Tracker(TorchDispatchMode):
                 continue
             storage = tensor.untyped_storage()
             self._on_device.see(storage, known.nbytes, operator.name, self._phase, known.size, known.dtype)
+        self._pass(call.temporaries, operator.name)
         self._count(operator, call)
         return result
 
@@ -239,10 +239,11 @@ class Tracker(TorchDispatchMode):
             size = storage.nbytes()
             self._on_device.see(storage, size, "resize_", self._phase, (size,), None)
 
-    def _pass(self, size: int, operator: str) -> None:
-        """A kernel's own memory, taken and given back."""
-        if size:
-            self.trace.free(self.trace.allocate(size, operator, self._phase, (size,), "bytes"))
+    def _pass(self, sizes: tuple[int, ...], operator: str) -> None:
+        """Allocate and free what a kernel holds beside its results: most make these first."""
+        made = [self.trace.allocate(size, operator, self._phase, (size,), "bytes") for size in sizes if size]
+        for number in reversed(made):
+            self.trace.free(number)
 
     def _take_workspace(self) -> None:
         backward = self._phase == "backward"

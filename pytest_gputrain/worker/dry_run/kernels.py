@@ -1,0 +1,115 @@
+"""Memory inside of CUDA's kernels: what each allocates beside its results, which no operator shows.
+
+Every rule was measured: the operator ran in torch's CUDA build (2.13) under its own caching allocator, for several shapes
+and types, and the history of that allocator was read. `tests/worker/test_dry_run_kernels.py` has the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from pytest_gputrain.records import Target
+from pytest_gputrain.worker.dry_run import attention, reductions
+from pytest_gputrain.worker.dry_run.operators import Temporaries
+
+_ATEN: Final = torch.ops.aten
+_UNSORTED_ROWS: Final = 3072
+"""Up to so many rows, the gradient of an embedding is added up without sorting them."""
+_OFTEN: Final = 32
+"""Where each row of the table is used so often, the parts are added up in place."""
+_SEGMENT_ROWS: Final = 10
+"""Of the sorted rows, those that one thread adds up."""
+
+
+def temporaries(target: Target) -> dict[Any, Temporaries]:
+    """What kernels allocate and free, by operator."""
+    found: dict[Any, Temporaries] = {
+        _ATEN._softmax: _copies_of_strided,
+        _ATEN._softmax_backward_data: _softmax_backward,
+        _ATEN.native_layer_norm: _copies_of_strided,
+        _ATEN.native_layer_norm_backward: _norm_backward,
+        _ATEN._fused_rms_norm: _copies_of_strided,
+        _ATEN._fused_rms_norm_backward: _norm_backward,
+        _ATEN.native_group_norm: _group_norm,
+        _ATEN.native_group_norm_backward: _group_norm_backward,
+        _ATEN.embedding_dense_backward: _embedding_backward,
+        _ATEN.mse_loss: _loss,
+        _ATEN.smooth_l1_loss: _loss,
+    }
+    found |= reductions.temporaries(target.multiprocessors)
+    found |= attention.temporaries()
+    four_bits = getattr(torch.ops, "bitsandbytes", None)
+    if four_bits is not None and hasattr(four_bits, "gemm_4bit"):
+        found[four_bits.gemm_4bit] = _unpacked
+    return found
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Of the elements of a tensor."""
+    return tensor.numel() * tensor.itemsize
+
+
+def copied(*tensors: Tensor) -> tuple[int, ...]:
+    """Sizes of contiguous copies, of the tensors that are not contiguous."""
+    return tuple(bytes_of(tensor) for tensor in tensors if not tensor.is_contiguous())
+
+
+def _copies_of_strided(args: tuple[Any, ...]) -> tuple[int, ...]:
+    return copied(args[0])
+
+
+def _norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    return copied(args[0], args[1])
+
+
+def _softmax_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The gradient times the result."""
+    grad, result = args[0], args[1]
+    return (bytes_of(grad), *copied(grad, result))
+
+
+def _group_norm(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """A factor and a summand for each channel, in fp32; of halves, mean and deviation in fp32 too."""
+    source, _, _, samples, channels, _, groups = args[:7]
+    statistics = (4 * samples * groups,) * 2 if source.itemsize < 4 else ()
+    return (*statistics, *(4 * samples * channels,) * 2)
+
+
+def _group_norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Two sums and a factor for each channel, two for each group, in fp32."""
+    samples, channels, groups = args[5], args[6], args[8]
+    return (4 * samples * channels,) * 3 + (4 * samples * groups,) * 2
+
+
+def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of many rows: them and their places sorted, where each begins and each part of them, and sums in fp32."""
+    grad, rows, table = args[:3]
+    count = rows.numel()
+    if count <= _UNSORTED_ROWS:
+        return ()
+    segments = min(count, table)
+    parts = count // _SEGMENT_ROWS + segments
+    width = grad.shape[-1]
+    if count >= _OFTEN * segments:
+        sums = 8 * parts + (4 * segments * width if grad.itemsize < 4 else 0)
+    else:
+        sums = 4 * parts * width
+    return (8 * count, 8 * count, 8 * count, 8 * segments, 8 * segments, 8 * parts, sums)
+
+
+def _loss(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The loss of every element, once more than the result's storage has it."""
+    source, target = args[:2]
+    reduced = len(args) < 3 or args[2] != 0
+    elements = math.prod(torch.broadcast_shapes(source.shape, target.shape))
+    return (elements * torch.promote_types(source.dtype, target.dtype).itemsize,) if reduced else ()
+
+
+def _unpacked(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The weight in the arithmetic of the product: a kernel for many rows unpacks it first."""
+    left, shape = args[0], args[2]
+    return (math.prod(shape) * left.itemsize,)

@@ -1,0 +1,98 @@
+"""Operators that CUDA has a kernel for, where a CPU takes them apart into operators with results of their own."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from pytest_gputrain.worker.dry_run.layouts import Layout
+
+_ATEN: Final = torch.ops.aten
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The kernel keeps its input and one number for each row; taken apart, it would keep copies in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            result, deviation = _ATEN._fused_rms_norm.default(source, shape, weight, eps)
+        ctx.save_for_backward(source, weight, deviation)
+        ctx.shape = shape
+        made: Tensor = result
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        source, weight, deviation = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            of_source, of_weight = _ATEN._fused_rms_norm_backward.default(grad, source, ctx.shape, deviation, weight, wanted)
+        return of_source, None, of_weight, None
+
+
+def rms_norm(source: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """`torch.rms_norm` of CUDA, which takes a weight of another type apart as a CPU does."""
+    fused = weight is None or weight.dtype == source.dtype
+    norm: Any = _RmsNorm.apply if fused else _ATEN.rms_norm.default.decompose
+    result: Tensor = norm(source, shape, weight, eps)
+    return result
+
+
+def softmax(source: Tensor, dimension: int, dtype: torch.dtype | None = None) -> Tensor:
+    """``softmax.int`` of CUDA, which reads fp16 and writes fp32 without a copy."""
+    return _of_fp16(_ATEN._softmax, _ATEN.softmax.int, source, dimension, dtype)
+
+
+def log_softmax(source: Tensor, dimension: int, dtype: torch.dtype | None = None) -> Tensor:
+    """``log_softmax.int`` of CUDA, likewise."""
+    return _of_fp16(_ATEN._log_softmax, _ATEN.log_softmax.int, source, dimension, dtype)
+
+
+def _of_fp16(kernel: Any, otherwise: Any, source: Tensor, dimension: int, dtype: torch.dtype | None) -> Tensor:
+    if source.dtype == torch.float16 and dtype == torch.float32:
+        result: Tensor = kernel(source, dimension, True)
+    else:
+        result = otherwise.decompose(source, dimension, dtype)
+    return result
+
+
+def layouts() -> dict[Any, Layout]:
+    """Results that CUDA lays out otherwise than a CPU, by operator."""
+    return {
+        _ATEN.native_layer_norm.default: _layer_norm,
+        _ATEN._scaled_dot_product_efficient_attention.default: _efficient_attention,
+        _ATEN._fused_rms_norm.default: _fused_rms_norm,
+        _ATEN._fused_rms_norm_backward.default: _fused_rms_norm_backward,
+    }
+
+
+def _layer_norm(source: Tensor, *others: Any) -> Any:
+    """Mean and deviation are in fp32."""
+    result, *statistics = _ATEN.native_layer_norm.default(source, *others)
+    return (
+        result,
+        *(part if part.itemsize >= 4 else part.new_empty(part.shape, dtype=torch.float32) for part in statistics),
+    )
+
+
+def _efficient_attention(*args: Any, **options: Any) -> Any:
+    """Seed and offset of the dropout are on the host."""
+    *results, seed, offset = _ATEN._scaled_dot_product_efficient_attention.default(*args, **options)
+    return (*results, *(number.new_empty((), device="cpu") for number in (seed, offset)))
+
+
+def _fused_rms_norm(source: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
+    rows = [*source.shape[: source.dim() - len(shape)], *[1] * len(shape)]
+    kept = torch.float32 if source.itemsize < 4 else source.dtype
+    return source.new_empty(source.shape), source.new_empty(rows, dtype=kept)
+
+
+def _fused_rms_norm_backward(
+    grad: Tensor, source: Tensor, shape: Any, deviation: Tensor, weight: Tensor | None, wanted: Any
+) -> Any:
+    of_source = source.new_empty(source.shape) if wanted[0] else None
+    of_weight = weight.new_empty(weight.shape) if wanted[1] and weight is not None else None
+    return of_source, of_weight
