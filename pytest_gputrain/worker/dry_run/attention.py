@@ -124,10 +124,16 @@ def temporaries() -> dict[Any, Temporaries]:
     aten = torch.ops.aten
     return {
         aten._scaled_dot_product_efficient_attention: _efficient,
+        aten._scaled_dot_product_flash_attention: _flash,
         aten._scaled_dot_product_flash_attention_backward: _flash_backward,
         aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
         aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     }
+
+
+def _flash(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """What the dropout is drawn from."""
+    return (8,) if len(args) > 3 and args[3] else ()
 
 
 def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ _UNSORTED_ROWS: Final = 3072
 """Up to so many rows, the gradient of an embedding is added up without sorting them."""
 _OFTEN: Final = 32
 """Where each row of the table is used so often, the parts are added up in place."""
+_SORTING: Final = 1279
+"""Bytes of a scan."""
 _SEGMENT_ROWS: Final = 10
 """Of the sorted rows, those that one thread adds up."""
 
@@ -86,7 +88,7 @@ def _group_norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of many rows: them and their places sorted, where each begins and each part of them, and sums in fp32."""
+    """Of many rows: them and their places sorted, where each begins and each part of them, sums in fp32, two counts."""
     grad, rows, table = args[:3]
     count = rows.numel()
     if count <= _UNSORTED_ROWS:
@@ -98,7 +100,9 @@ def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
         sums = 8 * parts + (4 * segments * width if grad.itemsize < 4 else 0)
     else:
         sums = 4 * parts * width
-    return (8 * count, 8 * count, 8 * count, 8 * segments, 8 * segments, 8 * parts, sums)
+    sorting = (8 * count, _SORTING)
+    adding = (8 * segments, 8 * segments, 8 * parts, sums, 8)
+    return (8 * count, 8 * count, 8 * count, 8, *max(sorting, adding, key=sum))
 
 
 def _loss(args: tuple[Any, ...]) -> tuple[int, ...]:

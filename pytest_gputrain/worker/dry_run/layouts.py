@@ -34,6 +34,11 @@ def layouts(target: Target) -> dict[Any, Layout]:
         found[_ATEN.native_layer_norm.default] = _layer_norm
         found[_ATEN.native_group_norm.default] = _group_norm
         found[_ATEN.native_group_norm_backward.default] = _group_norm_backward
+    else:
+        found[_ATEN.native_layer_norm.default] = _layer_norm_of_gpu
+        found[_ATEN._fused_rms_norm.default] = _fused_rms_norm
+        found[_ATEN._fused_rms_norm_backward.default] = _fused_rms_norm_backward
+        found[_ATEN._scaled_dot_product_efficient_attention.default] = _efficient_attention
     return found
 
 
@@ -87,3 +92,32 @@ def _group_norm_backward(grad: Tensor, source: Tensor, *others: Any) -> Any:
 
 def _in_type_of(model: Tensor | None, tensor: Tensor) -> Tensor:
     return tensor if model is None or model.dtype == tensor.dtype else tensor.to(model.dtype)
+
+
+def _layer_norm_of_gpu(source: Tensor, *others: Any) -> Any:
+    """Mean and deviation are in fp32."""
+    result, *statistics = _ATEN.native_layer_norm.default(source, *others)
+    return (
+        result,
+        *(part if part.itemsize >= 4 else part.new_empty(part.shape, dtype=torch.float32) for part in statistics),
+    )
+
+
+def _efficient_attention(*args: Any, **options: Any) -> Any:
+    """Seed and offset of the dropout are on the host."""
+    *results, seed, offset = _ATEN._scaled_dot_product_efficient_attention.default(*args, **options)
+    return (*results, *(number.new_empty((), device="cpu") for number in (seed, offset)))
+
+
+def _fused_rms_norm(source: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
+    rows = [*source.shape[: source.dim() - len(shape)], *[1] * len(shape)]
+    kept = torch.float32 if source.itemsize < 4 else source.dtype
+    return source.new_empty(source.shape), source.new_empty(rows, dtype=kept)
+
+
+def _fused_rms_norm_backward(
+    grad: Tensor, source: Tensor, shape: Any, deviation: Tensor, weight: Tensor | None, wanted: Any
+) -> Any:
+    of_source = source.new_empty(source.shape) if wanted[0] else None
+    of_weight = weight.new_empty(weight.shape) if wanted[1] and weight is not None else None
+    return of_source, of_weight

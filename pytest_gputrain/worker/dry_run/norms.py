@@ -7,8 +7,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pytest_gputrain.worker.dry_run.layouts import Layout
-
 _ATEN: Final = torch.ops.aten
 
 
@@ -57,42 +55,3 @@ def _of_fp16(kernel: Any, otherwise: Any, source: Tensor, dimension: int, dtype:
     else:
         result = otherwise.decompose(source, dimension, dtype)
     return result
-
-
-def layouts() -> dict[Any, Layout]:
-    """Results that CUDA lays out otherwise than a CPU, by operator."""
-    return {
-        _ATEN.native_layer_norm.default: _layer_norm,
-        _ATEN._scaled_dot_product_efficient_attention.default: _efficient_attention,
-        _ATEN._fused_rms_norm.default: _fused_rms_norm,
-        _ATEN._fused_rms_norm_backward.default: _fused_rms_norm_backward,
-    }
-
-
-def _layer_norm(source: Tensor, *others: Any) -> Any:
-    """Mean and deviation are in fp32."""
-    result, *statistics = _ATEN.native_layer_norm.default(source, *others)
-    return (
-        result,
-        *(part if part.itemsize >= 4 else part.new_empty(part.shape, dtype=torch.float32) for part in statistics),
-    )
-
-
-def _efficient_attention(*args: Any, **options: Any) -> Any:
-    """Seed and offset of the dropout are on the host."""
-    *results, seed, offset = _ATEN._scaled_dot_product_efficient_attention.default(*args, **options)
-    return (*results, *(number.new_empty((), device="cpu") for number in (seed, offset)))
-
-
-def _fused_rms_norm(source: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
-    rows = [*source.shape[: source.dim() - len(shape)], *[1] * len(shape)]
-    kept = torch.float32 if source.itemsize < 4 else source.dtype
-    return source.new_empty(source.shape), source.new_empty(rows, dtype=kept)
-
-
-def _fused_rms_norm_backward(
-    grad: Tensor, source: Tensor, shape: Any, deviation: Tensor, weight: Tensor | None, wanted: Any
-) -> Any:
-    of_source = source.new_empty(source.shape) if wanted[0] else None
-    of_weight = weight.new_empty(weight.shape) if wanted[1] and weight is not None else None
-    return of_source, of_weight

@@ -14,7 +14,6 @@ from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.cases import library_versions
 from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.dry_run import norms
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.kernels import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
@@ -86,7 +85,7 @@ class Rehearsal:
         self._tracker = Tracker(
             self._device,
             rounding=512 if cuda else 1,
-            layouts={**layouts(target), **(norms.layouts() if cuda else {})},
+            layouts=layouts(target),
             temporaries=temporaries(target) if cuda else {},
             workspace_bytes=target.workspace_bytes,
             peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -87,11 +88,13 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
         return _made_of(_real(func, args, kwargs), tensors) if known else _taken(func, *args)
     result = None if operator.in_place_on_lists else operator.call(*args, **kwargs)
     if known:
-        if all(_is_small(part) for part in tensors_in((result,))):
+        if not all(_is_small(part) for part in tensors_in((result,))):
+            return result
+        with contextlib.suppress(RuntimeError):  # a kernel that only a GPU has
             keep(result, _real(func, args, kwargs))
-    elif operator.written:
-        for part in operator.targets(args, kwargs):
-            forget(part)
+            return result
+    for part in operator.targets(args, kwargs):
+        forget(part)
     return result
 
 
