@@ -31,6 +31,7 @@ def target_of(marker: str) -> Target:
         memory_bytes=platform.usable_bytes,
         context_bytes=CONTEXT_BYTES,
         capability=platform.capability,
+        multiprocessors=platform.multiprocessors,
         # getChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp
         workspace_bytes=_LARGE_WORKSPACE if platform.capability >= (9, 0) else _SMALL_WORKSPACE,
         peak_flops=platform.peak_flops,

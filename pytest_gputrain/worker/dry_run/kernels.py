@@ -42,7 +42,7 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
         _ATEN.mse_loss: _loss,
         _ATEN.smooth_l1_loss: _loss,
     }
-    found |= reductions.temporaries(target.multiprocessors)
+    found |= reductions.temporaries(target)
     found |= attention.temporaries()
     four_bits = getattr(torch.ops, "bitsandbytes", None)
     if four_bits is not None and hasattr(four_bits, "gemm_4bit"):

@@ -11,13 +11,16 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from pytest_gputrain.records import Target
 from pytest_gputrain.worker.dry_run.operators import Temporaries
 
 _ATEN: Final = torch.ops.aten
 _THREADS: Final = 512
 """Of a block, at most."""
 _WARP: Final = 32
-_THREADS_OF_MULTIPROCESSOR: Final = 2048
+_MOST_THREADS: Final = 2048
+_FEWER_THREADS: Final = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+"""Of a multiprocessor, by the compute capabilities that have fewer than others."""
 _VECTOR: Final = 4
 _LEAST_VALUES: Final = 16
 """Of a thread, where the values are split among blocks."""
@@ -26,12 +29,13 @@ _ACCUMULATED_IN: Final = 4
 """Bytes of fp32, in which halves are added up too."""
 
 
-def temporaries(multiprocessors: int) -> dict[Any, Temporaries]:
+def temporaries(target: Target) -> dict[Any, Temporaries]:
     """Buffers of sums and of what is computed like them, by operator."""
+    threads = target.multiprocessors * _FEWER_THREADS.get(target.capability, _MOST_THREADS)
 
     def over_dimensions(place: int) -> Temporaries:
         def sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
-            return _sizes(args[0], args[place] if place < len(args) else None, multiprocessors)
+            return _sizes(args[0], args[place] if place < len(args) else None, threads)
 
         return sizes
 
@@ -44,8 +48,12 @@ class _Dimension(NamedTuple):
     size: int
 
 
-def _sizes(source: Tensor, dimensions: Any, multiprocessors: int) -> tuple[int, ...]:
-    """Of the buffer and of the counters of finished blocks; none where each block has sums of its own."""
+def _sizes(source: Tensor, dimensions: Any, threads: int) -> tuple[int, ...]:
+    """Of the buffer and of the counters of finished blocks; none where each block has sums of its own.
+
+    Args:
+        threads: that the GPU runs at once.
+    """
     if not source.numel() or not source.is_floating_point() or source.itemsize > _ACCUMULATED_IN:
         return ()
     if isinstance(dimensions, int):
@@ -72,7 +80,7 @@ def _sizes(source: Tensor, dimensions: Any, multiprocessors: int) -> tuple[int, 
     step_input *= block_height
     values = -(-inputs // step_input)
     grid = -(-(outputs // vector) // step_output)
-    most = multiprocessors * (_THREADS_OF_MULTIPROCESSOR // (block_width * block_height))
+    most = threads // (block_width * block_height)
     if values < _MOST_VALUES or grid > most:
         return ()
     blocks = max(min(-(-most // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
