@@ -236,6 +236,12 @@ def test_closure(gputrain):
     gputrain.check(lambda setup: build(setup), inline=True)
 
 
+def test_compiled(gputrain):
+    from pytest_gputrain import Case
+
+    gputrain.check(Case(model="phi-3-mini-128k", sequence_length=512, compile="default"))
+
+
 def test_typo(gputrain):
     import pytest
 
@@ -244,10 +250,11 @@ def test_typo(gputrain):
 """
         )
     result = project.run(*DRY)
-    result.assert_outcomes(passed=3, skipped=2)
+    result.assert_outcomes(passed=3, skipped=3)
     assert skips(result) == {
         "test_time": "a dry run predicts no median_step_seconds",
         "test_closure": "runs inline, but a dry run takes a process of its own",
+        "test_compiled": "is compiled, and a dry run does not know what a compiler makes of it",
     }
 
 

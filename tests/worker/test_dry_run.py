@@ -173,6 +173,13 @@ def test_matrix_products_take_a_workspace_for_each_of_two_threads():
         assert with_one.phase_peak_bytes[phase] - without.phase_peak_bytes[phase] == 2 * MiB
 
 
+def test_what_a_compiler_makes_of_a_case_is_not_predicted():
+    task = Task(case=LLAMA.replace(compile="default"), scale="tiny", device_type="cpu", root=".", target=H100)
+    reply = predict(task, Progress(None))
+    assert isinstance(reply, Crashed)
+    assert "a dry run does not know what a compiler makes of it; set compile to off" in reply.sentence
+
+
 def test_too_little_memory_is_told_with_what_it_was_for():
     prediction = predicted(LLAMA.replace(batch_size=16), msgspec.structs.replace(H100, memory_bytes=2 * MiB))
     assert prediction.fits is False

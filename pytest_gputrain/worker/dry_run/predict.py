@@ -50,6 +50,9 @@ def predict(
     Args:
         whole: the model itself runs, however deep it is.
     """
+    if task.case.compile != "off" and task.target is not None and task.target.kind == "cuda":
+        sentence = f"{task.case} is compiled, and a dry run does not know what a compiler makes of it; set compile to off"
+        return Crashed(sentence=sentence, phase=progress.phase)
     # All that is imported stays: collections need not look at it.
     freezes = gc.get_freeze_count() == 0
     if freezes:
