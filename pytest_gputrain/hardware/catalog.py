@@ -102,7 +102,7 @@ PLATFORMS: Final = {
         _platform("rtx_4090", "RTX 4090", r"RTX 4090\b", 24, 1.008, "NVIDIA Ada whitepaper", sm=(8, 9), multiprocessors=128, usable=23.52, fp32=82.6, bf16=165.2, fp16=165.2),
         _platform("rtx_3090", "RTX 3090", r"RTX 3090\b", 24, 0.936, "NVIDIA Ampere GA102 whitepaper", sm=(8, 6), multiprocessors=82, fp32=35.6, bf16=71, fp16=71),
         _platform("mi300x", "MI300X", r"\bMI300X\b", 192, 5.3, "AMD MI300X data sheet", sm=(9, 0), multiprocessors=304, usable=191.69, fp32=163.4, bf16=1307.4, fp16=1307.4),
-        _platform("mi250x", "MI250X", r"\bMI250X\b", 64, 1.638, "AMD MI250X data sheet, one of its two dies", sm=(9, 0), multiprocessors=104, usable=63.98, fp32=47.9, bf16=191.5, fp16=191.5),
+        _platform("mi250x", "MI250X", r"\bMI250X\b", 64, 1.638, "AMD MI250X data sheet, one of its two dies", sm=(9, 0), multiprocessors=110, usable=63.98, fp32=47.9, bf16=191.5, fp16=191.5),
     )
 }  # fmt: skip
 """By marker. The order decides which pattern is tried first."""
