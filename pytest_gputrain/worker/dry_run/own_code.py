@@ -47,13 +47,18 @@ def patches(gpu: torch.device | None) -> Iterator[Any]:
 
 def of_trainer(gpu: torch.device) -> Iterator[Any]:
     """transformers' Trainer moves batches to this, which is the host under ``use_cpu=not torch.cuda.is_available()``."""
-    arguments = sys.modules["transformers.training_args"].TrainingArguments
+    module = sys.modules["transformers.training_args"]
 
     def device(self: Any) -> torch.device:
         self._setup_devices  # noqa: B018  # which sets more than the device
         return gpu
 
-    yield mock.patch.object(arguments, "device", property(device))
+    yield mock.patch.object(module.TrainingArguments, "device", property(device))
+    yield mock.patch.object(module, "is_torch_bf16_gpu_available", _yes)
+
+
+def _yes() -> bool:
+    return True
 
 
 def of_dynamo() -> Iterator[Any]:

@@ -40,14 +40,13 @@ _STANDARD: Final = Path(sysconfig.get_path("stdlib"))
 def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
     """An exception in a dry run as a reply."""
     crashed = crash(error, progress)
-    if isinstance(error, CheckFailed):
-        sentence, detail = str(error), ""
-    else:
-        sentence = _sentence(error) or crashed.sentence
-        detail = _without_internals(error) if own_code else crashed.detail
-    return msgspec.structs.replace(
-        crashed, sentence=sentence.rstrip(".") + _place(error) if own_code else sentence, detail=detail
-    )
+    sentence = str(error) if isinstance(error, CheckFailed) else _sentence(error) or crashed.sentence
+    detail = "" if isinstance(error, CheckFailed) else crashed.detail
+    if own_code:
+        place = _place(error)
+        sentence = f"{sentence.rstrip('.')}, at {place}" if place else sentence
+        detail = detail and _without_internals(error)
+    return msgspec.structs.replace(crashed, sentence=sentence, detail=detail)
 
 
 def _sentence(error: Exception) -> str | None:
@@ -62,18 +61,15 @@ def _first_line(message: str) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The line of own code that the exception came through last; empty where there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(Path(frame.filename))]
-    return f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    """``test_mine.py:41: loss.backward()``, the last line of own code that the exception came through; empty without one."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(Path(frame.filename))]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def _is_own(path: Path) -> bool:
-    installed = {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_STANDARD)
-    return path.is_absolute() and not installed and not _is_internal(path)
-
-
-def _is_internal(path: Path) -> bool:
-    return any(path.is_relative_to(folder) for folder in _INTERNAL)
+    if not path.is_absolute() or {"site-packages", "dist-packages"} & set(path.parts):  # neither made by exec, nor installed
+        return False
+    return not any(path.is_relative_to(folder) for folder in (*_INTERNAL, _STANDARD))
 
 
 def _without_internals(error: Exception) -> str:
@@ -81,9 +77,10 @@ def _without_internals(error: Exception) -> str:
     told = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = told
     while link is not None:
-        kept = [frame for frame in link.stack if not _is_internal(Path(frame.filename))]
+        kept = [
+            frame for frame in link.stack if not any(Path(frame.filename).is_relative_to(folder) for folder in _INTERNAL)
+        ]
         link.stack = traceback.StackSummary.from_list(kept)
-        if link.__context__ is not None and not link.__cause__:
-            link.__context__ = None  # on the way to this one, torch raised and caught it
+        link.__context__ = None  # on its way, torch raised and caught others
         link = link.__cause__
     return "".join(told.format())
