@@ -92,8 +92,10 @@ class PythonCalls(TorchFunctionMode):
             return answer(func(*args, **kwargs), _CHECKS[func])
         if func is Tensor.pin_memory:
             return args[0].clone()
-        if func is Tensor.numpy and isinstance(args[0], FakeTensor):
-            return self._numpy(*args, **kwargs)
+        if func in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
+            readable = self._readable(args[0])
+            with _disable_current_modes():
+                return func(readable, *args[1:], **kwargs)
         if func in _MAKERS:
             return self._made(func, args, kwargs)
         if self._gpu is not None:
@@ -123,22 +125,25 @@ class PythonCalls(TorchFunctionMode):
         made = numbers(*args, **{**kwargs, "device": None})
         return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
 
-    def _numpy(self, tensor: FakeTensor, **options: Any) -> Any:
-        """Floats that nobody knows are 0.0, as where one of them is read."""
+    def _readable(self, tensor: FakeTensor) -> Tensor:
+        """The contents, for numpy. Floats that nobody knows are 0.0, as where one of them is read."""
         if tensor.fake_device == self._gpu:
             raise CheckFailed(
                 "the case makes a numpy array of a tensor on setup.device, which a GPU refuses; take Tensor.cpu()"
             )
         known = value_of(tensor)
-        if known is None:
-            if not tensor.is_floating_point() or tensor.numel() > LIMIT:
-                raise CheckFailed(
-                    "the case reads what a tensor holds (Tensor.numpy), which a dry run does not know: measure it instead"
-                )
-            with _disable_current_modes():
-                known = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return Tensor.numpy(known, **options)
+        if known is not None:
+            return known
+        if not tensor.is_floating_point() or tensor.numel() > LIMIT:
+            raise CheckFailed(
+                "the case reads what a tensor holds (Tensor.numpy), which a dry run does not know: measure it instead"
+            )
+        with _disable_current_modes():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
+
+COPY_AS: Final = "_gputrain_copy_as"
+"""Attribute of a parameter of another kind: makes one of it, the copied data and the memo of ``copy.deepcopy``."""
 
 _CUDA: Final = "the code asks for the device cuda, which a dry run does not have; take setup.device"
 
@@ -208,8 +213,9 @@ def deepcopied(tensor: Any, memo: dict[Any, Any]) -> Tensor:
     with torch.no_grad():
         if isinstance(tensor, nn.Parameter):
             copied = tensor.detach().clone(memory_format=torch.preserve_format)
-            memo[id(tensor)] = parameter = nn.Parameter(copied, tensor.requires_grad)
-            return parameter
+            copy_as = vars(tensor).get(COPY_AS, _parameter)
+            memo[id(tensor)] = parameter = copy_as(tensor, copied, memo)
+            return parameter  # type: ignore[no-any-return]
         made = _copy_of_storage(tensor, memo)
     made.requires_grad_(tensor.requires_grad)
     if tensor.grad is not None:
@@ -220,6 +226,10 @@ def deepcopied(tensor: Any, memo: dict[Any, Any]) -> Tensor:
     return made
 
 
+def _parameter(tensor: Any, copied: Tensor, memo: dict[Any, Any]) -> nn.Parameter:
+    return nn.Parameter(copied, tensor.requires_grad)
+
+
 def _copy_of_storage(tensor: Any, memo: dict[Any, Any]) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.detach().clone()  # type: ignore[no-any-return]
@@ -227,12 +237,15 @@ def _copy_of_storage(tensor: Any, memo: dict[Any, Any]) -> Tensor:
     key = ("storage of a fake", storage._cdata)
     whole = tensor.numel() * tensor.itemsize == storage.nbytes()
     copied = memo.get(key)
+    first = copied is None
     if copied is None and whole:
-        memo[key] = made = tensor.detach().clone(memory_format=torch.preserve_format)
-        return made  # type: ignore[no-any-return]
-    if copied is None:
+        copied = memo[key] = tensor.detach().clone(memory_format=torch.preserve_format)
+    elif copied is None:
         elements = storage.nbytes() // tensor.itemsize
         copied = memo[key] = torch.empty(elements, dtype=tensor.dtype, device=tensor.device)
+    tensor.new_empty(())  # which torch then gives the copied storage
+    if first and whole:
+        return copied
     flat = copied.as_strided((copied.untyped_storage().nbytes() // copied.itemsize,), (1,), 0).view(tensor.dtype)
     made = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     value = value_of(tensor)

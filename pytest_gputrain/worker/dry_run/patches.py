@@ -7,6 +7,7 @@ own, and undoes them for tests that share one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 import sys
@@ -337,6 +338,7 @@ def _four_bits(
         if module is not None:
             module.quant_state = state
 
+    setattr(parameter, own_code.COPY_AS, _copy_of_four_bits)
     parameter.quantise = None if bnb_quantized else quantise
     parameter.quant_state = quant_state
     parameter.blocksize = blocksize
@@ -346,3 +348,9 @@ def _four_bits(
     parameter.bnb_quantized = bnb_quantized
     made: nn.Parameter = parameter
     return made
+
+
+def _copy_of_four_bits(parameter: Any, data: Tensor, memo: dict[Any, Any]) -> nn.Parameter:
+    names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+    options = {name: getattr(parameter, name) for name in names}
+    return _four_bits(data, parameter.requires_grad, copy.deepcopy(parameter.quant_state, memo), **options)

@@ -22,12 +22,16 @@ _REMEDY: Final = (
 )
 
 
+_Storages = dict[int, tuple[torch.device, int]]
+"""Device and bytes by address."""
+
+
 class Placement:
     """What optimizers step while it is entered, and where that is."""
 
     def __init__(self) -> None:
-        self._stepped: dict[int, tuple[torch.device, int]] = {}
-        """Device and bytes of the storages of parameters."""
+        self._stepped: dict[int, _Storages] = {}
+        """By parameter: whoever moves the model between steps gives it another storage."""
 
     def __enter__(self) -> Placement:
         self._hook = register_optimizer_step_pre_hook(self._see)
@@ -38,7 +42,7 @@ class Placement:
 
     def _see(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
-            self._stepped |= _storages(value for value in group["params"] if value.grad is not None)
+            self._stepped |= {id(value): _storages([value]) for value in group["params"] if value.grad is not None}
 
     def check(self, model: nn.Module | None, case: Case, device: torch.device, trace: Trace, host: Trace) -> None:
         """Refuse a peak that misses what trains.
@@ -52,9 +56,11 @@ class Placement:
             CheckFailed: the trained parameters are elsewhere.
         """
         if not case.cpu_offload and not case.offload_param:
-            held = self._stepped if model is None else _storages(model.parameters())
+            stepped = {key: one for storages in self._stepped.values() for key, one in storages.items()}
+            held = stepped if model is None else _storages(model.parameters())
             trained = {} if model is None else _storages(value for value in model.parameters() if value.requires_grad)
-            if trained and device not in {where for where, _ in trained.values()}:
+            # Lightning takes the model back to the host after its fit.
+            if trained and device not in {where for where, _ in (*trained.values(), *stepped.values())}:
                 raise CheckFailed(f"no trained parameter is on setup.device: {_places(trained, device)}, {_REMEDY}")
             peak = peaks(trace).bytes
             if peak < sum(size for _, size in held.values()):
@@ -66,8 +72,8 @@ class Placement:
             raise CheckFailed(f"all of the backward pass is on cpu, {_REMEDY}")
 
 
-def _storages(parameters: Iterable[Tensor]) -> dict[int, tuple[torch.device, int]]:
-    """Device and bytes of what this process holds of them, each storage once."""
+def _storages(parameters: Iterable[Tensor]) -> _Storages:
+    """Those of what this process holds of the parameters."""
     found = {}
     for parameter in map(local, parameters):
         if isinstance(parameter, FakeTensor) and parameter.layout is torch.strided and parameter.fake_device.type != "meta":
@@ -80,7 +86,7 @@ def _has_backward(trace: Trace) -> bool:
     return any(made.phase == "backward" for made in trace.allocations)
 
 
-def _places(storages: dict[int, tuple[torch.device, int]], device: torch.device) -> str:
+def _places(storages: _Storages, device: torch.device) -> str:
     """``1.2 GiB of them are on cpu``, for what is not on the device."""
     sizes = Counter[str]()
     for where, size in storages.values():
