@@ -4,13 +4,14 @@ import contextlib
 import copy
 import io
 import sys
+import threading
 from unittest import mock
 
 import bitsandbytes
 import numpy
 import pytest
 import torch
-from test_dry_run import H100, OWN, compare, predicted
+from test_dry_run import CPU, H100, OWN, compare, predicted
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.records import Crashed, Prediction, Task
@@ -325,6 +326,21 @@ def test_training_by_hand_on_the_host_is_refused():
     assert "all of the backward pass is on cpu, the host" in refused(build)
 
 
+def test_another_thread_that_computes_is_refused():
+    def build(setup):
+        one = torch.ones(64, 64, device=setup.device)
+
+        def step():
+            thread = threading.Thread(target=lambda: one @ one, name="beside")
+            thread.start()
+            thread.join()
+
+        return step
+
+    assert "the case computes in the thread 'beside'" in refused(build)
+    assert "the case computes in the thread 'beside'" in refused(build, CPU)
+
+
 def test_a_frozen_part_may_stay_on_the_host():
     def build(setup):
         model = torch.nn.Sequential(
@@ -553,6 +569,11 @@ class Table(torch.nn.Module):
         return self.table[places].sum()
 
 
+def disabled():
+    """What TORCH_COMPILE_DISABLE=1 does."""
+    return torch._dynamo.config.patch(disable=True)
+
+
 COMPILED = {
     "function": lambda layer: torch.compile(layer.forward),
     "module": torch.compile,
@@ -573,13 +594,16 @@ def test_compiled_code_is_refused(compiled):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_code_that_is_told_not_to_be_compiled_is_predicted_as_it_is():
+@pytest.mark.parametrize(
+    "uncompiled", [lambda: torch.compiler.set_stance("force_eager"), disabled], ids=["stance", "disabled"]
+)
+def test_code_that_is_told_not_to_be_compiled_is_predicted_as_it_is(uncompiled):
     def build(setup):
         layer = torch.compile(Table().to(setup.device))
         places = torch.tensor([1, 2, 3, 4], device=setup.device)
 
         def step():
-            with torch.compiler.set_stance("force_eager"):
+            with uncompiled():
                 layer(places)
 
         return step

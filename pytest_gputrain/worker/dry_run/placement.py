@@ -1,10 +1,12 @@
-"""Whether what trains is on the GPU that is predicted for, or was left on the host, whose memory is not the GPU's."""
+"""Whether a dry run sees what trains: on the GPU that is predicted for, not on the host, in the thread that it follows."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +29,29 @@ _Storages = dict[int, tuple[torch.device, int]]
 
 
 class Placement:
-    """What optimizers step while it is entered, and where that is."""
+    """What optimizers step while it is entered, where that is, and which other threads compute."""
 
     def __init__(self) -> None:
         self._stepped: dict[int, _Storages] = {}
         """By parameter: whoever moves the model between steps gives it another storage."""
+        self._threads: set[str] = set()
 
     def __enter__(self) -> Placement:
         self._hook = register_optimizer_step_pre_hook(self._see)
+        here, dispatch = threading.get_ident(), FakeTensor.__torch_dispatch__
+
+        # Modes, and so the tracker, belong to a thread; a fake brings torch's own with it into any other.
+        def noting(cls: Any, *call: Any) -> Any:
+            if threading.get_ident() != here:
+                self._threads.add(threading.current_thread().name)
+            return dispatch(*call)
+
+        self._noting = mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(noting))
+        self._noting.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._noting.stop()
         self._hook.remove()
 
     def _see(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -53,8 +67,13 @@ class Placement:
             device: whose memory ``trace`` is of.
 
         Raises:
-            CheckFailed: the trained parameters are elsewhere.
+            CheckFailed: the trained parameters are elsewhere, or another thread computes.
         """
+        if self._threads:
+            raise CheckFailed(
+                f"the case computes in the thread {min(self._threads)!r}, and a dry run follows only the one that calls the "
+                "step: measure it instead"
+            )
         if not case.cpu_offload and not case.offload_param:
             stepped = {key: one for storages in self._stepped.values() for key, one in storages.items()}
             held = stepped if model is None else _storages(model.parameters())

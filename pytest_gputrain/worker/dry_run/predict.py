@@ -108,8 +108,7 @@ class Rehearsal:
                     tracker.begin_step()
                     training.step(update)
                     works.append(tracker.work)
-                if self._device is GPU:
-                    placement.check(training.model, task.case, GPU, tracker.trace, tracker.host)
+                placement.check(training.model, task.case, self._device, tracker.trace, tracker.host)
                 weights = None if training.model is None else model_bytes(training.model)
         finally:
             gc.enable()
