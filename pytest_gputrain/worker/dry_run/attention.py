@@ -145,7 +145,7 @@ def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     sums = 4 * batch * heads * rows
     shared = () if key.shape[1] == heads else (batch * heads * key.shape[2] * width * query.itemsize,) * 2
     strided = [part for part in (args[0], args[4]) if not part.transpose(1, 2).is_contiguous()]
-    return (*(part.numel() * part.itemsize for part in strided), sums, sums * lanes, *shared)
+    return (*(part.nbytes for part in strided), sums, sums * lanes, *shared)
 
 
 def _cudnn_backward(args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -50,28 +50,23 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
     return found
 
 
-def bytes_of(tensor: Tensor) -> int:
-    """Of the elements of a tensor."""
-    return tensor.numel() * tensor.itemsize
-
-
-def copied(*tensors: Tensor) -> tuple[int, ...]:
+def _copied(*tensors: Tensor) -> tuple[int, ...]:
     """Sizes of contiguous copies, of the tensors that are not contiguous."""
-    return tuple(bytes_of(tensor) for tensor in tensors if not tensor.is_contiguous())
+    return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
 
 
 def _copies_of_strided(args: tuple[Any, ...]) -> tuple[int, ...]:
-    return copied(args[0])
+    return _copied(args[0])
 
 
 def _norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    return copied(args[0], args[1])
+    return _copied(args[0], args[1])
 
 
 def _softmax_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     """The gradient times the result."""
     grad, result = args[0], args[1]
-    return (bytes_of(grad), *copied(grad, result))
+    return (grad.nbytes, *_copied(grad, result))
 
 
 def _group_norm(args: tuple[Any, ...]) -> tuple[int, ...]:
