@@ -68,7 +68,7 @@ def check_peak(peaks: Peaks, held: int) -> None:
     """Ask whether the allocator's peak can be true.
 
     Args:
-        held: bytes of the model's tensors on the device.
+        held: bytes of the model's tensors on the device; 0 where there is no model to look at.
 
     Raises:
         CheckFailed: memory was allocated, or its peak reset, where nobody could see it.

@@ -173,8 +173,7 @@ def _measure(
     )
     keep(figures)
     progress.enter("check")
-    if counter is None and training.model is not None:
-        check_peak(peaks, model_bytes(training.model, device.torch_device))
+    check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
     if task.curve:
         made = (0 if counter is None else len(counted_steps(case))) + len(warmup) + len(seconds)
         losses = finite_losses(losses, case.model, steps=made)[: case.steps]
