@@ -1,11 +1,8 @@
 """The only reader and writer of baselines: ``<dir>/<device>/<suite>.json``, reviewed in git.
 
-A file holds its cases sorted by key, each with what it measured and its raw runs; environments are stored once and
-referred to by a short hash, so that accepting new numbers shows as changed numbers and nothing else. Keys end in ``@tiny``
-where the tiny scale was measured, so that nobody takes such a figure for the model's.
-
-Files are replaced whole, under a lock, by atomic rename: a reader never sees half a file, and an update keeps the entries of
-cases that did not run.
+A file holds its cases sorted by key, each with its raw runs. Environments are stored once, by a short hash, so that new
+numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a lock, by atomic
+rename, and an update keeps the entries of cases that did not run.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from msgspec import Struct
 from pytest_gputrain import pretty
 from pytest_gputrain.files import UNREADABLE, conflicts, locked, sweep, within, write_atomically
 from pytest_gputrain.harmless import Told
+from pytest_gputrain.memory import without_lines
 from pytest_gputrain.records import (
     FORMAT,
     MAX_RUNS,
@@ -244,23 +242,14 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         )
     if not isinstance(reply, Measurement):
         return None
-    return BaselineRun(
-        outcome="measured",
-        environment=reply.environment,
-        date=date,
-        session=session,
-        commit=commit,
-        warmup=len(reply.warmup_seconds),
-        step_seconds=tuple(map(_short, reply.step_seconds)),
-        peak_allocated_bytes=reply.peak_allocated_bytes,
-        peak_reserved_bytes=reply.peak_reserved_bytes,
-        peak_host_bytes=reply.peak_host_bytes,
-        free_bytes=reply.free_bytes,
-        model_bytes=reply.model_bytes,
-        flops_per_step=reply.flops_per_step,
-        one_worker_seconds=None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
-        final_loss=reply.losses[-1] if reply.losses else None,
-    )
+    figures = {name: getattr(reply, name) for name in BaselineRun.__struct_fields__ if hasattr(reply, name)} | {
+        "warmup": len(reply.warmup_seconds),
+        "step_seconds": tuple(map(_short, reply.step_seconds)),
+        "largest": without_lines(reply.largest),
+        "one_worker_seconds": None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
+        "final_loss": reply.losses[-1] if reply.losses else None,
+    }
+    return BaselineRun(outcome="measured", date=date, session=session, commit=commit, **figures)
 
 
 def _short(seconds: float) -> float:
@@ -387,7 +376,7 @@ def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> Itera
     ordered = {digest: msgspec.to_builtins(environments[digest]) for digest in sorted(environments)}
     frame = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases={})
     cases = (pretty.item(_stored(baselines[key]), key) for key in sorted(baselines))
-    return pretty.document(frame, map(pretty.short_lists, cases))
+    return pretty.document(frame, (pretty.short_rows(pretty.short_lists(case)) for case in cases))
 
 
 def _stored(baseline: Baseline) -> _StoredCase:

@@ -18,8 +18,9 @@ from pytest_gputrain.dry_run.store import FOLDER
 from pytest_gputrain.exchange.points import latest
 from pytest_gputrain.files import UNREADABLE, locked
 from pytest_gputrain.harmless import Told
+from pytest_gputrain.memory import PHASES
 from pytest_gputrain.outcome import summarise
-from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result
+from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result, TrainingPhase
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.session import Session
 from pytest_gputrain.shelf import Picked
@@ -132,6 +133,7 @@ def _line_of(result: Result, session: Session) -> HistoryLine:
         step_mad_seconds=statistics.median(scatter) if scatter else None,
         **{name: getattr(summary, name, None) for name in _OF_SUMMARY},  # type: ignore[arg-type]
         **{name: _count(result, measured, name) for name in _COUNTS},  # type: ignore[arg-type]
+        **{name: _phase(result, measured, phase) for name, phase in PHASES.items()},  # type: ignore[arg-type]
         final_loss=losses[-1] if losses else None,
         bytes_per_step=prediction.bytes_per_step if prediction else None,
         roofline_seconds=prediction.roofline_seconds if prediction else None,
@@ -181,6 +183,13 @@ def _count(result: Result, measured: Sequence[Measurement], name: str) -> int | 
     if result.prediction is not None:
         return getattr(result.prediction, name, None)
     known = [value for run in measured if (value := getattr(run, name)) is not None]
+    return statistics.median_high(known) if known else None
+
+
+def _phase(result: Result, measured: Sequence[Measurement], phase: TrainingPhase) -> int | None:
+    if result.prediction is not None:
+        return result.prediction.phase_peak_bytes.get(phase)
+    known = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
     return statistics.median_high(known) if known else None
 
 

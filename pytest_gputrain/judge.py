@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pytest_gputrain.cases import differences
-from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES, crowded, doubted, slowed_down
+from pytest_gputrain.company import crowded, doubted, slowed_down
+from pytest_gputrain.memory import JudgedPeak, is_of_memory, judge_memory, of_phase, told_of_memory, unknown_phases
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Baseline,
@@ -34,14 +35,9 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.scaling import efficiencies
-from pytest_gputrain.sentences import changes, counters, dates, describe_failure, finding
-from pytest_gputrain.stats import MOST_RUNS, PRIOR_SD, decide, exceeds, runs_out
+from pytest_gputrain.sentences import changes, counters, dates, describe_failure, finding, other_count
+from pytest_gputrain.stats import MOST_RUNS, PRIOR_SD, decide, runs_out
 from pytest_gputrain.units import format_bytes, format_percent
-
-SHARED_CPU_RATIO: Final = 0.1
-"""Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
-the peak of tiny models under FSDP2 by up to 6 % from run to run."""
-
 
 LEAST_RUNS_ON_A_CPU: Final = 5
 """Of a baseline, for time on a CPU to be judged against it: its processes differ too much for fewer to tell."""
@@ -120,7 +116,7 @@ def judge(
         return Judgement(Verdict(status="improved", sentence=sentence))
     found = [
         _time(measured, fitted, tolerance, circumstances),
-        _memory(measured, fitted, tolerance.memory, circumstances.most),
+        *map(_of_memory, judge_memory(measured, fitted, tolerance.memory, circumstances.most)),
     ]
     if (computed := _flops(measured[0], fitted, tolerance)) is not None:
         found.append(computed)
@@ -137,6 +133,10 @@ class _Found(NamedTuple):
     metric: MetricVerdict
     settled: bool = True
     first: float | None = None
+
+
+def _of_memory(peak: JudgedPeak) -> _Found:
+    return _Found(peak.metric, peak.settled)
 
 
 _RECORD: Final = "record it with --gpu-baseline-update"
@@ -290,52 +290,13 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
     hosts = {run.environment.host for run in fitted} - {here.host}
     if here.device_type == "cpu" and hosts:
         return f"recorded on the host {min(hosts)}, here {here.host}"
-    return _other_count(here, fitted)
-
-
-def _other_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
-    counts = {run.environment.device_count for run in fitted} - {here.device_count}
-    return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
-
-
-def _memory(measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int) -> _Found:
-    values = [run.peak_allocated_bytes for run in measured]
-    value = statistics.median_high(values)
-    peaks = [run.peak_allocated_bytes for run in fitted if run.peak_allocated_bytes is not None]
-    here = measured[0].environment
-    foreign = next((run.environment for run in fitted if run.environment.device_type != here.device_type), None)
-    reason = _other_count(here, fitted)
-    if foreign:
-        reason = f"recorded on {foreign.device_name}, here {here.device_name}"
-    elif not peaks:
-        reason = "the baseline has no peak"
-    if reason:
-        return _Found(MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason))
-    highest, lowest = max(peaks), min(peaks)
-    on_cpu = here.device_type == "cpu"
-    exact = on_cpu and here.device_count == 1  # so another process would only count the same
-    ratio = max(tolerance.ratio, SHARED_CPU_RATIO) if on_cpu and not exact else tolerance.ratio
-    slack = tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES)
-    limit = highest * (1 + ratio) + slack
-    above = exceeds(values, limit, 1 if exact else most)
-    status: Status = "pass"
-    if above is not False:
-        status = "regressed"
-    elif all(peak < lowest / (1 + ratio) - slack for peak in values):
-        status = "improved"
-    # A CPU's peak is an exact count: within the limit a change still says that something changed.
-    changed = exact and status == "pass" and not lowest <= value <= highest
-    note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
-    metric = MetricVerdict(
-        metric="peak_allocated_bytes", status=status, value=value, baseline=highest, limit=limit, note=note, runs=len(values)
-    )
-    return _Found(metric, above is not None)
+    return other_count(here, fitted)
 
 
 def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> _Found | None:
     """A count, the same on every device and in every process; None where it cannot be compared."""
     value, known = measured.flops_per_step, fitted[-1].flops_per_step
-    if value is None or not known or _other_count(measured.environment, fitted):
+    if value is None or not known or other_count(measured.environment, fitted):
         return None
     ratio = value / known - 1
     status: Status = "pass"
@@ -363,9 +324,10 @@ def _conclude(
         return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
 
     def told(status: Status) -> str:
-        parts = [
-            f"{finding(metric)}{f'; {metric.note}' if metric.note else ''}" for metric in metrics if metric.status == status
-        ]
+        chosen = [metric for metric in metrics if metric.status == status]
+        parts = [f"{finding(one)}{f'; {one.note}' if one.note else ''}" for one in chosen if not is_of_memory(one)]
+        timed = bool(chosen) and chosen[0].metric == "step_seconds"
+        parts[timed:timed] = told_of_memory(chosen, measured[0], fitted)
         return f"{case} {', and '.join(parts)}" if parts else ""
 
     if worse := told("regressed"):
@@ -380,6 +342,12 @@ def _conclude(
         sentence = f"{unclear}; more than the tolerance of {allowed}, and not surely the case's own"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
     # What was asked for and cannot be gated must not pass for gated.
+    if phases := unknown_phases(metrics, "new"):
+        sentence = f"{case} has {phases} in its baseline of {dates(baseline)}; {_RECORD}"
+        return Verdict(status="new", sentence=sentence, metrics=metrics)
+    if phases := unknown_phases(metrics, "not-comparable"):
+        sentence = f"{case} has {phases}, as its baseline of {dates(baseline)} had; {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
     for metric in (metric for metric in metrics if metric.metric == "scaling_efficiency"):
         if metric.status == "new":
             sentence = f"{case} has no scaling efficiency in its baseline of {dates(baseline)}; {_RECORD}"
@@ -389,7 +357,7 @@ def _conclude(
             return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
     if better := told("improved"):
         return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
-    notes = [metric.note for metric in metrics if metric.note]
+    notes = [f"{of_phase(metric)}{metric.note}" for metric in metrics if metric.note]
     caught = next((metric.sensitivity for metric in metrics if metric.sensitivity is not None), None)
     if caught is not None:
         notes.append(f"a slowdown of {format_percent(caught, signed=False)} would be caught 99 times in 100")

@@ -48,6 +48,8 @@ class Terms:
     time_tolerance: float | None = None
     """Instead of the run's; None for that."""
     memory_tolerance: MemoryTolerance | None = None
+    growth_bytes: int = 0
+    """That own code may keep more of after every round of its accumulation."""
 
 
 NO_TERMS: Final = Terms()
@@ -64,8 +66,8 @@ def against(
 ) -> Limited:
     """What ``replies`` (one per fresh process) mean for each of ``caps``.
 
-    A figure is over its limit if it is in every one of three processes: one that is bad must not fail a case. Where a CPU
-    counts bytes, all of them count the same.
+    A figure is over its limit if it is in every one of three processes: one that is bad must not fail a case. Where bytes
+    are counted exactly, all of them count the same.
 
     Args:
         cpu_time: whether time on a CPU is judged.
@@ -79,7 +81,7 @@ def against(
         reason = "there are no figures" if not values else _why_not_judged(cap, case, measured[0], scale, cpu_time)
         over: bool | None = False
         if not reason:
-            exact = cap.metric == "peak_allocated_bytes" and measured[0].environment.device_type == "cpu"
+            exact = cap.metric == "peak_allocated_bytes" and all(run.counts_exactly for run in measured)
             over = exceeds(values, cap.most, 1 if exact else most - lost)
             if over and cap.metric == "step_seconds" and (others := beside(measured)):
                 reason = f"it is over, but was measured {others}"

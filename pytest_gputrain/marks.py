@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import pytest
@@ -19,13 +19,13 @@ TOLERANCE: Final = "gpu_tolerance"
 
 HELP: Final = (
     f'{LIMIT}(memory="24 GiB", step="0.5 s"): gputrain: fails the test if its case allocates more or takes longer a step',
-    f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB"): gputrain: what passes in this test, instead of gpu_time_tolerance and '
-    "gpu_memory_tolerance of the ini file",
+    f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB"): gputrain: what passes in this test, instead of '
+    "gpu_time_tolerance and gpu_memory_tolerance of the ini file; growth is what own code may keep more of after every step",
 )
 
 _KEYWORDS: Final[dict[str, dict[str, Callable[[str], Any]]]] = {
     LIMIT: {"memory": parse_bytes, "step": parse_seconds},
-    TOLERANCE: {"time": parse_ratio, "memory": parse_memory_tolerance},
+    TOLERANCE: {"time": parse_ratio, "memory": parse_memory_tolerance, "growth": parse_bytes},
 }
 _METRICS: Final[dict[str, MetricName]] = {"memory": "peak_allocated_bytes", "step": "step_seconds"}
 _EXAMPLES: Final = {
@@ -47,6 +47,7 @@ def terms_of(item: pytest.Item) -> Terms:
         caps=tuple(caps),
         time_tolerance=tolerance.get("time", (None,))[0],
         memory_tolerance=tolerance.get("memory", (None,))[0],
+        growth_bytes=tolerance.get("growth", (0,))[0],
     )
 
 
@@ -84,12 +85,12 @@ def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
 def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
     keywords, example = _KEYWORDS[mark.name], _EXAMPLES[mark.name]
     if mark.args or not mark.kwargs:
-        raise BadCase(f"{stated} takes {' and '.join(f'{keyword}=' for keyword in keywords)}, as {example}")
+        raise BadCase(f"{stated} takes {_listed(f'{keyword}=' for keyword in keywords)}, as {example}")
     values = {}
     for keyword, text in mark.kwargs.items():
         if keyword not in keywords:
             hint = did_you_mean(keyword, keywords)
-            raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {' and '.join(keywords)}, as {example}")
+            raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {_listed(keywords)}, as {example}")
         if not isinstance(text, str):
             raise BadCase(f"{stated}: {keyword}={text!r} is no text with a unit, as {example}")
         try:
@@ -99,6 +100,11 @@ def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
         if mark.name == LIMIT and not values[keyword]:
             raise BadCase(f"{stated}: {keyword}={text!r} lets nothing pass; state more than zero, as {example}")
     return values
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}"
 
 
 def _refuse_misspelt(item: pytest.Item) -> None:

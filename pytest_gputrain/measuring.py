@@ -114,9 +114,10 @@ class Bench:
         steps, warmup = self.settings.steps, self.settings.warmup
         return case.replace(steps=case.steps if steps is None else steps, warmup=case.warmup if warmup is None else warmup)
 
-    def task(self, case: Case, module: str, *, inline: bool = False, foreseen: bool = False) -> Task:
+    def task(self, case: Case, module: str, *, growth_bytes: int = 0, inline: bool = False, foreseen: bool = False) -> Task:
         """
         Args:
+            growth_bytes: that the test allows own code to keep more of after every round.
             foreseen: no test has asked for it yet.
 
         Raises:
@@ -131,6 +132,7 @@ class Bench:
             root=str(self.settings.root),
             module=module,
             import_paths=tuple(path for path in sys.path if path),
+            growth_bytes=growth_bytes,
         )
         return self.in_environment(task, inline=inline, foreseen=foreseen)
 
@@ -237,4 +239,5 @@ class Bench:
 def identity_of(task: Task, inline: bool = False) -> bytes:
     """What tells a task from those that measure something else, or in another environment."""
     case = task.case
-    return msgspec.json.encode((case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, inline))
+    asked = (case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, task.growth_bytes, inline)
+    return msgspec.json.encode(asked)

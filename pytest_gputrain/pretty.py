@@ -40,3 +40,8 @@ def whole(record: msgspec.Struct) -> bytes:
 def short_lists(text: bytes) -> bytes:
     """JSON with each list of numbers on one line, so that a re-recorded case is a few changed lines, not fifty."""
     return re.sub(rb"\[\n\s+([-0-9.e+,\s]+?)\n\s*\]", lambda m: b"[" + re.sub(rb"\s+", b" ", m[1]) + b"]", text)
+
+
+def short_rows(text: bytes) -> bytes:
+    """JSON with each record that begins with its bytes, such as `LiveTensor`, on one line."""
+    return re.sub(rb"\{\n\s+(\"bytes\": [^{}]+?)\n\s*\}", lambda m: b"{" + re.sub(rb"\n\s+", b" ", m[1]) + b"}", text)

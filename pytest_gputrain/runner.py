@@ -168,7 +168,7 @@ class Runner:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
         if inline and case.parallel != "single":
             raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
-        task = self.bench.task(case, module, inline=inline)
+        task = self.bench.task(case, module, growth_bytes=terms.growth_bytes, inline=inline)
         # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
         host = self.bench.host if self.is_study else self.bench.place(task, inline)
         # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
@@ -305,7 +305,8 @@ class Runner:
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
                 self.check_selection(case, set(markers), expression)
-                yield Claim(suite, self.bench.task(self.bench.with_steps(case), "", foreseen=True), terms)
+                growth, stepped = terms.growth_bytes, self.bench.with_steps(case)
+                yield Claim(suite, self.bench.task(stepped, "", growth_bytes=growth, foreseen=True), terms)
 
     def is_strict(self, device: str) -> bool:
         """Whether a case without a comparable baseline fails that ran on ``device``."""

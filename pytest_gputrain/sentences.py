@@ -48,6 +48,11 @@ _MEMORY: Final[dict[MetricName, str]] = {
     "peak_allocated_bytes": "peak allocated",
     "peak_reserved_bytes": "peak reserved",
     "device_used_bytes": "in use on the device",
+    "build_peak_bytes": "allocated in build",
+    "forward_peak_bytes": "allocated in forward",
+    "backward_peak_bytes": "allocated in backward",
+    "between_peak_bytes": "allocated between backward passes",
+    "optimizer_peak_bytes": "allocated in optimizer",
 }
 
 
@@ -141,6 +146,12 @@ def changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Se
     changes += [f"{name} changed by this test" for name in variables if name not in recorded]
     changes += [f"{name} not changed by this test" for name in recorded if name not in variables]
     return f"since then: {', '.join(changes)}" if changes else "same environment"
+
+
+def other_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
+    """How many processes a baseline was recorded with, where that is not as here; empty where it is."""
+    counts = {run.environment.device_count for run in fitted} - {here.device_count}
+    return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
 
 
 def dates(baseline: Baseline) -> str:

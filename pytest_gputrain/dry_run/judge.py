@@ -12,25 +12,27 @@ from typing import Final
 
 from pytest_gputrain.cases import differences
 from pytest_gputrain.dry_run.store import Recorded, conditions
+from pytest_gputrain.memory import (
+    PHASES,
+    in_phase,
+    main_phase,
+    others,
+    phase_finding,
+    tensor,
+    tensors_behind,
+    unknown_phases,
+)
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Case,
-    LiveTensor,
     MetricName,
     MetricVerdict,
     Prediction,
     Status,
-    TrainingPhase,
     Verdict,
 )
 from pytest_gputrain.units import format_bytes, format_flops, format_percent
 
-PHASES: Final[dict[MetricName, TrainingPhase]] = {
-    "build_peak_bytes": "build",
-    "forward_peak_bytes": "forward",
-    "backward_peak_bytes": "backward",
-    "optimizer_peak_bytes": "optimizer",
-}
 _WORK: Final[dict[MetricName, str]] = {
     "flops_per_step": "computes",
     "recomputed_flops_per_step": "recomputes",
@@ -60,7 +62,7 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
         return Verdict(status="not-comparable", sentence=sentence)
     if before is None:
         changed = ", ".join(_changed_conditions(nearest, prediction))
-        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status != "pass"]
+        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")]
         fits = [f"it fits {title} now"] if prediction.fits and nearest.fits is False else []
         moved = "; ".join([*fits, *_findings(told, nearest, prediction)])
         sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
@@ -74,9 +76,12 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
         worse.insert(0, what_does_not_fit(prediction, title, "no longer fits"))
     elif prediction.fits and before.fits is False:
         better.insert(0, f"fits {title} now")
-    gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes]
+    gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes and phase != "between"]
     if gone or (before.flops_per_step and not prediction.flops_per_step):
         worse.insert(0, f"trains no more: it has no {' and no '.join(gone) or 'arithmetic'}")
+    if not worse and (unknown := unknown_phases(metrics, "new")):
+        sentence = f"{case} has {unknown} in its recorded prediction; {_RECORD}"
+        return Verdict(status="new", sentence=sentence, metrics=metrics)
     status: Status = "regressed" if worse else "improved" if better else "pass"
     said = worse or better
     if not said:
@@ -101,7 +106,7 @@ def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not 
     needed = format_bytes(needed_bytes(prediction))
     return (
         f"{what} {title} ({format_bytes(target.memory_bytes)}): it needs {needed}, and runs out in "
-        f"{refused.phase} for {tensor(refused)}; largest at the peak, in {phase}: "
+        f"{refused.phase} for {tensor(refused)}; largest at the peak, {in_phase(phase)}: "
         f"{', '.join(map(tensor, largest[:3]))}"
     )
 
@@ -112,17 +117,12 @@ def needed_bytes(prediction: Prediction) -> int:
     return max(held, *prediction.phase_peak_bytes.values(), 0) + prediction.target.context_bytes
 
 
-def tensor(row: LiveTensor) -> str:
-    """``14.0 GiB: 224 x bfloat16[4096, 4096] of aten.mm in backward``, shorter where it is one or nameless."""
-    times = f"{row.count} x " if row.count > 1 else ""
-    shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype
-    return f"{format_bytes(row.bytes)} ({times}{shape} by {row.operator.removeprefix('aten.')} in {row.phase})"
-
-
 def _metrics(before: Prediction, now: Prediction, tolerance: MemoryTolerance) -> Iterator[MetricVerdict]:
     for name, phase in PHASES.items():
-        if phase in now.phase_peak_bytes or phase in before.phase_peak_bytes:
-            yield _compared(name, before.phase_peak_bytes.get(phase, 0), now.phase_peak_bytes.get(phase, 0))
+        if phase not in before.phase_peak_bytes and phase in now.phase_peak_bytes:
+            yield MetricVerdict(metric=name, status="new", value=now.phase_peak_bytes[phase])
+        elif phase in before.phase_peak_bytes:
+            yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes.get(phase, 0))
     for name in _WORK:
         yield _compared(name, getattr(before, name), getattr(now, name))
     if now.peak_reserved_bytes is not None and before.peak_reserved_bytes is not None:
@@ -139,72 +139,28 @@ def _compared(name: MetricName, before: int, now: int) -> MetricVerdict:
 
 
 def _findings(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
-    """What changed metrics say. Of the phases, one in full: one whose change has a cause with a name; that of the peak, else
-    the one that changed most."""
+    """What changed metrics say. Of the phases, one in full."""
     phases = [metric for metric in metrics if metric.metric in PHASES]
-
-    def weight(metric: MetricVerdict) -> tuple[bool, bool, float]:
-        assert metric.value is not None
-        assert metric.baseline is not None
-        phase = PHASES[metric.metric]
-        return bool(_tensors_behind(phase, before, now)), phase == now.peak_phase, abs(metric.value - metric.baseline)
-
-    main = max(phases, key=weight, default=None)
+    main = main_phase(phases, now, lambda phase: before)
     found = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
     if main is None:
         return found
-    others: dict[str, list[str]] = {}
-    for metric in phases:
-        if metric is not main:
-            others.setdefault(_word(metric), []).append(PHASES[metric.metric])
-    also = "".join(f", and {word} in {' and '.join(names)}" for word, names in others.items())
-    return [_finding(main, before, now) + also, *found]
-
-
-def _word(metric: MetricVerdict) -> str:
-    assert metric.value is not None
-    assert metric.baseline is not None
-    return "more" if metric.value > metric.baseline else "less"
+    behind = tensors_behind(PHASES[main.metric], now, before)
+    return [f"{phase_finding(main)}{behind}{others(main, phases)}", *found]
 
 
 def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
     assert metric.value is not None
     assert metric.baseline is not None
     value, known = int(metric.value), int(metric.baseline)
-    more = _word(metric)
+    more = "more" if value > known else "less"
     share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
-    if phase := PHASES.get(metric.metric):
-        size, ends = format_bytes(abs(value - known)), (format_bytes(value), format_bytes(known))
-        text = f"of {ends[0]} allocated" if ends[0] == ends[1] else f"{ends[0]} against {ends[1]} allocated"
-        return f"needs {size}{share} {more} in {phase}, {text}{_tensors_behind(phase, before, now)}"
     if metric.metric == "peak_reserved_bytes":
         text = f"{format_bytes(value)} against {format_bytes(known)}"
         return f"makes the allocator hold {format_bytes(abs(value - known))}{share} {more}, {text}"
     form = format_bytes if metric.metric == "bytes_per_step" else format_flops
     behind = _operators_behind(metric.metric, before, now)
     return f"{_WORK[metric.metric]} {form(abs(value - known))}{share} {more} a step{behind}"
-
-
-def _tensors_behind(phase: TrainingPhase, before: Prediction, now: Prediction) -> str:
-    """The largest tensors at the phase's peak that were not there, or are not any more."""
-    old = {_kind(row): row for row in before.largest.get(phase, ())}
-    new = {_kind(row): row for row in now.largest.get(phase, ())}
-    changes = {
-        kind: (new[kind].bytes if kind in new else 0) - (old[kind].bytes if kind in old else 0) for kind in {**old, **new}
-    }
-    change = now.phase_peak_bytes.get(phase, 0) - before.phase_peak_bytes.get(phase, 0)
-    kind = (max if change > 0 else min)(changes, key=lambda kind: (changes[kind], kind), default=None)
-    if kind is None or changes[kind] * change <= 0:
-        return ""
-    named = new.get(kind) or old[kind]
-    if named.bytes > abs(change):  # it took the place of something else, or grew
-        return f", {'now' if kind in new else 'before'} {tensor(named)}"
-    much = "most of it" if 2 * abs(changes[kind]) > abs(change) else "among it"
-    return f", {much} {'' if kind in new else 'was '}{tensor(named)}"
-
-
-def _kind(row: LiveTensor) -> tuple[str, str, tuple[int, ...], str]:
-    return row.operator, row.phase, row.shape, row.dtype
 
 
 def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -> str:

@@ -19,6 +19,10 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
     hosts = tuple(dict.fromkeys(reply.environment.host for reply in measured))
     slowest = zip(*(reply.step_seconds for reply in measured), strict=True)
     slowest_warmup = zip(*(reply.warmup_seconds for reply in measured), strict=True)
+    highest = {
+        phase: max((one for one in measured if phase in one.phase_peak_bytes), key=lambda one: one.phase_peak_bytes[phase])
+        for phase in dict.fromkeys(phase for one in measured for phase in one.phase_peak_bytes)
+    }
     return msgspec.structs.replace(
         first,
         environment=msgspec.structs.replace(first.environment, hosts=hosts if len(hosts) > 1 else ()),
@@ -29,11 +33,15 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
         batch_size=sum(reply.batch_size for reply in measured),
         model_bytes=_largest(reply.model_bytes for reply in figures),
         peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in figures),
+        phase_peak_bytes={phase: one.phase_peak_bytes[phase] for phase, one in highest.items()},
+        largest={phase: one.largest[phase] for phase, one in highest.items() if phase in one.largest},
         peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
         device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
         peak_host_bytes=sum(reply.peak_host_bytes for reply in figures),
         flops_per_step=_total(reply.flops_per_step for reply in measured),
         recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
+        counted_threads=max(reply.counted_threads for reply in measured),
+        notes=tuple(dict.fromkeys(note for reply in measured for note in reply.notes)),
         own_seconds=(),
         ranks=tuple(map(_rank, figures)),
     )

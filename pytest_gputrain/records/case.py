@@ -137,6 +137,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
     curve: bool = False
     """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
+    growth_bytes: Whole = 0
+    """That own code may keep more of after every round of its accumulation, as its test allows."""
     target: Target | None = None
     """The device to predict for on fake tensors, instead of training."""
     variables: dict[str, str | None] = {}

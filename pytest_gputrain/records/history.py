@@ -141,7 +141,17 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     gpu_utilization: float | None
     """Share of the time in which a kernel ran."""
     peak_allocated_bytes: Whole | None
-    """Of one process; this and the next four the median over the processes, the higher of the middle two."""
+    """Of one process; this and the next nine the median over the processes, the higher of the middle two."""
+    build_peak_bytes: Whole | None
+    """Of building, before the first step; this and the next four null for a measurement on a GPU."""
+    forward_peak_bytes: Whole | None
+    """Of a step before its first backward pass."""
+    backward_peak_bytes: Whole | None
+    """Of backward passes."""
+    between_peak_bytes: Whole | None
+    """After the first backward pass of a step, outside of backward passes and optimizers."""
+    optimizer_peak_bytes: Whole | None
+    """Of steps of optimizers."""
     peak_reserved_bytes: Whole | None
     device_used_bytes: Whole | None
     """Memory in use on the device, others' included."""

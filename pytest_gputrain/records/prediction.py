@@ -8,8 +8,10 @@ from msgspec import Struct
 
 from pytest_gputrain.units import Whole
 
-TrainingPhase = Literal["build", "forward", "backward", "optimizer"]
-"""Recomputation of activations is part of backward; unscaling and clipping of gradients is part of the optimizer."""
+TrainingPhase = Literal["build", "forward", "backward", "between", "optimizer"]
+"""``forward`` is a step before its first backward pass; recomputation of activations is part of ``backward``. ``between`` is
+what a step does after its first backward pass and outside of backward passes and optimizers: it clips gradients, or runs the
+forward pass of the second loss of a GAN."""
 
 
 class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +44,7 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes per second of the device memory."""
 
 
-class LiveTensor(Struct, frozen=True, kw_only=True):
+class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Storages that one operator made alike in one phase, and that lived at the peak."""
 
     bytes: Whole
@@ -52,6 +54,9 @@ class LiveTensor(Struct, frozen=True, kw_only=True):
     phase: TrainingPhase
     shape: tuple[Whole, ...]
     dtype: str
+    lines: tuple[str, ...] = ()
+    """Of the user's own files, that made them: ``tests/test_mine.py:41``. Known where memory was counted; baselines keep
+    none, since lines move."""
 
 
 class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.units import Whole
 
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
@@ -146,6 +147,11 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     peak_allocated_bytes: Whole
     """Highest sum of live tensor storages from the first step on: the caching allocator's on a GPU, counted tensor by
     tensor (in steps of its own) on a CPU."""
+    phase_peak_bytes: dict[TrainingPhase, Whole] = {}
+    """The same by phase of training, where it was counted tensor by tensor; ``build`` is the highest before the first step.
+    Of several processes that train, the largest of one."""
+    largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
+    """At the peak of each phase, largest first."""
     peak_host_bytes: Whole
     """Highest resident set of the worker process."""
     peak_reserved_bytes: Whole | None = None
@@ -164,6 +170,10 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """In the reply of one of several processes: see `Rank`."""
     one_worker_seconds: float | None = None
     """Seconds of an update by one worker alone, added by the parent where a test asks how the case scales."""
+    counted_threads: Whole = 1
+    """Threads whose tensors were counted one by one. With several the peak depends on which of them is faster."""
+    notes: tuple[str, ...] = ()
+    """What was not counted, each as a sentence."""
     free_bytes: Whole | None = None
     """Free on the fullest of the case's GPUs before it started; this and the next from the parent."""
     other_processes: Whole | None = None
@@ -181,6 +191,11 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
             if self.telemetry and self.telemetry.energy_joules
             else None
         )
+
+    @property
+    def counts_exactly(self) -> bool:
+        """Whether another process would count the same bytes."""
+        return self.environment.device_type == "cpu" and self.environment.device_count == self.counted_threads == 1
 
     @property
     def median_step_seconds(self) -> float:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from pytest_gputrain.figures import Figures
 from pytest_gputrain.findings import LossCurve, Search
 from pytest_gputrain.records.case import FORMAT, Case, Scale
-from pytest_gputrain.records.prediction import Prediction
+from pytest_gputrain.records.prediction import LiveTensor, Prediction, TrainingPhase
 from pytest_gputrain.records.reply import Environment, Reply
 from pytest_gputrain.units import Whole
 
@@ -28,12 +28,13 @@ MetricName = Literal[
     "build_peak_bytes",
     "forward_peak_bytes",
     "backward_peak_bytes",
+    "between_peak_bytes",
     "optimizer_peak_bytes",
     "flops_per_step",
     "recomputed_flops_per_step",
     "bytes_per_step",
 ]
-"""Those from ``build_peak_bytes`` on are of a dry run."""
+"""Peaks of phases are those of memory counted on a CPU, or of a dry run; recomputed FLOPs and bytes are a dry run's."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -53,6 +54,10 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     warmup: Whole = 0
     step_seconds: tuple[float, ...] = ()
     peak_allocated_bytes: Whole | None = None
+    phase_peak_bytes: dict[TrainingPhase, Whole] = {}
+    """As in `Measurement`; none where an allocator keeps the peak."""
+    largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
+    """As in `Measurement`, without lines of code, which move."""
     peak_reserved_bytes: Whole | None = None
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None

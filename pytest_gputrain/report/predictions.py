@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from pytest_gputrain.dry_run.judge import tensor
+from pytest_gputrain.memory import in_phase, tensor
 from pytest_gputrain.records import Prediction, Result
 from pytest_gputrain.report import layout
 from pytest_gputrain.units import format_bytes, format_flops, format_seconds
@@ -69,7 +69,7 @@ def explain(results: Sequence[Result]) -> list[str]:
     if len(known) <= _SHOWN_PEAKS:
         for result, one in known:
             largest = one.largest.get(one.peak_phase, ())[:_SHOWN_TENSORS]
-            lines.append(f"{result.case} at its peak, in {one.peak_phase}: {', '.join(map(tensor, largest))}")
+            lines.append(f"{result.case} at its peak, {in_phase(one.peak_phase)}: {', '.join(map(tensor, largest))}")
     return lines
 
 

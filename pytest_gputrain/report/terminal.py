@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.architectures import architectures
@@ -91,6 +91,7 @@ def explain(results: Sequence[Result]) -> list[str]:
     apart: list[str] = []
     slowed: list[str] = []
     uncompiled: dict[str, None] = {}
+    uncounted: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for result in results:
         if any(isinstance(reply, Measurement) and reply.uncompiled for reply in result.replies):
             uncompiled[str(result.case)] = None
@@ -107,6 +108,8 @@ def explain(results: Sequence[Result]) -> list[str]:
             changed += [f"{result.case}: {_METRICS[metric.metric]} {metric.note}" for metric in notes]
         apart += [f"{result.case}: {how}" for how in _apart(result)]
         slowed += [f"{result.case}: {why}"] if (why := _slowed_down(result)) else []
+        for note in next((reply.notes for reply in result.replies if isinstance(reply, Measurement)), ()):
+            uncounted[note][str(result.case)] = None
     lines = [
         f"{_cases(len(found))} {what}: {found[0]}{_and_more(found)}"
         for status, what in _DOUBTS.items()
@@ -121,6 +124,7 @@ def explain(results: Sequence[Result]) -> list[str]:
         )
     lines += predictions.explain(results)
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
+    lines += [f"{_cases(len(names))}: {note}: {next(iter(names))}{_and_more(names)}" for note, names in uncounted.items()]
     noted = [*changed, *apart, *slowed]
     lines += noted[:_SHOWN_NOTES]
     if len(noted) > _SHOWN_NOTES:
@@ -182,6 +186,7 @@ _METRICS: Final[dict[MetricName, str]] = {
     "build_peak_bytes": "peak of building",
     "forward_peak_bytes": "peak of forward",
     "backward_peak_bytes": "peak of backward",
+    "between_peak_bytes": "peak between backward passes",
     "optimizer_peak_bytes": "peak of the optimizer",
     "flops_per_step": "FLOPs",
     "recomputed_flops_per_step": "recomputed FLOPs",
@@ -302,5 +307,5 @@ def _cases(count: int) -> str:
     return f"{count} case{'' if count == 1 else 's'}"
 
 
-def _and_more(found: Sequence[str]) -> str:
+def _and_more(found: Collection[str]) -> str:
     return f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -3,76 +3,95 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from pytest_gputrain.worker.phases import Phases
+from pytest_gputrain.worker.storages import Storages
+from pytest_gputrain.worker.threads import SharedMode
+from pytest_gputrain.worker.trace import Peaks, Trace, peaks
 
-class AllocationCounter(TorchDispatchMode):
-    """Counts the bytes of every storage that an operator creates or resizes, until it is freed.
+
+class AllocationCounter(SharedMode):
+    """Counts the bytes of every storage that an operator creates or resizes, until it is freed, by phases of training.
 
     Exact and the same on every run, where polling the resident set misses most of a peak. It follows untyped storages by
     weak reference, so views and in-place operators cost nothing, and it sees what Python sees: memory that a kernel takes
     and returns inside one operator is not counted. Tensors made before the counter was entered are counted when an operator
     first returns them. Roughly doubles the time of a small step, so it gets steps of its own.
 
+    Args:
+        line: tells which line of the user's own files runs.
+
     Attributes:
-        live_bytes: sum over the live storages.
-        peak_bytes: highest ``live_bytes`` since the start or `reset_peak`.
+        trace: what was allocated and freed.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+    def __init__(self, line: Callable[[], str] = str) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._storages = Storages(self.trace, line, self.lock)
+        self._phases = Phases(self.trace.enter)
 
-    def reset_peak(self) -> None:
-        """Let the peak start from what is live now."""
-        self.peak_bytes = self.live_bytes
+    @property
+    def live_bytes(self) -> int:
+        """Sum over the live storages."""
+        return self._storages.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest `live_bytes` since the first step began; before that, since the start."""
+        return self.peaks().bytes
+
+    def peaks(self) -> Peaks:
+        """The peak of each phase of training."""
+        return peaks(self.trace)
+
+    def begin_step(self) -> None:
+        """A step of training starts."""
+        if self._phases.current == "build":
+            self.trace.begin_training()
+        self._phases.begin_step()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps(types):
             return NotImplemented
+        self.note_thread()
+        self._phases.follow()
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, FakeTensor):
                 for part in _strided(value):
-                    self._see(part.untyped_storage())
+                    storage = part.untyped_storage()
+                    if not self._storages.knows(storage):
+                        self._see(storage, _name(func), tuple(part.shape), part.dtype)
         return result
 
     def __enter__(self) -> AllocationCounter:
-        self._resizing = resizes_told_to(self._see)
+        self._resizing = resizes_told_to(self._see_resized)
         self._resizing.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._phases.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc_info)
+        self._phases.__exit__(*exc_info)
         self._resizing.__exit__(*exc_info)
         # No callbacks into a counter that nobody reads any more: they would disturb what is timed next.
-        self._references.clear()
+        self._storages.leave()
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        if known != size:
-            self._sizes[key] = size
-            self.live_bytes += size - (known or 0)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+    def _see(self, storage: torch.UntypedStorage, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+        self._storages.see(storage, storage.nbytes(), operator, self._phases.current, shape, dtype)
 
-    def _forget(self, key: int) -> None:
-        self._references.pop(key, None)
-        self.live_bytes -= self._sizes.pop(key, 0)
+    def _see_resized(self, storage: torch.UntypedStorage) -> None:
+        self._see(storage, "resize_", (storage.nbytes(),), None)
 
 
 @contextlib.contextmanager
@@ -86,6 +105,11 @@ def resizes_told_to(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[No
 
     with mock.patch.object(torch.UntypedStorage, "resize_", resize):
         yield
+
+
+@functools.cache
+def _name(operator: Any) -> str:
+    return str(getattr(operator, "overloadpacket", operator))
 
 
 def wraps(types: Iterable[type]) -> bool:

@@ -60,8 +60,12 @@ class Device(Protocol):
     def allocated_bytes(self) -> int | None:
         """Bytes in live tensors now, None where only a counted pass could tell. Called after each step."""
 
-    def counting(self) -> contextlib.AbstractContextManager[AllocationCounter | None]:
-        """A context in which tensor storages are counted one by one, where no allocator does it; else an empty one."""
+    def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
+        """A context in which tensor storages are counted one by one, where no allocator does it; else an empty one.
+
+        Args:
+            line: tells which line of the user's own files runs.
+        """
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -142,7 +146,7 @@ class Accelerator:
         self._last = now
         self._highest = tuple(map(max, self._highest, now))
 
-    def counting(self) -> contextlib.AbstractContextManager[AllocationCounter | None]:
+    def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
         return contextlib.nullcontext()
 
 
@@ -178,12 +182,15 @@ class Cpu:
         return None
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[AllocationCounter | None]:
+    def counting(self, line: Callable[[], str]) -> Iterator[AllocationCounter | None]:
         # Reference cycles die when the collector happens to run. Without it the count is the same on every run.
-        gc.collect()
         gc.disable()
         try:
-            with AllocationCounter() as counter:
+            with AllocationCounter(line) as counter:
+                # The first operator of any mode imports torch's compiler, whose exceptions hold the frames that it is called
+                # from, with all tensors of a step.
+                torch.empty(0)
+                gc.collect()
                 yield counter
         finally:
             gc.enable()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
+
+from pytest_gputrain.worker.threads import SharedMode, on_this_thread
 
 
 class Count(Protocol):
@@ -26,34 +31,86 @@ _at_work: list[Callable[[], Count]] = []
 """The counter, for recomputation deep inside of backward. No context variable: on a GPU, backward has threads of its own."""
 
 
-class FlopCount(TorchDispatchMode):
+@dataclass(slots=True)
+class _Share:
+    """What one thread computed: none other adds to it, and recomputation is that of the thread that tells of it."""
+
+    total: int = 0
+    recomputed: int = 0
+    by_type: Counter[torch.dtype] = field(default_factory=Counter)
+    optimizers: int = 0
+    """That take a step at this moment."""
+
+
+class FlopCount(SharedMode):
     """Counts what it is entered for, by the formulas of torch.utils.flop_counter.
 
     torch's own FlopCounterMode takes memory for it: it follows modules by hooks that keep the graph of every recomputation
     until the step ends, and takes operators apart that have a kernel, such as the backward pass of SiLU. A step that just
     fits would not fit while it is counted.
 
-    Attributes:
-        total: floating-point operations, recomputation included.
-        recomputed: those that activation checkpointing repeats.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._formulas = formulas()
-        self.total = 0
-        self.recomputed = 0
+        super().__init__()
+        self.formulas = formulas()
+        self._shares: dict[int, _Share] = {}
+
+    @property
+    def total(self) -> int:
+        """Floating-point operations, recomputation included."""
+        return sum(share.total for share in self._shares.values())
+
+    @property
+    def recomputed(self) -> int:
+        """Those that activation checkpointing repeats."""
+        return sum(share.recomputed for share in self._shares.values())
+
+    @property
+    def by_type(self) -> Counter[torch.dtype]:
+        """Those outside of optimizers, by the type of their operands, of complex numbers that of their parts."""
+        return sum((share.by_type for share in self._shares.values()), Counter())
+
+    def share(self) -> _Share:
+        """Those of this thread."""
+        return self._shares.setdefault(threading.get_native_id(), _Share())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        formula = self._formulas.get(func.overloadpacket)
+        formula = self.formulas.get(func.overloadpacket)
         if formula is None and _is_composite(func, args):
-            with self:
+            with on_this_thread(self):
                 return func.decompose(*args, **kwargs)
+        self.note_thread()
         result = func(*args, **kwargs)
         if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=result)
+            share, flops = self.share(), formula(*args, **kwargs, out_val=result)
+            share.total += flops
+            if not share.optimizers and (dtype := _type_of(args)):
+                share.by_type[dtype] += flops
         return result
+
+    def __enter__(self) -> FlopCount:
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *_: self._optimizes(1)),
+            register_optimizer_step_post_hook(lambda *_: self._optimizes(-1)),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _optimizes(self, more: int) -> None:
+        self.share().optimizers += more
+
+
+def _type_of(args: Any) -> torch.dtype | None:
+    """Type of an operator's first tensor, which has that of all its operands."""
+    dtype = next((value.dtype for value in args if isinstance(value, torch.Tensor)), None)
+    return dtype.to_real() if dtype and dtype.is_complex else dtype
 
 
 def _is_composite(func: Any, args: Any) -> bool:
@@ -68,7 +125,7 @@ def _is_composite(func: Any, args: Any) -> bool:
 def count_flops() -> Iterator[FlopCount]:
     """Counts matrix multiplications, convolutions and attention."""
     count = FlopCount()
-    with recomputation_told_to(lambda: count), count:
+    with recomputation_told_to(count.share), count:
         yield count
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import nn
+
+from pytest_gputrain.worker.checks import CheckFailed, local
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,3 +48,79 @@ PRECISIONS: Final = {
     "bf16-amp": Precision(weights=torch.float32, autocast=torch.bfloat16),
     "fp16": Precision(weights=torch.float32, autocast=torch.float16, scaled=True),
 }
+
+
+_MOST: Final = 0.9
+"""Share of the FLOPs that makes their type that of the arithmetic: some losses and heads compute in fp32."""
+
+
+def check_precision(name: str, label: str, weights: Mapping[torch.dtype, int], flops: Mapping[torch.dtype, int]) -> None:
+    """Fail a case of own code that trains in another precision than it says.
+
+    Weights are of the type that most of their bytes have, which adapters and norms in fp32 do not change. Where only weights
+    or only arithmetic differ from what the label means, as in a frozen part in fp32, it takes `_MOST` of them; and what no
+    label means, such as training in float64, fails none.
+
+    Args:
+        name: of the case's model.
+        label: the case's precision.
+        weights: bytes of the watched model's parameters, by type; nothing for a model that is not watched.
+        flops: those of the step's matrix products, likewise.
+
+    Raises:
+        CheckFailed: it is so, naming the label that fits.
+    """
+    stated = PRECISIONS[label]
+    stored, computed = _chief(weights), _chief(flops)
+    stores, computes = stored in (None, stated.weights), not flops or _share(flops, stated.compute) >= _MOST
+    if stores and computes:
+        return
+    if weights and flops and (stores or computes):
+        surely = _share(flops, computed) >= _MOST if stores else _share(weights, stored) >= _MOST
+    else:
+        surely = bool(weights) or _share(flops, computed) >= _MOST
+    fitting = [
+        f'"{other}"'
+        for other, precision in PRECISIONS.items()
+        if stored in (None, precision.weights) and computed in (None, precision.compute)
+    ]
+    if not surely or not fitting:
+        return
+    found = [
+        f"{_share(weights, stored):.0%} of the bytes of its weights are {_told(stored)}" if stored else "",
+        f"{_share(flops, computed):.0%} of its FLOPs are {_told(computed)}" if computed else "",
+    ]
+    raise CheckFailed(
+        f'{name} does not train in precision "{label}", which stores weights in {_told(stated.weights)} and computes in '
+        f"{_told(stated.compute)}: {' and '.join(filter(None, found))}; say precision={' or '.join(fitting)}, or take the "
+        "type from setup.dtype and run the forward pass in setup.casting()"
+    )
+
+
+def weights_by_type(model: nn.Module) -> Counter[torch.dtype]:
+    """Bytes of the parameters, frozen ones included, by type; what is packed in four bits counts as what it computes in."""
+    found: Counter[torch.dtype] = Counter()
+    seen: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            packed = getattr(parameter, "quant_state", None)
+            dtype = (getattr(module, "compute_dtype", None) or packed.dtype) if packed else parameter.dtype
+            if id(parameter) in seen or not (dtype.is_floating_point or dtype.is_complex):
+                continue
+            seen.add(id(parameter))
+            part = local(parameter)
+            found[dtype.to_real() if dtype.is_complex else dtype] += part.numel() * part.element_size()
+    return +found
+
+
+def _chief(amounts: Mapping[torch.dtype, int]) -> torch.dtype | None:
+    """The type that there is most of."""
+    return max(amounts, key=lambda dtype: amounts[dtype], default=None)
+
+
+def _share(amounts: Mapping[torch.dtype, int], dtype: torch.dtype | None) -> float:
+    return amounts.get(dtype, 0) / sum(amounts.values()) if dtype else 0.0
+
+
+def _told(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -6,29 +6,29 @@ import contextlib
 import gc
 import itertools
 import math
-import os
-import platform
 import re
-import socket
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.architectures import Architecture
-from pytest_gputrain.cases import versions
-from pytest_gputrain.records import Case, Crashed, Environment, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import Case, Crashed, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
+from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Stamped, schedule, timed
+from pytest_gputrain.worker.own_code import Checked, OwnCode
+from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.own_work import OwnWork
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
@@ -66,10 +66,17 @@ def run(
         device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
-        with group.joined(device.torch_device, even_alone=even_alone), device.keeping_peaks():
+        own = None
+        if task.case.code or builder:
+            own = OwnCode(task, group, counts_memory=device.type == "cpu")
+        with (
+            group.joined(device.torch_device, even_alone=even_alone),
+            device.keeping_peaks(),
+            own.running() if own else contextlib.nullcontext(),
+        ):
             if group.serves:
                 return _serve(task, progress, device, group, keep)
-            return _measure(task, progress, device, builder, group, keep)
+            return _measure(task, progress, device, builder, group, keep, own)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
     except Exception as error:
@@ -83,7 +90,7 @@ def run(
             message=_first_line(error),
             step=progress.step,
             peak_allocated_bytes=peaks.allocated,
-            environment=_environment(device, group),
+            environment=environment_of(device, group),
         )
 
 
@@ -98,7 +105,13 @@ def crash(error: BaseException, progress: Progress) -> Crashed:
 
 
 def _measure(
-    task: Task, progress: Progress, device: Device, builder: StepBuilder | None, group: Group, keep: Keep
+    task: Task,
+    progress: Progress,
+    device: Device,
+    builder: StepBuilder | None,
+    group: Group,
+    keep: Keep,
+    own: OwnCode | None,
 ) -> Measurement:
     case = task.case
 
@@ -113,26 +126,33 @@ def _measure(
 
     def met() -> None:
         meet()
+        if own:
+            own.growth.begin_step()
         own_work.begin()
 
     def done(step: int, seconds: float) -> bool:
         own_work.note()
+        if own:
+            own.growth.end_step(training, device.allocated_bytes())
         return told(step, seconds)
 
     own_work, compile_calls = OwnWork(device), CompileCalls()
     progress.enter("build")
     device.reset_peaks()
-    with device.counting() as counter, compile_calls.noted() if case.code or builder else contextlib.nullcontext():
+    with (
+        device.counting(_own_lines(task, builder).current) as counter,
+        compile_calls.noted() if case.code or builder else contextlib.nullcontext(),
+    ):
         training = build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
-        movement = None if training.model is None or task.curve else Movement(training.model, training.idle)
+        movement = None if training.model is None or task.curve else _movement(training.model, training.idle)
         # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
         gc.collect()
         device.reset_peaks()
         if counter is not None:
-            progress.enter("count")
-            _count(training, case, counter)
+            _count(training, case, counter, progress, own)
 
+    counted = None if counter is None else counter.peaks()
     # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
     gc.collect()
     gc.freeze()
@@ -140,15 +160,9 @@ def _measure(
     warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, meet)
     group.barrier()
     progress.enter("measure")
-    steps = case.steps
-    if task.curve:
-        # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
-        finite = all(math.isfinite(float(loss)) for loss in training.losses)
-        steps = max(1, steps - len(training.losses)) if finite or group.size > 1 else 1
-    else:
-        training.losses.clear()
     stamped = Stamped(training.step, device)
-    seconds = timed(stamped, schedule(steps, case.gradient_accumulation), device.synchronize, done, met)
+    updates = schedule(_steps_to_time(task, training, group), case.gradient_accumulation)
+    seconds = timed(stamped, updates, device.synchronize, done, met)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -163,13 +177,16 @@ def _measure(
         parameters=training.parameters,
         trainable_parameters=training.trainable_parameters,
         model_bytes=None if training.model is None else model_bytes(training.model),
-        peak_allocated_bytes=_known(peaks.allocated if counter is None else counter.peak_bytes),
+        peak_allocated_bytes=_known(peaks.allocated if counted is None else counted.bytes),
+        phase_peak_bytes=counted.by_phase if counted else {},
+        largest=counter.trace.largest_at_peaks(counted) if counter and counted else {},
         peak_reserved_bytes=peaks.reserved,
         device_used_bytes=peaks.used,
         peak_host_bytes=host,
         own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
         uncompiled=compile_calls.seen and counter is not None,
-        environment=_environment(device, group),
+        counted_threads=max(1, len(counter.threads)) if own and counter is not None else 1,
+        environment=environment_of(device, group),
     )
     keep(figures)
     progress.enter("check")
@@ -181,17 +198,31 @@ def _measure(
         check_losses(losses)
     # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator has kept.
     device.reset_peaks()
-    flops = _watched(training, case, movement, group, steps=len(warmup) + len(seconds) + 1)
+    flops = _watched(training, case, movement, group, own, steps=len(warmup) + len(seconds) + 1)
+    checked = own.check(flops, training, device.allocated_bytes) if own else Checked(())
     training.leave()
     return msgspec.structs.replace(
         figures,
         losses=losses,
-        flops_per_step=(flops.total - flops.recomputed) or None,
-        recomputed_flops_per_step=flops.recomputed if flops.total else None,
+        flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
+        recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
+        notes=checked.notes,
     )
 
 
-def _watched(training: Trainable, case: Case, movement: Movement | None, group: Group, *, steps: int) -> FlopCount:
+def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
+    """How many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
+    if not task.curve:
+        training.losses.clear()
+        return task.case.steps
+    # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
+    finite = all(math.isfinite(float(loss)) for loss in training.losses)
+    return max(1, task.case.steps - len(training.losses)) if finite or group.size > 1 else 1
+
+
+def _watched(
+    training: Trainable, case: Case, movement: Movement | None, group: Group, own: OwnCode | None, *, steps: int
+) -> FlopCount:
     """A further step, whose operations are counted and whose gradients are checked.
 
     Args:
@@ -200,7 +231,12 @@ def _watched(training: Trainable, case: Case, movement: Movement | None, group: 
     Raises:
         CheckFailed: the model does not train.
     """
-    with uncompiled(case), count_flops() as flops, movement.watching() if movement else contextlib.nullcontext():
+    with (
+        uncompiled(case),
+        own.witnessed() if own else contextlib.nullcontext(),
+        count_flops() as flops,
+        movement.watching() if movement else contextlib.nullcontext(),
+    ):
         training.step(True)
     moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
     if movement is not None:
@@ -208,12 +244,29 @@ def _watched(training: Trainable, case: Case, movement: Movement | None, group: 
     return flops
 
 
-def _count(training: Trainable, case: Case, counter: AllocationCounter) -> None:
+def _count(training: Trainable, case: Case, counter: AllocationCounter, progress: Progress, own: OwnCode | None) -> None:
     """Steps for the tensors that live in them."""
-    counter.reset_peak()
+    progress.enter("count")
+    counter.threads.clear()
     with uncompiled(case):  # what has run while tensors are counted is never compiled afterwards
+        if own:
+            own.growth.count(training, lambda: counter.live_bytes, counter.begin_step)
+            return
         for update in counted_steps(case):
+            counter.begin_step()
             training.step(update)
+
+
+def _movement(model: nn.Module, idle: Sequence[str]) -> Movement:
+    """That of the model; its look at the weights is no part of the build that is counted."""
+    with _disable_current_modes():
+        return Movement(model, idle)
+
+
+def _own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:
+    """Those of the files below the root, and in the folder of a function that was given as itself."""
+    file = getattr(getattr(builder, "__code__", None), "co_filename", None)
+    return OwnLines([Path(task.root), *([Path(file).parent] if file else [])])
 
 
 def _nobody() -> None:
@@ -225,7 +278,7 @@ def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: K
     case = task.case
     progress.enter("build")
     optimizer = OPTIMIZERS[case.optimizer]
-    with device.counting() as counter:
+    with device.counting(_own_lines(task).current) as counter:
         server = TableServer(group, case.asynchronous, lambda rows: optimizer(rows, case.learning_rate))
         progress.enter("count")
         # Those of the workers' counted steps: the first makes the optimizer's states, the second finds them there.
@@ -326,32 +379,3 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-
-
-def _environment(device: Device, group: Group) -> Environment:
-    on_gpu = device.type != "cpu"
-    properties = torch.cuda.get_device_properties(device.torch_device) if on_gpu else None
-    return Environment(
-        device_name=torch.cuda.get_device_name(device.torch_device) if on_gpu else "cpu",
-        device_type=device.type,
-        device_count=group.size + group.servers,
-        device_memory_bytes=properties.total_memory if properties else None,
-        host=socket.gethostname(),
-        cpu_model=_cpu_model(),
-        os=platform.platform(terse=True),
-        python=platform.python_version(),
-        packages=versions(),
-        runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
-        threads=device.threads,
-    )
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"

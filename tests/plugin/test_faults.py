@@ -64,8 +64,8 @@ RAISED = {
     "raises_in_step": ("pass", "raise ValueError('bad batch')", rf"{NO} \(count\): ValueError: bad batch"),
     "raises_in_timed_step": (
         "pass",
-        "assert len(calls) < 6, 'sixth call'",
-        rf"{NO} \(measure in step 3\): AssertionError: sixth call",
+        "assert len(calls) < 8, 'eighth call'",
+        rf"{NO} \(measure in step 3\): AssertionError: eighth call",
     ),
     "nan": ("pass", "return float('nan')", rf"{AFTER} \(check\): the loss of timed step 1 is nan"),
     "still": (

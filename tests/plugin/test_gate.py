@@ -246,7 +246,9 @@ def test_memory_growth_measured_here_fails_exactly_its_test(project: Project) ->
     result.assert_outcomes(passed=2, failed=1)
     sentence = only_sentence(result, "test_grown")
     assert sentence.startswith("build-fp32 needs 5.00 MiB (25.0 %) more memory: 25.0 MiB against 20.0 MiB peak allocated, ")
-    assert ", limit 20.4 MiB (baseline of 20" in sentence
+    grown = "15.0 MiB (3 x float32[1280, 1024] by mul in backward at test_growing.py:14)"
+    assert f", limit 20.4 MiB, in backward, now {grown}, " in sentence
+    assert ", and more in build, forward and between backward passes (baseline of 20" in sentence
     assert sentence.endswith("); same environment")
 
     suite = ElementTree.parse(project.path / "junit.xml").getroot()[0]

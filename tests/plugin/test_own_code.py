@@ -504,3 +504,68 @@ def test_compiled(gputrain):
     ]
     of = {entry["key"]: entry["replies"][0]["uncompiled"] for entry in project.report()["results"]}
     assert of == {"decorated-fp32@tiny": True, "in_place-fp32@tiny": True, "build-fp32@tiny": False}
+
+
+BUFFERED = """
+import pytest
+import torch
+
+
+def build(setup):
+    model, buffer = torch.nn.Linear(256, 256), []
+
+    def step():
+        buffer.append(model(torch.ones(16, 256)).detach())
+
+    return step
+
+
+def test_leaks(gputrain):
+    gputrain.check(build, precision="fp32", steps=2)
+
+
+@pytest.mark.gpu_tolerance(growth="64 KiB")
+def test_allowed(gputrain):
+    gputrain.check(build, precision="fp32", steps=2)
+"""
+
+
+def test_tensors_that_every_step_keeps_fail_a_test_unless_it_allows_them(project: Project) -> None:
+    project.write(test_mine=BUFFERED)
+    result = project.run()
+    result.assert_outcomes(passed=1, failed=1)
+    assert only_sentence(result, "test_leaks") == (
+        "build-fp32 gave no measurement (count): build keeps 16.0 KiB more of tensors after every step, most of it float32 "
+        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:9; let go of them (a loss that is kept without detach() "
+        'keeps its graph), or, if a buffer is meant to fill, allow it with @pytest.mark.gpu_tolerance(growth="20 KiB")'
+    )
+
+
+def test_own_code_in_another_precision_than_it_says_is_not_recorded(project: Project) -> None:
+    project.write(test_mine=BUFFERED.replace('precision="fp32"', 'precision="bf16"'))
+    result = project.run("-k", "allowed", "--gpu-baseline-update")
+    assert 'does not train in precision "bf16"' in only_sentence(result, "test_allowed")
+    assert list((project.path / "baselines").rglob("*.json")) == []
+
+
+def test_processes_of_a_loader_are_told_once_in_a_run(project: Project) -> None:
+    project.write(
+        test_mine="""
+        def build(setup):
+            import torch
+            from torch.utils.data import DataLoader
+
+            loader = DataLoader(torch.ones(2, 4), num_workers=1)
+            return lambda: sum(float(batch.sum()) for batch in loader)
+
+
+        def test_it(gputrain):
+            gputrain.check(build, precision="fp32", steps=1, warmup=0)
+        """
+    )
+    result = project.run()
+    result.assert_outcomes(passed=1)
+    told = [line for line in result.outlines if "such as a DataLoader's" in line]
+    assert told == [
+        "1 case: what processes hold and compute that it starts itself, such as a DataLoader's, is not counted: build-fp32"
+    ]

@@ -48,6 +48,7 @@ FLOORS = {
     "sentences": 2,
     "company": 2,
     "judge": 2,
+    "memory": 2,
     "limits": 2,
     "baselines": 2,
     "published": 2,

@@ -23,7 +23,8 @@ from unit_examples import (
     timed_out,
 )
 
-from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Circumstances, Judgement, Tolerance, judge
+from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES
+from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Baseline,
@@ -450,6 +451,19 @@ def test_without_baseline_a_case_is_new() -> None:
     assert verdict.status == "new"
     assert "there are some for nvidia-h200" in verdict.sentence
     assert _judge(measurement(), None).sentence == f"{CASE} has no baseline; record it with --gpu-baseline-update"
+
+
+def test_a_peak_of_several_threads_is_judged_by_the_tolerance_and_never_called_exact() -> None:
+    known = baseline(baseline_run(environment=cpu_environment(), peak_allocated_bytes=1000 * MiB))
+    one, several = (
+        measurement(environment=cpu_environment(), peak_allocated_bytes=1001 * MiB, counted_threads=threads)
+        for threads in (1, 2)
+    )
+    assert _memory(_judge(one, known)).note == "changed by +1,048,576 bytes, within the limit"
+    assert _memory(_judge(several, known)).note == ""
+    above = msgspec.structs.replace(several, peak_allocated_bytes=1030 * MiB)
+    assert not judge(CASE, [above], known, TOLERANCE).settled
+    assert _judge(above, known).status == "regressed"
 
 
 @pytest.mark.parametrize(("ratio", "status"), [(1.08, "pass"), (0.93, "pass"), (1.12, "regressed"), (0.88, "improved")])

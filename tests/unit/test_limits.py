@@ -48,6 +48,12 @@ def test_a_cpu_counts_exactly_so_one_process_decides() -> None:
     assert (found.limits[0].status, found.settled) == ("over-limit", True)
 
 
+def test_bytes_of_several_threads_are_no_exact_count() -> None:
+    over = _run(gib=25, environment=cpu_environment(), counted_threads=2)
+    assert not _against(MEMORY, over).settled
+    assert _against(MEMORY, over, over, over).limits[0].status == "over-limit"
+
+
 def test_a_model_at_tiny_scale_is_not_what_was_limited() -> None:
     found = _against(MEMORY, _run(gib=25), scale="tiny")
     assert (found.limits[0].status, found.settled) == ("not-judged", True)

@@ -448,3 +448,10 @@ def test_platforms_of_an_expression(expression: str) -> None:
     from pytest_gputrain.selection import platforms_named
 
     assert platforms_named(expression) == ["h100"]
+
+
+def test_a_phase_that_was_not_recorded_is_told_as_new() -> None:
+    peaks = prediction().phase_peak_bytes
+    verdict = judged(prediction(phase_peak_bytes={**peaks, "between": 20 * GiB}), prediction())
+    assert verdict.status == "new"
+    assert "has no peak between backward passes in its recorded prediction; record it with" in verdict.sentence

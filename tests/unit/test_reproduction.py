@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, timed_out
 
 from pytest_gputrain import GiB, MiB
+from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES
 from pytest_gputrain.figures import Figure, Figures
-from pytest_gputrain.judge import GPU_MEMORY_FLOOR_BYTES, Tolerance
+from pytest_gputrain.judge import Tolerance
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Case, Published, Reply, Verdict
 from pytest_gputrain.reproduction import reproduce, step_seconds

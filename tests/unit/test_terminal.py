@@ -248,6 +248,14 @@ def test_cases_without_comparison_are_counted_with_an_example(status: str, what:
     assert explain(found) == [f"3 cases {what}: case 0 (and 2 more)"]
 
 
+def test_what_was_not_counted_is_told_once_a_note_and_case() -> None:
+    found = [result(case=CASE.replace(model=f"case {number}"), replies=(_NOTED, _NOTED)) for number in (0, 0, 1)]
+    assert explain(found) == ["2 cases: processes are not counted: case 0-lora-bf16 (and 1 more)"]
+
+
+_NOTED = measurement(notes=("processes are not counted",))
+
+
 def test_metrics_that_were_not_compared_are_counted_by_reason() -> None:
     time = MetricVerdict(metric="step_seconds", status="not-comparable", note="too few runs")
     memory = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", note="no peak")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pytest_gputrain.units import GiB, KiB, MiB
 from pytest_gputrain.worker.dry_run.allocator import Allocator, NoRoom, replay
-from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, Trace
+from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 SIZES = st.one_of(
     st.integers(0, 4 * KiB), st.integers(0, 2 * MiB), st.integers(0, 64 * MiB), st.sampled_from([MiB, 10 * MiB, 20 * MiB])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytest_gputrain.worker.dry_run.trace import peaks
 from pytest_gputrain.worker.dry_run.tracker import Tracker
+from pytest_gputrain.worker.trace import peaks
 
 DEVICE = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from pytest_gputrain.worker.dry_run.kernels import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.predict import GPU
-from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE
 from pytest_gputrain.worker.dry_run.tracker import Tracker
+from pytest_gputrain.worker.trace import EMPTY_CACHE
 
 H100 = Target(marker="h100", kind="cuda")
 

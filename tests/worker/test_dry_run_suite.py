@@ -74,6 +74,7 @@ def test_as_recorded(suite, case):
         recorded.flops_per_step or 0,
         recorded.model_bytes,
     )
+    assert prediction.phase_peak_bytes == recorded.phase_peak_bytes
     assert prediction.parameters == architectures()[case.model].trained_part.parameters["tiny"]
 
 

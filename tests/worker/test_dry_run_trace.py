@@ -10,7 +10,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened, extended, extended_trace
-from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, ENTER, Trace, peaks
+from pytest_gputrain.worker.trace import EMPTY_CACHE, ENTER, Trace, peaks
 
 
 def allocate(trace, size, phase="forward"):

@@ -10,6 +10,7 @@ from typing import Final
 
 from pytest_gputrain.exchange.points import latest
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
+from pytest_gputrain.memory import in_phase
 from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import Measurement, Prediction, Published, Result, TrainingPhase
 from pytest_gputrain.report.comparison import FRAMEWORKS, METRICS, Metric, printed
@@ -194,13 +195,14 @@ def losses(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
 
 _SERIES: Final = range(5)
 
-_PHASES: Final[tuple[TrainingPhase, ...]] = ("build", "forward", "backward", "optimizer")
-_MADE: Final = {
-    "build": "made while building: weights",
-    "forward": "in forward: activations",
-    "backward": "in backward: gradients",
-    "optimizer": "by the optimizer: its state",
-}
+_PHASES: Final[tuple[TrainingPhase, ...]] = ("build", "forward", "backward", "between", "optimizer")
+_MADE: Final = (
+    "made while building: weights",
+    "in forward, or between backward passes: activations",
+    "in backward: gradients",
+    "by the optimizer: its state",
+)
+_COLOUR_OF: Final[dict[TrainingPhase, int]] = {"build": 0, "forward": 1, "backward": 2, "between": 1, "optimizer": 3}
 _REST: Final = 4
 
 
@@ -211,8 +213,9 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
         if prediction is None or not any(prediction.largest.values()):
             continue
         phases = [phase for phase in _PHASES if phase in prediction.phase_peak_bytes]
-        bars = [(f"peak of {phase}", [_stack(prediction, phase)]) for phase in phases]
+        bars = [(f"peak {in_phase(phase)}", [_stack(prediction, phase)]) for phase in phases]
         limit, card = prediction.target.memory_bytes, prediction.target.marker
+        peak = format_bytes(prediction.peak_allocated_bytes)
         colours = {colour for _, members in bars for bar in members for _, colour in bar.parts}
         rows = [
             (
@@ -229,7 +232,7 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
         ]
         yield Figure(
             title=str(result.case),
-            about=f"{format_bytes(prediction.peak_allocated_bytes)} at the peak, in {prediction.peak_phase}, on {card}",
+            about=f"{peak} at the peak, {in_phase(prediction.peak_phase)}, on {card}",
             chart=charts.bars(
                 bars,
                 title=f"Live tensors of {result.case}",
@@ -238,7 +241,7 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
             ),
             legend=tuple(
                 Entry(text=text, colour=number)
-                for number, text in enumerate((*_MADE.values(), "tensors not among the largest"))
+                for number, text in enumerate((*_MADE, "tensors not among the largest"))
                 if number in colours
             ),
             headers=("Peak of", "Size", "Tensors", "Operator", "Made in", "Shape", "Type"),
@@ -250,7 +253,7 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
 def _stack(prediction: Prediction, phase: TrainingPhase) -> Bar:
     sizes = [0.0] * (_REST + 1)
     for one in prediction.largest.get(phase, ()):
-        sizes[_PHASES.index(one.phase)] += one.bytes
+        sizes[_COLOUR_OF[one.phase]] += one.bytes
     peak = prediction.phase_peak_bytes[phase]
     sizes[_REST] = max(0.0, peak - sum(sizes))
     return Bar(parts=tuple((size, number) for number, size in enumerate(sizes) if size), text=format_bytes(peak))

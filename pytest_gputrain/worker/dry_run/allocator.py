@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_gputrain.units import MiB
-from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, Trace
+from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 MIN_BLOCK: Final = 512
 SMALL_SIZE: Final = 1 * MiB

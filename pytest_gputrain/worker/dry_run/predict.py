@@ -19,7 +19,6 @@ from pytest_gputrain.worker.dry_run.kernels import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened
-from pytest_gputrain.worker.dry_run.trace import peaks
 from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.methods import trainable_parameters
@@ -27,9 +26,7 @@ from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import StepBuilder, Trainable
 from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes, typical_step
-
-SHOWN: Final = 8
-"""Rows of the largest tensors at each peak."""
+from pytest_gputrain.worker.trace import peaks
 
 HOST: Final = torch.device("cpu")
 GPU: Final = torch.device("cpu", 0)
@@ -194,7 +191,7 @@ def _told(task: Task, observed: Observed) -> Prediction:
         peak_allocated_bytes=held.peak_allocated if cuda else peak.bytes,
         peak_phase=peak.phase,
         phase_peak_bytes=peak.by_phase,
-        largest={phase: trace.largest_at(event, SHOWN) for phase, event in peak.events.items()},
+        largest=trace.largest_at_peaks(peak),
         peak_reserved_bytes=held.peak_reserved if cuda else None,
         host_bytes=peaks(observed.host).bytes,
         fits=None if capacity is None else refused is None,

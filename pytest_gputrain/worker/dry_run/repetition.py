@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.records import LiveTensor
-from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, Trace
+from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 ALL: Final = ""
 """What a sum is of that is not one operator's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,14 +11,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gputrain.records import TrainingPhase
 from pytest_gputrain.worker.allocations import resizes_told_to, wraps
 from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.dry_run.operators import Operator, Operators, Temporaries, tensors_in
 from pytest_gputrain.worker.dry_run.shapes import Call, Shapes, forget_shape
-from pytest_gputrain.worker.dry_run.trace import EMPTY_CACHE, ENTER, Trace
 from pytest_gputrain.worker.dry_run.values import are_touched, compute, map_tensors
 from pytest_gputrain.worker.flops import recomputation_told_to
+from pytest_gputrain.worker.phases import Phases
+from pytest_gputrain.worker.storages import Storages
+from pytest_gputrain.worker.trace import Trace
 
 _FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
@@ -85,11 +85,11 @@ class Tracker(TorchDispatchMode):
         self._begin()
 
     def _begin(self) -> None:
-        self._on_device = _Storages(Trace(self._rounding))
-        self._on_host = _Storages(Trace())
+        self._on_device = Storages(Trace(self._rounding))
+        self._on_host = Storages(Trace())
         self._workspaces: set[bool] = set()
         """Whether of the backward thread."""
-        self._phase: TrainingPhase = "build"
+        self._phases = Phases(self.trace.enter)
         self.work = Work()
 
     @property
@@ -107,9 +107,9 @@ class Tracker(TorchDispatchMode):
 
     def begin_step(self) -> None:
         """A step starts: its phases and its work are counted anew."""
-        if self._phase == "build":
-            self.trace.events.append(EMPTY_CACHE)
-        self._enter("forward")
+        if self._phases.current == "build":
+            self.trace.begin_training()
+        self._phases.begin_step()
         self.work = Work()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +120,7 @@ class Tracker(TorchDispatchMode):
             return self._on_parts(func, args, kwargs or {}) if _is_elementwise_on_lists(func) else NotImplemented
         kwargs = kwargs or {}
         operator = self._operators[func]
-        self._follow_phase()
+        self._phases.follow()
         if operator.multiplies and self._workspace_bytes:
             self._take_workspace()
         tensors: list[Tensor] = []
@@ -158,7 +158,7 @@ class Tracker(TorchDispatchMode):
                 self._see_elsewhere(tensor, operator.name)
                 continue
             storage = tensor.untyped_storage()
-            self._on_device.see(storage, known.nbytes, operator.name, self._phase, known.size, known.dtype)
+            self._on_device.see(storage, known.nbytes, operator.name, self._phases.current, known.size, known.dtype)
         self._pass(call.temporaries, operator.name)
         self._count(operator, call)
         return result
@@ -175,6 +175,7 @@ class Tracker(TorchDispatchMode):
 
     def __enter__(self) -> Tracker:
         self._begin()
+        self._phases.__enter__()
         self._telling = recomputation_told_to(lambda: self.work)
         self._telling.__enter__()
         self._resizing = resizes_told_to(self._see_resized)
@@ -186,24 +187,10 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         self._resizing.__exit__(*exc_info)
         self._telling.__exit__(*exc_info)
+        self._phases.__exit__(*exc_info)
         # No callbacks into a tracker that nobody reads any more.
         self._on_device.leave()
         self._on_host.leave()
-
-    def _follow_phase(self) -> None:
-        phase = self._phase
-        if phase == "build":
-            return
-        # True for all of a backward pass, between its nodes too.
-        if torch._C._current_graph_task_id() != -1:
-            if phase != "backward":
-                self._enter("backward")
-        elif phase == "backward":
-            self._enter("optimizer")
-
-    def _enter(self, phase: TrainingPhase) -> None:
-        self._phase = phase
-        self.trace.events.append(ENTER[phase])
 
     def _see_any(self, tensor: Tensor, operator: str) -> int:
         """Look at the storages of a result, and return the bytes of its elements on the device."""
@@ -219,14 +206,14 @@ class Tracker(TorchDispatchMode):
     def _see(self, tensor: Tensor, operator: str) -> int:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        self._on_device.see(storage, size, operator, self._phase, tuple(tensor.shape), tensor.dtype)
+        self._on_device.see(storage, size, operator, self._phases.current, tuple(tensor.shape), tensor.dtype)
         return min(tensor.numel() * tensor.itemsize, size)
 
     def _see_elsewhere(self, tensor: FakeTensor, operator: str) -> None:
         """Follow a storage on the host; what is neither there nor on the device (``meta``) is nowhere."""
         if tensor.fake_device.type == "cpu" and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            self._on_host.see(storage, storage.nbytes(), operator, self._phase, tuple(tensor.shape), tensor.dtype)
+            self._on_host.see(storage, storage.nbytes(), operator, self._phases.current, tuple(tensor.shape), tensor.dtype)
 
     def _bytes_of(self, tensor: Tensor) -> int:
         """Of the elements of a tensor on the device; of an expanded one no more than the storage."""
@@ -237,20 +224,20 @@ class Tracker(TorchDispatchMode):
     def _see_resized(self, storage: torch.UntypedStorage) -> None:
         if self._on_device.has(storage):
             size = storage.nbytes()
-            self._on_device.see(storage, size, "resize_", self._phase, (size,), None)
+            self._on_device.see(storage, size, "resize_", self._phases.current, (size,), None)
 
     def _pass(self, sizes: tuple[int, ...], operator: str) -> None:
         """Allocate and free what a kernel holds beside its results: most make these first."""
-        made = [self.trace.allocate(size, operator, self._phase, (size,), "bytes") for size in sizes if size]
+        made = [self.trace.allocate(size, operator, self._phases.current, (size,), "bytes") for size in sizes if size]
         for number in reversed(made):
             self.trace.free(number)
 
     def _take_workspace(self) -> None:
-        backward = self._phase == "backward"
+        backward = self._phases.current == "backward"
         if backward not in self._workspaces:
             self._workspaces.add(backward)
             size = self._workspace_bytes
-            self.trace.allocate(size, "workspace of matrix products", self._phase, (size,), "bytes")
+            self.trace.allocate(size, "workspace of matrix products", self._phases.current, (size,), "bytes")
 
     def _measure(
         self, call: Call, operator: Operator, read: list[Tensor], written: int, result: Any, args: Any, kwargs: Any
@@ -277,54 +264,6 @@ class Tracker(TorchDispatchMode):
             row[2] += call.moved
 
 
-class _Storages:
-    """Those of one memory, from the first look at each until it dies."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self._sizes: dict[int, int] = {}
-        """Bytes by address."""
-        self._numbers: dict[int, int] = {}
-        """Allocation by address."""
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def has(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._sizes
-
-    def see(
-        self,
-        storage: torch.UntypedStorage,
-        size: int,
-        operator: str,
-        phase: TrainingPhase,
-        shape: tuple[int, ...],
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Note a storage that is new, or has become larger or smaller: for a moment there are both, as one is copied."""
-        key = storage._cdata
-        known = self._sizes.get(key)
-        if known is None:
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        if known != size:
-            before = self._numbers.pop(key, None)
-            self._sizes[key] = size
-            if size:
-                self._numbers[key] = self.trace.allocate(size, operator, phase, shape, _NAMES.get(dtype) or _name(dtype))
-            if before is not None:
-                self.trace.free(before)
-
-    def leave(self) -> None:
-        """Hear no more of their deaths."""
-        self._references.clear()
-
-    def _forget(self, key: int) -> None:
-        self._references.pop(key, None)
-        self._sizes.pop(key, None)
-        number = self._numbers.pop(key, None)
-        if number is not None:
-            self.trace.free(number)
-
-
 @functools.cache
 def _is_elementwise_on_lists(func: Any) -> bool:
     name = str(func.overloadpacket)
@@ -333,14 +272,6 @@ def _is_elementwise_on_lists(func: Any) -> bool:
 
 def _part(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
-
-
-_NAMES: Final[dict[torch.dtype | None, str]] = {None: "bytes"}
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return name
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:

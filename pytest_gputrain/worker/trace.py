@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
@@ -18,6 +18,9 @@ ENTER: Final[dict[TrainingPhase, int]] = {
     phase: EMPTY_CACHE - 1 - place for place, phase in enumerate(get_args(TrainingPhase))
 }
 """Among the events of a trace: a phase begins."""
+SHOWN: Final = 8
+"""Rows of the largest tensors at each peak."""
+
 _ENTERED: Final = {event: phase for phase, event in ENTER.items()}
 
 
@@ -38,16 +41,29 @@ class Trace:
     events: array[int] = field(default_factory=lambda: array("q"))
     allocations: list[LiveTensor] = field(default_factory=list)
 
-    def allocate(self, size: int, operator: str, phase: TrainingPhase, shape: tuple[int, ...], dtype: str) -> int:
+    def allocate(
+        self, size: int, operator: str, phase: TrainingPhase, shape: tuple[int, ...], dtype: str, line: str = ""
+    ) -> int:
         """The number of a new allocation."""
         number = len(self.allocations)
         held = -(-size // self.rounding) * self.rounding
-        self.allocations.append(LiveTensor(bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype))
+        lines = (line,) if line else ()
+        self.allocations.append(
+            LiveTensor(bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype, lines=lines)
+        )
         self.events.append(number)
         return number
 
     def free(self, number: int) -> None:
         self.events.append(~number)
+
+    def begin_training(self) -> None:
+        """The build has ended. What is wholly free is given back, and peaks start from here."""
+        self.events.append(EMPTY_CACHE)
+
+    def enter(self, phase: TrainingPhase) -> None:
+        """A phase begins."""
+        self.events.append(ENTER[phase])
 
     @property
     def sizes(self) -> list[int]:
@@ -71,6 +87,10 @@ class Trace:
         ordered.extend(sorted(freed, reverse=True))
         return Trace(self.rounding, ordered, self.allocations)
 
+    def largest_at_peaks(self, found: Peaks) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+        """What lived at the peak of each phase."""
+        return {phase: self.largest_at(event, SHOWN) for phase, event in found.events.items()}
+
     def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
         """What lived after so many events, alike storages together, the largest ``count`` of them."""
         live: set[int] = set()
@@ -79,8 +99,14 @@ class Trace:
                 live.add(event)
             elif event > EMPTY_CACHE:
                 live.remove(~event)
-        alike = Counter(self.allocations[number] for number in sorted(live))
-        rows = [msgspec.structs.replace(one, bytes=one.bytes * times, count=times) for one, times in alike.items()]
+        alike: defaultdict[LiveTensor, list[LiveTensor]] = defaultdict(list)
+        for number in sorted(live):
+            one = self.allocations[number]
+            alike[msgspec.structs.replace(one, lines=()) if one.lines else one].append(one)
+        rows = []
+        for kind, some in alike.items():
+            lines = tuple(dict.fromkeys(line for one in some for line in one.lines))
+            rows.append(msgspec.structs.replace(kind, bytes=kind.bytes * len(some), count=len(some), lines=lines))
         return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
 
 

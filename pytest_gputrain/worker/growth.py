@@ -1,0 +1,239 @@
+"""Memory that own code keeps from step to step: a leak, or a buffer that its test allows."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_iter
+
+from pytest_gputrain.records import Task
+from pytest_gputrain.units import KiB, MiB, format_bytes
+from pytest_gputrain.worker.allocations import wraps
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.own_lines import OwnLines
+from pytest_gputrain.worker.recipe import Trainable
+from pytest_gputrain.worker.threads import SharedMode
+
+TENSORS: Final = 4 * KiB
+"""Growth of a round that is none: losses and metrics are kept."""
+PROCESS: Final = 4 * MiB
+"""Growth of the process in a step that is none: its allocator takes more at a time than it needs."""
+
+_ROUNDS: Final = 3
+_STEPS: Final = 10
+_SHARE: Final = 0.8
+_BLOCK: Final = 512
+"""Bytes that a GPU's allocator takes at least."""
+
+
+class Growth:
+    """What is left over at the end of each round: a step, or as many as gradients are accumulated over.
+
+    Args:
+        task: which says how much is allowed.
+        group: whose processes agree on further rounds.
+    """
+
+    def __init__(self, task: Task, group: Group) -> None:
+        self._name = task.case.model
+        self._steps = task.case.gradient_accumulation
+        self._curve = task.curve
+        self._allowed = task.growth_bytes
+        self._folders = [Path(task.root)]
+        self._group = group
+        self._resident: int | None = None
+        self._process: list[int] = []
+        """Growth of each timed step."""
+        self._ends: list[int] = []
+        """Bytes in tensors after each timed round, on a GPU."""
+        self._begin_step: Callable[[], None] = lambda: None
+
+    def count(self, training: Trainable, allocated: Callable[[], int], begin_step: Callable[[], None]) -> None:
+        """Run the counted rounds: the first makes the optimizer's states, the second finds them there.
+
+        Two more tell whether tensors are left over. Garbage is collected between these, so that it adds nothing to the peak.
+
+        Args:
+            allocated: bytes in tensors now.
+            begin_step: is called before each step.
+
+        Raises:
+            CheckFailed: more tensors live after each round.
+        """
+        self._begin_step = begin_step
+        first = [self._round(training, allocated) for _ in range(2)]
+        if self._curve:  # whose steps all count
+            return
+        later = [_collected(training, allocated)]
+        later += [self._round(training, allocated, collect=True) for _ in range(2)]
+        self._look_closer(first[1] > first[0] and self._grows(later), training, allocated)
+
+    def begin_step(self) -> None:
+        """Take notice that a timed step is to begin."""
+        self._resident = resident_bytes()
+
+    def end_step(self, training: Trainable, allocated: int | None) -> None:
+        """Take notice that it has ended.
+
+        Args:
+            allocated: bytes in tensors, where an allocator knows.
+        """
+        if self._resident is not None and (now := resident_bytes()) is not None:
+            self._process.append(now - self._resident)
+        if allocated is not None:
+            self._ends.append(allocated - _kept(training))
+
+    def check(self, training: Trainable, allocated: Callable[[], int | None]) -> str:
+        """What the timed steps kept, as a sentence where it is remarkable.
+
+        Raises:
+            CheckFailed: they kept more and more.
+        """
+        if self._curve:
+            return ""
+        if self._ends:
+            ends = self._ends[self._steps - 1 :: self._steps]
+            self._look_closer(len(ends) > _ROUNDS and self._grows(ends), training, lambda: allocated() or 0)
+        most = max(PROCESS, self._allowed)
+        growing = [growth for growth in self._process if growth > most]
+        mean = sum(self._process) / max(1, len(self._process))
+        if len(self._process) >= _STEPS and len(growing) >= _SHARE * len(self._process):
+            raise CheckFailed(
+                f"the process of {self._name} grows by {format_bytes(mean)} a step, in {len(growing)} of "
+                f"{len(self._process)} timed steps, beside the tensors that are counted: look for what each step keeps, "
+                f"such as NumPy arrays in a list, or allow it with {_marker(mean)}"
+            )
+        if mean > most:
+            return f"the process grew by {format_bytes(mean)} a step on average, beside the tensors that are counted"
+        return ""
+
+    def _round(self, training: Trainable, allocated: Callable[[], int], *, collect: bool = False) -> int:
+        """The bytes in tensors after one more round."""
+        for _ in range(self._steps):
+            self._begin_step()
+            training.step(True)
+        return _collected(training, allocated) if collect else allocated() - _kept(training)
+
+    def _grows(self, ends: Sequence[int]) -> bool:
+        growth = [later - earlier for earlier, later in itertools.pairwise(ends)]
+        return min(growth) > 0 and sum(growth) > max(TENSORS, self._allowed) * len(growth)
+
+    def _look_closer(self, suspicious: bool, training: Trainable, allocated: Callable[[], int]) -> None:
+        """Run further rounds if any process of the case is suspicious, and find out what they keep.
+
+        Raises:
+            CheckFailed: they do.
+        """
+        (suspects,) = self._group.of_all(({"this"} if suspicious else set(),))
+        if not suspects:
+            return
+        ends = [_collected(training, allocated)]
+        with _Makers(OwnLines(self._folders)) as makers:
+            for _ in range(_ROUNDS):
+                makers.begin_round()
+                ends.append(self._round(training, allocated, collect=True))
+        if not self._grows(ends):
+            return
+        mean = (ends[-1] - ends[0]) / _ROUNDS
+        after = "step" if self._steps == 1 else f"round of {self._steps} steps"
+        raise CheckFailed(
+            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.told()}; let go of them (a "
+            "loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
+            f"{_marker(mean)}"
+        )
+
+
+class _Maker(NamedTuple):
+    """What made a storage."""
+
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str
+    line: str
+
+
+class _Makers(SharedMode):
+    """Notes by whom each storage was made that still lives."""
+
+    def __init__(self, lines: OwnLines) -> None:
+        super().__init__()
+        self._lines = lines
+        self._rounds: list[dict[int, tuple[weakref.ref[torch.UntypedStorage], _Maker, int]]] = []
+
+    def begin_round(self) -> None:
+        """A round starts."""
+        self._rounds.append({})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for _, storage in _storages((args, kwargs))}
+        for tensor, storage in _storages(result):
+            if storage._cdata not in given:
+                operator = str(getattr(func, "overloadpacket", func))
+                maker = _Maker(
+                    operator, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), self._lines.current()
+                )
+                # A storage that was made where a freed one had been takes its place.
+                self._rounds[-1][storage._cdata] = weakref.ref(storage), maker, storage.nbytes()
+        return result
+
+    def told(self) -> str:
+        """What is left over of the rounds before the last, whose last tensors may still be in use: the largest of it."""
+        kept: defaultdict[_Maker, list[int]] = defaultdict(list)
+        for made in self._rounds[:-1]:
+            for reference, maker, size in made.values():
+                if reference() is not None:
+                    kept[maker].append(size)
+        if not kept:
+            return ""
+        maker = max(kept, key=lambda one: sum(kept[one]))
+        where = f" in {maker.line}" if maker.line else ""
+        shape = f"{maker.dtype} {list(maker.shape)}"
+        return f", most of it {shape} ({format_bytes(max(kept[maker]))}) made by {maker.operator}{where}"
+
+
+def resident_bytes() -> int | None:
+    """Resident memory of this process that is no file's; None where there is no /proc."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return None
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _collected(training: Trainable, allocated: Callable[[], int]) -> int:
+    """The bytes in tensors without garbage and without the losses that the worker keeps."""
+    gc.collect()
+    return allocated() - _kept(training)
+
+
+def _kept(training: Trainable) -> int:
+    """Bytes of the losses that the worker keeps."""
+    sizes = [(loss.device.type, loss.nbytes) for loss in training.losses if isinstance(loss, Tensor)]
+    return sum(size if kind == "cpu" else -(-size // _BLOCK) * _BLOCK for kind, size in sizes)
+
+
+def _storages(values: Any) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
+    for value in tree_iter(values):
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.layout == torch.strided:
+            yield value, value.untyped_storage()
+
+
+def _marker(growth: float) -> str:
+    """The marker that allows it, with a quarter more to spare."""
+    unit, name = (MiB, "MiB") if growth > MiB else (KiB, "KiB")
+    return f'@pytest.mark.gpu_tolerance(growth="{math.ceil(growth * 1.25 / unit)} {name}")'

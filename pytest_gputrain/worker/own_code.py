@@ -1,0 +1,92 @@
+"""What a user's own code is asked besides: is all of it counted, is it what its case says, and does it keep memory?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from pytest_gputrain.records import Task
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.flops import FlopCount
+from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.growth import Growth
+from pytest_gputrain.worker.precision import check_precision, weights_by_type
+from pytest_gputrain.worker.recipe import Trainable
+from pytest_gputrain.worker.threads import countable_threads
+from pytest_gputrain.worker.witness import Witness, started_processes
+
+_BLIND: Final = (
+    "other threads were not looked at for operators that are not counted, because this version of torch cannot tell or the "
+    "step uses torch's profiler itself"
+)
+_PROCESSES: Final = "what processes hold and compute that it starts itself, such as a DataLoader's, is not counted"
+
+
+class Checked(NamedTuple):
+    """What passed."""
+
+    notes: tuple[str, ...]
+    """Sentences on what was not counted."""
+    knows_flops: bool = True
+
+
+class OwnCode:
+    """A case of own code, from its build to its checks.
+
+    Args:
+        counts_memory: whether its tensors are counted one by one; an allocator counts those of all threads.
+        group: the processes of the case.
+    """
+
+    def __init__(self, task: Task, group: Group, *, counts_memory: bool) -> None:
+        self._case = task.case
+        self._counts_memory = counts_memory
+        self._alone = group.size == 1
+        self.growth = Growth(task, group)
+        self._processes: list[str] = []
+        self._witness = Witness()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[OwnCode]:
+        """A context for all of it."""
+        with countable_threads(), started_processes() as self._processes:
+            yield self
+
+    def witnessed(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the step whose FLOPs are counted."""
+        return self._witness.watching()
+
+    def check(self, flops: FlopCount, training: Trainable, allocated: Callable[[], int | None]) -> Checked:
+        """Ask it of the timed steps and the witnessed one.
+
+        Args:
+            flops: of the witnessed step.
+            allocated: bytes in tensors now, where an allocator knows.
+
+        Raises:
+            CheckFailed: tensors were not counted, the case trains in another precision than it says, or it keeps more and
+                more memory.
+        """
+        products = {str(operator).replace(".", "::") for operator in flops.formulas}
+        missed = self._witness.missed(
+            flops.threads,
+            matters=lambda name: self._counts_memory or name in products,
+            # Of several processes the threads that exchange tensors run operators, too.
+            others=self._alone,
+        )
+        name = self._case.model
+        if missed and self._counts_memory:
+            raise CheckFailed(
+                f"a step of {name} {missed}: start this thread by Python's threading or concurrent.futures, inside of the "
+                "step or of the function that builds it"
+            )
+        weights = weights_by_type(training.model) if training.model is not None else {}
+        check_precision(name, self._case.precision, weights, {} if missed else flops.by_type)
+        notes = [
+            _BLIND if flops.threads and self._witness.was_blind else "",
+            f"FLOPs are not known, because a step {missed}; a pool of concurrent.futures is counted" if missed else "",
+            _PROCESSES if self._processes else "",
+            self.growth.check(training, allocated),
+        ]
+        return Checked(tuple(filter(None, notes)), not missed)

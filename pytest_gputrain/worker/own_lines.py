@@ -1,0 +1,66 @@
+"""Which line of the user's own files runs."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+_PYTHON: Final = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_OTHERS: Final = tuple(Path(folder).resolve() for folder in _PYTHON)
+"""Folders of Python and of installed packages. A virtual environment may be below the user's folder."""
+_INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
+_PACKAGE: Final = Path(__file__).resolve().parents[1]
+
+_BY_US: Final = "pytest_gputrain"
+_BY_OTHERS: Final = ""
+
+
+class OwnLines:
+    """Finds the line of the user's own files that the current call comes from.
+
+    In a backward pass that is the line of ``backward()``: the lines of the forward pass are no longer known there.
+
+    Args:
+        folders: what is below one of them is the user's, but for Python itself, installed packages and this package. Lines
+            are told by their path from the first of them that they are below.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._folders = [folder.resolve() for folder in folders]
+        self._names: dict[str, str] = {}
+        """Of files as frames name them."""
+
+    def current(self) -> str:
+        """``tests/test_mine.py:41``, or nothing where no line of the user's runs."""
+        names = self._names
+        asking = True
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            name = names.get(file)
+            if name is None:
+                name = names[file] = self._name(file)
+            if name == _BY_US:
+                if not asking:
+                    return ""  # this package called it: what lies further out is the test, when it runs in pytest's process
+            else:
+                asking = False
+                if name:
+                    return f"{name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def _name(self, file: str) -> str:
+        if file.startswith("<"):  # made by exec, as dataclasses do
+            return _BY_OTHERS
+        path = Path(file).resolve()
+        if path.is_relative_to(_PACKAGE):
+            return _BY_US
+        if _INSTALLED.intersection(path.parts) or any(path.is_relative_to(folder) for folder in _OTHERS):
+            return _BY_OTHERS
+        own = (path.relative_to(folder).as_posix() for folder in self._folders if path.is_relative_to(folder))
+        return next(own, _BY_OTHERS)

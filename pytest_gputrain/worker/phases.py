@@ -1,0 +1,79 @@
+"""Which phase of training runs: the same for counted and for predicted memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pytest_gputrain.records import TrainingPhase
+
+
+class Phases:
+    """Follows the phases of training: it is asked before each operator.
+
+    Optimizers are those of torch and what derives from them. An optimizer that steps inside of a backward pass is the
+    optimizer's phase; a backward pass inside of an optimizer's step (its closure) is the backward phase.
+
+    Args:
+        entered: gets each phase when it begins.
+
+    Attributes:
+        current: the phase that runs.
+    """
+
+    def __init__(self, entered: Callable[[TrainingPhase], None]) -> None:
+        self.current: TrainingPhase = "build"
+        self._entered = entered
+        self._thread = 0
+        self._outside: TrainingPhase = "forward"
+        """What runs outside of backward passes and optimizers."""
+        self._optimizers: list[int] = []
+        """Those that step now, by the backward pass that they step in."""
+
+    def __enter__(self) -> Phases:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_step(self) -> None:
+        """A step of training starts in this thread."""
+        self._thread = threading.get_ident()
+        self._outside = "forward"
+        self._optimizers.clear()
+        self._enter("forward")
+
+    def follow(self) -> None:
+        """Look what runs. What another thread does belongs to the phase of the thread that trains."""
+        if self.current == "build" or threading.get_ident() != self._thread:
+            return
+        # It has a number for all of a backward pass, between its nodes too.
+        backward = torch._C._current_graph_task_id()
+        phase = self._outside
+        if self._optimizers and self._optimizers[-1] == backward:
+            phase = "optimizer"
+        elif backward != -1:
+            phase, self._outside = "backward", "between"
+        if phase != self.current:
+            self._enter(phase)
+
+    def _enter(self, phase: TrainingPhase) -> None:
+        self.current = phase
+        self._entered(phase)
+
+    def _optimizer_begins(self, *_: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._optimizers.append(torch._C._current_graph_task_id())
+
+    def _optimizer_ends(self, *_: Any) -> None:
+        if threading.get_ident() == self._thread and self._optimizers:
+            self._optimizers.pop()

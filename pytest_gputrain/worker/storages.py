@@ -1,0 +1,93 @@
+"""Live tensor storages, each followed until it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from pytest_gputrain.records import TrainingPhase
+from pytest_gputrain.worker.trace import Trace
+
+
+class Storages:
+    """Those of one memory, from the first look at each until it dies. Views and in-place operators cost nothing.
+
+    Args:
+        trace: gets what is allocated and freed.
+        line: tells which line of the user's own files runs.
+        lock: is held while these change; needed where several threads make or free tensors.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        line: Callable[[], str] = str,
+        lock: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.trace = trace
+        self._line = line
+        self._lock = lock or contextlib.nullcontext()
+        self._sizes: dict[int, int] = {}
+        """Bytes by address."""
+        self._numbers: dict[int, int] = {}
+        """Allocation by address."""
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._sizes
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it has been seen with the size that it has."""
+        return self._sizes.get(storage._cdata) == storage.nbytes()
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def see(
+        self,
+        storage: torch.UntypedStorage,
+        size: int,
+        operator: str,
+        phase: TrainingPhase,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Note a storage that is new, or has become larger or smaller: for a moment there are both, as one is copied."""
+        key = storage._cdata
+        with self._lock:
+            known = self._sizes.get(key)
+            if known is None:
+                self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+            if known != size:
+                before = self._numbers.pop(key, None)
+                self._sizes[key] = size
+                if size:
+                    name = _NAMES.get(dtype) or _name(dtype)
+                    self._numbers[key] = self.trace.allocate(size, operator, phase, shape, name, self._line())
+                if before is not None:
+                    self.trace.free(before)
+
+    def leave(self) -> None:
+        """Hear no more of their deaths."""
+        self._references.clear()
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            self._references.pop(key, None)
+            self._sizes.pop(key, None)
+            number = self._numbers.pop(key, None)
+            if number is not None:
+                self.trace.free(number)
+
+
+_NAMES: Final[dict[torch.dtype | None, str]] = {None: "bytes"}
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
+    return name

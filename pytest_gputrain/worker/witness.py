@@ -1,0 +1,96 @@
+"""Whether operators ran on threads where nothing counts them, by torch's own profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Final
+from unittest import mock
+
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import profiler
+
+_SILENT: Final = "99"
+
+
+class Witness:
+    """Operators by thread, as the operating system numbers those.
+
+    Attributes:
+        operators: of each thread the names, in no order that can be relied on; nothing if this torch cannot tell.
+    """
+
+    def __init__(self) -> None:
+        self.operators: dict[int, list[str]] = {}
+        self._names = _names_of_threads()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context whose operators are noted."""
+        try:
+            config = _ExperimentalConfig(profile_all_threads=True)
+        except TypeError:  # before torch 2.7
+            yield
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+        with profiler.profile(use_cpu=True, use_kineto=True, experimental_config=config) as profiled:
+            yield
+        self._names |= _names_of_threads()
+        for event in profiled.kineto_results.events():
+            if _is_operator(name := event.name()):
+                self.operators.setdefault(event.device_resource_id(), []).append(name)
+
+    def missed(self, counted: Collection[int], *, matters: Callable[[str], bool], others: bool) -> str:
+        """Tell of operators that ran on other threads than ``counted``; empty where none did.
+
+        Args:
+            counted: the threads on which operators were seen.
+            matters: tells of which operators.
+            others: whether threads that Python did not start count, too.
+        """
+        for thread, operators in self.operators.items():
+            missed = [operator for operator in operators if matters(operator)]
+            if thread not in counted and missed and (others or thread in self._names):
+                return f"runs operators on {self._told(thread)}, where they are not counted (first: {missed[0]})"
+        return ""
+
+    @property
+    def was_blind(self) -> bool:
+        """Whether there were other threads, of which torch told nothing."""
+        return not self.operators and threading.active_count() > 1
+
+    def _told(self, thread: int) -> str:
+        if known := self._names.get(thread):
+            return f"the thread {known!r}"
+        unknown = "a thread that Python's threading did not start"
+        try:
+            return f"{unknown} ({Path(f'/proc/self/task/{thread}/comm').read_text().strip()!r})"
+        except OSError:  # it has ended
+            return unknown
+
+
+def _names_of_threads() -> dict[int, str]:
+    return {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
+
+
+def _is_operator(name: str) -> bool:
+    """Tell operators, such as ``aten::mm``, from the other events of a profile."""
+    return "::" in name and not name.startswith(("autograd::", "torch::", "c10d::"))
+
+
+@contextlib.contextmanager
+def started_processes() -> Iterator[list[str]]:
+    """A context that notes the names of the processes which Python's multiprocessing starts, as a DataLoader does."""
+    names: list[str] = []
+    start = BaseProcess.start
+
+    def noted(process: BaseProcess) -> None:
+        start(process)
+        names.append(process.name)
+
+    with mock.patch.object(BaseProcess, "start", noted):
+        yield names

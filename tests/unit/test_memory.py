@@ -1,0 +1,94 @@
+"""Peaks of phases against those of a baseline, and the tensors behind what changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from unit_examples import CASE, baseline, baseline_run, cpu_environment, live_tensor, measurement
+
+from pytest_gputrain.judge import Tolerance, judge
+from pytest_gputrain.memory import tensor
+from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.records import Measurement, Verdict
+from pytest_gputrain.units import GiB
+
+TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
+PEAKS = {"build": 10 * GiB, "forward": 20 * GiB, "backward": 40 * GiB, "between": 12 * GiB, "optimizer": 15 * GiB}
+WEIGHTS = live_tensor(bytes=10 * GiB, phase="build", shape=(5, 2**30), operator="aten.zeros")
+NEW = live_tensor(bytes=2 * GiB, count=2, operator="aten.mul", shape=(2**29,), lines=("a.py:3", "a.py:9"))
+ROWS = dict.fromkeys(PEAKS, (WEIGHTS,))
+
+
+def _counted(processes: int = 1, **phases: int) -> Measurement:
+    """One whose ``phases`` have so many bytes more than the baseline's, in `NEW`."""
+    peaks = {phase: size + phases.get(phase, 0) for phase, size in PEAKS.items()}
+    largest = {phase: (WEIGHTS, NEW) if phases.get(phase, 0) > 0 else (WEIGHTS,) for phase in PEAKS}
+    peak = max(size for phase, size in peaks.items() if phase != "build")
+    environment = cpu_environment(device_count=processes)
+    return measurement(environment=environment, peak_allocated_bytes=peak, phase_peak_bytes=peaks, largest=largest)
+
+
+def _judged(reply: Measurement, processes: int = 1, **fields: Any) -> Verdict:
+    known = {"peak_allocated_bytes": 40 * GiB, "phase_peak_bytes": PEAKS, "largest": ROWS, **fields}
+    run = baseline_run(environment=cpu_environment(device_count=processes), **known)
+    return judge(CASE, [reply], baseline(run), TOLERANCE).verdict
+
+
+def test_growth_below_the_peak_names_what_grew() -> None:
+    verdict = _judged(_counted(forward=2 * GiB, optimizer=GiB))
+    assert verdict.status == "regressed"
+    assert verdict.sentence == (
+        f"{CASE} needs 2.00 GiB (10.0 %) more in forward, 22.0 GiB against 20.0 GiB allocated, limit 20.4 GiB, most of it "
+        "2.00 GiB (2 x bfloat16[536870912] by mul in forward at a.py:3 and a.py:9), and more in optimizer "
+        "(baseline of 2026-01-31); same environment"
+    )
+
+
+def test_growth_of_the_peak_is_told_once() -> None:
+    sentence = _judged(_counted(backward=2 * GiB)).sentence
+    assert (
+        "needs 2.00 GiB (5.0 %) more memory: 42.0 GiB against 40.0 GiB peak allocated, limit 40.8 GiB, in backward"
+        in sentence
+    )
+    assert sentence.count("needs") == 1
+
+
+@pytest.mark.parametrize("phase", PEAKS)
+@pytest.mark.parametrize(
+    ("share", "status"), [(0.019, "pass"), (0.021, "regressed"), (-0.019, "pass"), (-0.021, "improved")]
+)
+def test_every_phase_has_the_tolerance_of_the_peak(phase: str, share: float, status: str) -> None:
+    assert _judged(_counted(**{phase: round(PEAKS[phase] * share)})).status == status  # type: ignore[index]
+
+
+@pytest.mark.parametrize("phase", PEAKS)
+@pytest.mark.parametrize(("share", "status"), [(0.09, "pass"), (0.11, "regressed"), (-0.09, "pass"), (-0.11, "improved")])
+def test_phases_of_several_processes_have_a_share_of_the_peak(phase: str, share: float, status: str) -> None:
+    """gloo's buffers are no smaller in a phase that needs little: they were 22 % of one under FSDP2."""
+    changed = _counted(2, **{phase: round(PEAKS["backward"] * share)})
+    assert _judged(changed, processes=2).metric(f"{phase}_peak_bytes").status == status  # type: ignore[union-attr,arg-type]
+
+
+def test_a_change_within_the_limit_is_told_with_its_phase() -> None:
+    assert "forward changed by +8 bytes, within the limit" in _judged(_counted(forward=8)).sentence
+    assert _judged(_counted(backward=8)).sentence.count("changed by") == 1
+
+
+def test_a_baseline_of_before_is_told() -> None:
+    verdict = _judged(_counted(), phase_peak_bytes={}, largest={})
+    assert verdict.status == "new"
+    assert "has no peak in build, forward, backward, optimizer and between backward passes in its baseline of" in (
+        verdict.sentence
+    )
+
+
+def test_without_recorded_tensors_none_is_named() -> None:
+    sentence = _judged(_counted(forward=2 * GiB), largest={}).sentence
+    assert "more in forward" in sentence
+    assert "bfloat16" not in sentence
+
+
+def test_three_lines_are_named_at_most() -> None:
+    row = live_tensor(lines=tuple(f"a.py:{number}" for number in range(6)))
+    assert tensor(row).endswith("at a.py:0, a.py:1, a.py:2 and 3 more lines)")

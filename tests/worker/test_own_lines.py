@@ -1,0 +1,82 @@
+"""The lines of the user's own files, found from inside of torch."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pytest_gputrain
+from pytest_gputrain.worker.own_lines import OwnLines
+
+HERE = Path(__file__)
+
+
+class Watched(TorchDispatchMode):
+    """Notes the line of each operator."""
+
+    def __init__(self, lines):
+        super().__init__()
+        self.lines = lines
+        self.seen = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.setdefault(str(func), self.lines.current())
+        return func(*args, **(kwargs or {}))
+
+
+CALL = "def call(function):\n    return function()\n"
+
+
+def imported(path, text=CALL):
+    """What the file would define, which is not written."""
+    names = {}
+    exec(compile(text, str(path), "exec"), names)
+    return names
+
+
+def test_a_line_is_found_through_torch_s_own_files(tmp_path):
+    own = imported(tmp_path / "test_own.py", "def train(model, x):\n    y = model(x)\n    y.sum().backward()\n")
+    with Watched(OwnLines([tmp_path])) as watched:
+        own["train"](torch.nn.Linear(4, 4), torch.ones(2, 4))
+    assert watched.seen["aten.addmm.default"] == "test_own.py:2"
+    assert watched.seen["aten.mm.default"] == "test_own.py:3", "of the backward pass"
+
+
+def test_a_path_begins_at_the_first_folder_that_has_the_file():
+    assert OwnLines([HERE.parents[1], HERE.parent]).current().startswith("worker/test_own_lines.py:")
+    assert OwnLines([HERE.parent / "zoo", HERE.parent]).current().startswith("test_own_lines.py:")
+
+
+def test_other_folders_are_not_the_user_s(tmp_path):
+    assert OwnLines([tmp_path]).current() == ""
+
+
+@pytest.mark.parametrize("place", ["lib/python3.11/site-packages/their.py", "dist-packages/their.py"])
+def test_what_is_installed_below_the_root_is_not_the_user_s(tmp_path, place):
+    theirs = imported(tmp_path / place)
+    own = imported(tmp_path / "test_own.py", "\n\ndef call(function):\n    return function()\n")
+    lines = OwnLines([tmp_path])
+    assert theirs["call"](lines.current) == ""
+    assert own["call"](lambda: theirs["call"](lines.current)) == "test_own.py:4"
+
+
+def test_python_s_own_files_are_not_the_user_s():
+    # As where Python is installed below a home folder, which is the root.
+    assert list(map(OwnLines([Path("/")])._name, [torch.__file__, sys.modules["threading"].__file__])) == ["", ""]
+    assert OwnLines([Path("/")])._name("<string>") == ""
+
+
+def test_what_this_package_calls_is_not_told_by_who_called_the_package(tmp_path):
+    """A run inside of pytest's process has the test itself further out."""
+    ours = imported(Path(pytest_gputrain.__file__).parent / "worker" / "run.py")
+    own = imported(tmp_path / "test_own.py")
+    lines = OwnLines([tmp_path])
+
+    def operator():
+        return ours["call"](lines.current)
+
+    assert own["call"](operator) == "test_own.py:2"
+    assert own["call"](lambda: ours["call"](operator)) == ""
+    assert own["call"](lambda: ours["call"](lambda: own["call"](operator))) == "test_own.py:2"

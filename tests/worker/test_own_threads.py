@@ -1,0 +1,232 @@
+"""Own code that computes on other threads is counted, or fails."""
+
+import _thread
+import contextlib
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from zoo_examples import measured, run
+
+from pytest_gputrain import Case
+from pytest_gputrain.records import Crashed, Task
+from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
+from pytest_gputrain.worker.group import ALONE
+from pytest_gputrain.worker.own_code import OwnCode
+from pytest_gputrain.worker.threads import countable_threads
+
+MINE = Case(model="mine", method="custom", code="inline", precision="fp32", steps=2, warmup=1)
+WIDTH = 256
+MATRIX = 4 * WIDTH**2
+FLOPS = 2 * WIDTH**3
+
+
+def work():
+    left = torch.ones(WIDTH, WIDTH)
+    return (left @ left + 1).sum()
+
+
+def in_a_thread():
+    def step():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    return step
+
+
+def in_a_subclass():
+    class Own(threading.Thread):
+        def run(self):
+            work()
+
+    def step():
+        thread = Own()
+        thread.start()
+        thread.join()
+
+    return step
+
+
+def in_a_pool():
+    pool = ThreadPoolExecutor(1)
+    return lambda: pool.submit(work).result()
+
+
+def in_a_pool_with_an_initializer():
+    pool = ThreadPoolExecutor(1, initializer=torch.ones, initargs=(1,))
+    return lambda: pool.submit(work).result()
+
+
+def in_a_loop(name=None, work=work):
+    asked, done = queue.Queue(), queue.Queue()
+
+    def loop():
+        while asked.get():
+            done.put(work())
+
+    threading.Thread(target=loop, daemon=True, name=name).start()
+
+    def step():
+        asked.put(True)
+        return done.get()
+
+    return step
+
+
+@pytest.mark.parametrize("how", [in_a_thread, in_a_subclass, in_a_pool, in_a_pool_with_an_initializer, in_a_loop])
+def test_what_another_thread_computes_is_counted_as_if_it_were_this_one(how):
+    here, there = measured(MINE, lambda setup: work), measured(MINE, lambda setup: how())
+    assert there.peak_allocated_bytes == pytest.approx(here.peak_allocated_bytes, abs=64)
+    assert here.peak_allocated_bytes >= 3 * MATRIX
+    assert there.flops_per_step == here.flops_per_step == FLOPS
+    assert (here.counts_exactly, there.counts_exactly) == (True, False)
+    assert there.notes == ()
+
+
+def test_two_threads_at_once_are_counted_together():
+    pool, meeting = ThreadPoolExecutor(2), threading.Barrier(2)
+
+    def half():
+        kept = torch.ones(WIDTH, WIDTH)
+        meeting.wait(timeout=10)
+        return kept @ kept
+
+    def step():
+        halves = [pool.submit(half) for _ in range(2)]
+        [one.result() for one in halves]
+
+    reply = measured(MINE, lambda setup: step)
+    assert reply.flops_per_step == 2 * FLOPS
+    assert 3 * MATRIX <= reply.peak_allocated_bytes <= 4 * MATRIX + 64
+    assert reply.counted_threads >= 2
+
+
+def test_a_pool_that_was_there_before_is_counted():
+    step = in_a_pool()
+    step()
+    assert measured(MINE, lambda setup: step).flops_per_step == FLOPS
+
+
+def test_a_thread_that_was_there_before_fails_the_case_by_its_name():
+    step = in_a_loop("prefetcher")
+    reply = run(MINE, lambda setup: step)
+    assert isinstance(reply, Crashed)
+    assert (
+        "a step of mine runs operators on the thread 'prefetcher', where they are not counted (first: aten::"
+        in reply.sentence
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_a_thread_of_torch_s_own_computes_is_counted():
+    def products(x):
+        return torch.jit.wait(torch.jit.fork(torch.mm, x, x))
+
+    x, step = torch.ones(WIDTH, WIDTH), torch.jit.script(products)
+    reply = measured(MINE, lambda setup: lambda: step(x).sum())
+    assert reply.flops_per_step == FLOPS
+    assert not reply.counts_exactly
+
+
+def test_a_thread_beside_python_s_threading_fails_the_case():
+    def step():
+        done = threading.Lock()
+        done.acquire()
+        _thread.start_new_thread(lambda: (work(), done.release()), ())
+        done.acquire()
+
+    reply = run(MINE, lambda setup: step)
+    assert isinstance(reply, Crashed)
+    assert "on a thread that Python's threading did not start" in reply.sentence
+
+
+def test_where_an_allocator_counts_memory_only_products_of_other_threads_matter():
+    def checked(step):
+        own = OwnCode(Task(case=MINE, scale="tiny", device_type="gpu", root="."), ALONE, counts_memory=False)
+        with own.running(), own.witnessed(), count_flops() as flops:
+            step()
+        return own.check(flops, SimpleNamespace(model=None, losses=[]), lambda: None)
+
+    known = checked(in_a_loop("copier", lambda: torch.ones(8) + 1))
+    unknown = checked(in_a_loop("looper"))
+    assert known == ((), True)
+    assert not unknown.knows_flops
+    (note,) = unknown.notes
+    assert note.startswith("FLOPs are not known, because a step runs operators on the thread 'looper', where they are not")
+
+
+def test_operators_of_a_step_that_profiles_itself_are_still_counted():
+    step = in_a_loop()
+
+    def profiled():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            return step()
+
+    reply = measured(MINE, lambda setup: profiled)
+    (note,) = reply.notes
+    assert note.startswith("other threads were not looked at")
+
+
+def test_processes_that_a_step_starts_are_told_once():
+    loader = DataLoader(torch.ones(4, 4), num_workers=1)
+    reply = measured(MINE.replace(warmup=0), lambda setup: lambda: sum(float(batch.sum()) for batch in loader))
+    (note,) = reply.notes
+    assert "such as a DataLoader's, is not counted" in note
+
+
+def test_threads_and_processes_are_as_before_afterwards():
+    started, worked = threading.Thread._bootstrap_inner, threading.Thread.run
+    measured(MINE, lambda setup: work)
+    assert (threading.Thread._bootstrap_inner, threading.Thread.run) == (started, worked)
+
+
+def test_threads_that_start_while_nothing_is_counted_have_no_relay():
+    stacks = []
+
+    def look():
+        stacks.append(torch._C._len_torch_dispatch_stack())
+
+    def started():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    with countable_threads(), ThreadPoolExecutor(1) as pool:
+        started()
+        with count_flops():
+            started()
+            pool.submit(look).result()
+        pool.submit(look).result()
+    assert stacks == [0, 1, 1, 0]
+
+
+def test_recomputation_of_one_thread_is_not_that_of_another():
+    _, recomputing = checkpoint_contexts()
+    begun, computed = threading.Event(), threading.Event()
+
+    def recompute():
+        with recomputing:
+            begun.set()
+            computed.wait(timeout=10)
+            work()
+
+    with countable_threads(), count_flops() as flops, contextlib.closing(_Joined(recompute)):
+        begun.wait(timeout=10)
+        work()
+        computed.set()
+    assert (flops.total, flops.recomputed) == (2 * FLOPS, FLOPS)
+
+
+class _Joined(threading.Thread):
+    """A thread that is waited for when it is closed."""
+
+    def __init__(self, target):
+        super().__init__(target=target)
+        self.start()
+
+    close = threading.Thread.join
