@@ -20,6 +20,7 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.harmless import shown
 from pytest_gputrain.here import BadCase
 from pytest_gputrain.interrupts import terminable, undisturbed
+from pytest_gputrain.left_out import LeftOut
 from pytest_gputrain.limits import NO_TERMS, Terms
 from pytest_gputrain.marks import HELP, terms_of
 from pytest_gputrain.measuring import Bench
@@ -79,6 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = GpuTrainPlugin(config, runner, Book(settings, resumption) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
+    config.pluginmanager.register(plugin.left_out, "gputrain-left-out")
     config.add_cleanup(plugin.ending.close)
 
 
@@ -177,6 +179,7 @@ class GpuTrainPlugin:
         self._told: list[str] | None = None
         """Of all results, once there will be no more."""
         self._interrupted = False
+        self.left_out = LeftOut(expression_of(config))
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
         self._skipped = False
@@ -342,6 +345,7 @@ class GpuTrainPlugin:
         if self.runner.settings.dry_run and self._skipped and not book.results and exitstatus == pytest.ExitCode.OK:
             book.notes.append("nothing was predicted: every case was skipped; -rs tells why")
             book.failed |= self.runner.is_strict("")
+        book.notes += self.left_out.notes()
         # What somebody chose by pytest.exit stays.
         cut_short = self._interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         book.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))

@@ -45,6 +45,13 @@ def platforms_named(expression: str) -> list[str]:
     return [m for m in MARKERS if m in words and (_holds(expression, {m}) or _holds(expression, {m} | others))]
 
 
+def platforms_missed(expression: str, markers: Collection[str]) -> list[str]:
+    """Platforms whose marker would have selected a test that carries none of them."""
+    if _ALL.intersection(markers) or _holds(expression, markers):
+        return []
+    return [platform for platform in MARKERS if _holds(expression, {*markers, platform})]
+
+
 def platform_meant(expression: str) -> str:
     """`` (did you mean 'h100'?)`` for the first misspelt platform in a ``-m`` expression; empty where there is none."""
     return next(filter(None, (did_you_mean(word, MARKERS) for word in _words(expression) if word not in _ALL)), "")

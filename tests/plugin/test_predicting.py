@@ -329,3 +329,30 @@ def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project) -> None:
     (real,) = project.report("real.json")["results"]
     assert result["scale"] == real["scale"] == "tiny"
     assert result["prediction"]["peak_allocated_bytes"] == real["replies"][0]["peak_allocated_bytes"]
+
+
+HINT = (
+    "-m 'h100' left out the tests in test_mine.py, which carry no platform's marker: mark them with @pytest.mark.h100, or "
+    "give --gpu-platform=h100 instead of -m"
+)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_own_code_without_the_marker_that_selects_it_is_told(project: Project, workers: tuple[str, ...]) -> None:
+    own(project, 1024)
+    result = project.run("-m", "h100", "--gpu-dry-run", *workers)
+    assert [line for line in result.outlines if "left out" in line] == [HINT]
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    project.write(test_tables=ZOO)
+    result = project.run("-m", "h100", "--collect-only", "--gpu-dry-run", *workers)
+    assert [line for line in result.outlines if "left out" in line] == [HINT], "beside others that are selected"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-m", "h100", "-k", "wide"), ("-m", "not h100"), ("-m", "slow"), ("-k", "wide")], ids=str
+)
+def test_what_no_marker_of_a_platform_would_select_is_not_told(project: Project, arguments: tuple[str, ...]) -> None:
+    own(project, 1024)
+    project.write(test_tables=ZOO)
+    result = project.run("--collect-only", *DRY, *arguments)
+    assert "left out" not in result.stdout.str()

@@ -63,6 +63,7 @@ FLOORS = {
     "standards": 3,
     "foresight": 3,
     "fleet": 3,
+    "left_out": 3,
     "marks": 4,
     "studies": 4,
     "dry_run": 4,

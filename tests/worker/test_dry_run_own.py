@@ -1,14 +1,17 @@
 """Own code on fakes: what a training may do that no model of the zoo does."""
 
 import contextlib
+import copy
+import io
 import sys
+import threading
 from unittest import mock
 
 import bitsandbytes
 import numpy
 import pytest
 import torch
-from test_dry_run import H100, OWN, compare, predicted
+from test_dry_run import CPU, H100, OWN, compare, predicted
 
 from pytest_gputrain import Case, launch
 from pytest_gputrain.records import Crashed, Prediction, Task
@@ -257,3 +260,453 @@ def drawn(setup):
 def test_numpy_draws_the_same_in_every_process(tmp_path):
     first, second = (predicted_apart(tmp_path, DRAWN, "drawn", "fp32") for _ in range(2))
     assert first == second
+
+
+def trained(model, device):
+    """A step of the model, on inputs of that device."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        loss = model(torch.ones(4, 64, device=device)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def layers(*devices):
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64, device=device) for device in devices))
+
+
+@pytest.mark.parametrize("watches", [True, False], ids=["watched", "unwatched"])
+def test_a_model_on_the_host_is_refused(watches):
+    def build(setup):
+        model = layers("cpu", "cpu")
+        if watches:
+            setup.watch(model)
+        return trained(model, "cpu")
+
+    sentence = refused(build)
+    assert "32.5 KiB of them are on cpu, the host" in sentence
+    assert "move the model by .to(setup.device)" in sentence
+
+
+def test_a_loss_on_the_device_does_not_hide_a_model_on_the_host():
+    def build(setup):
+        model = torch.nn.Sequential(layers("cpu", "cpu"), ToDevice(setup.device))
+        return trained(model, "cpu")
+
+    assert "the GPU's peak of" in refused(build)
+    assert "32.5 KiB of them are on cpu, the host" in refused(build)
+
+
+class ToDevice(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def forward(self, values):
+        return values.sum().to(self.device)
+
+
+def test_training_by_hand_on_the_host_is_refused():
+    def build(setup):
+        weight = torch.zeros(64, 64, requires_grad=True)
+
+        def step():
+            (weight * 2).sum().backward()
+            with torch.no_grad():
+                weight.sub_(weight.grad)
+            weight.grad = None
+
+        return step
+
+    assert "all of the backward pass is on cpu, the host" in refused(build)
+
+
+def test_another_thread_that_computes_is_refused():
+    def build(setup):
+        one = torch.ones(64, 64, device=setup.device)
+
+        def step():
+            thread = threading.Thread(target=lambda: one @ one, name="beside")
+            thread.start()
+            thread.join()
+
+        return step
+
+    assert "the case computes in the thread 'beside'" in refused(build)
+    assert "the case computes in the thread 'beside'" in refused(build, CPU)
+
+
+def test_a_frozen_part_may_stay_on_the_host():
+    def build(setup):
+        model = torch.nn.Sequential(
+            layers("cpu").requires_grad_(False), Moved(setup.device), layers(setup.device, setup.device)
+        )
+        setup.watch(model)
+        return trained(model, "cpu")
+
+    assert predicted(OWN, H100, build).host_bytes >= 4 * 64 * 65
+
+
+class Moved(ToDevice):
+    def forward(self, values):
+        return values.to(self.device)
+
+
+def test_a_library_may_take_the_model_away_after_the_step():
+    def build(setup):
+        model = layers(setup.device)
+        setup.watch(model)
+        step = trained(model, setup.device)
+
+        def fit():
+            model.to(setup.device)
+            loss = step()
+            model.to("cpu")
+            return loss
+
+        return fit
+
+    predicted(OWN, H100, build)
+
+
+def test_a_model_that_moves_is_counted_once():
+    def build(setup):
+        model = layers(setup.device)
+        step = trained(model, setup.device)
+
+        def fit():
+            loss = step()
+            model.to("cpu").to(setup.device)
+            return loss
+
+        return fit
+
+    predicted(OWN.replace(gradient_accumulation=6), H100, build)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: torch.nn.Linear(64, 64, device=device),
+        lambda device: torch.nn.Embedding(64, 64, device=device),
+        lambda device: torch.nn.Conv1d(4, 4, 3, device=device),
+    ],
+    ids=["linear", "embedding", "convolution"],
+)
+def test_an_input_on_the_host_fails_as_on_a_gpu(make):
+    def build(setup):
+        layer = make(setup.device)
+        inputs = torch.ones(4, 64) if not isinstance(layer, torch.nn.Embedding) else torch.ones(4, 64, dtype=torch.int64)
+        return doing(lambda: layer(inputs))
+
+    sentence = refused(build)
+    assert sentence.startswith("an operator gets tensors of two devices, which fails on a GPU as well")
+    assert ", at test_dry_run_own.py:" in sentence
+    assert sentence.endswith("return doing(lambda: layer(inputs))")
+
+
+def test_an_error_is_told_by_the_line_of_own_code_without_torchs():
+    def build(setup):
+        layer = torch.nn.Linear(64, 64, device=setup.device)
+        return doing(lambda: layer(torch.ones(4, 8, device=setup.device)))
+
+    reply = predict(Task(case=OWN, scale="tiny", device_type="cpu", root=".", target=H100), Progress(None), build)
+    assert isinstance(reply, Crashed), reply
+    assert ", at test_dry_run_own.py:" in reply.sentence
+    assert "test_dry_run_own.py" in reply.detail
+    assert "/torch/" not in reply.detail
+    assert len(reply.detail.splitlines()) < 10
+
+
+def tied(device):
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64, bias=False)).to(device)
+    model[1].weight = model[0].weight
+    return model
+
+
+COPIED = {
+    "tensor": lambda device: torch.ones(1024, device=device),
+    "parameter": lambda device: torch.nn.Parameter(torch.ones(1024, device=device)),
+    "frozen": lambda device: torch.nn.Parameter(torch.ones(1024, device=device), requires_grad=False),
+    "transposed": lambda device: torch.ones(32, 32, device=device).t(),
+    "views": lambda device: list(torch.ones(1024, device=device).split(512)),
+    "module": lambda device: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).to(device),
+    "tied": tied,
+}
+
+
+@pytest.mark.parametrize("make", COPIED.values(), ids=COPIED)
+def test_a_copy_takes_what_a_real_one_takes(make):
+    def build(setup):
+        kept = make(setup.device)
+        copies = []
+        return doing(lambda: copies.append(copy.deepcopy(kept)))
+
+    compare(OWN, build)
+    assert predicted(OWN, H100, build).peak_allocated_bytes >= 3 * 4096, "on the device"
+
+
+def test_a_copy_is_what_it_is_a_copy_of():
+    def build(setup):
+        weight = torch.nn.Parameter(torch.ones(8, 8, device=setup.device))
+        flat = torch.arange(8, device=setup.device)
+        flat.note = ["kept"]
+        views = copy.deepcopy([flat[:4], flat[4:]])
+        copied, again = copy.deepcopy([weight, weight])
+        assert copied is again
+        assert isinstance(copied, torch.nn.Parameter)
+        assert copied.requires_grad
+        assert copied.device == setup.device
+        assert copy.deepcopy(flat).note == ["kept"]
+        assert views[0].untyped_storage()._cdata == views[1].untyped_storage()._cdata
+        assert int(views[1][0]) == 4
+        return doing(copied.sum)
+
+    predicted(OWN, H100, build)
+
+
+def test_weights_of_four_bits_are_copied_as_they_are():
+    def build(setup):
+        layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16).to(setup.device)
+        twin = copy.deepcopy(layer)
+        assert twin.weight.quant_state is not layer.weight.quant_state
+        inputs = torch.randn(4, 64, device=setup.device, dtype=torch.bfloat16, requires_grad=True)
+        return doing(lambda: twin(inputs).sum().backward())
+
+    predicted(OWN, H100, build)
+
+
+def test_an_average_of_weights_follows_the_model():
+    def build(setup):
+        model = layers(setup.device)
+        setup.watch(model)
+        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
+        step = trained(model, setup.device)
+
+        def both():
+            loss = step()
+            average.update_parameters(model)
+            return loss
+
+        return both
+
+    compare(OWN, build)
+    predicted(OWN, H100, build)
+
+
+def test_a_model_on_meta_gets_its_weights_on_the_device():
+    def build(setup):
+        with torch.device("meta"):
+            model = layers(None)
+        model.to_empty(device=setup.device)
+        model[0].reset_parameters()
+        assert model[0].weight.device == setup.device
+        setup.watch(model)
+        return trained(model, setup.device)
+
+    compare(OWN, build)
+    predicted(OWN, H100, build)
+
+
+@pytest.mark.parametrize(("bound", "size"), [(2.0, 64), (0.04, 64), (0.06, 64), (0.06, 4)])
+def test_truncated_normals_draw_anew_what_lies_outside(bound, size):
+    def build(setup):
+        weight = torch.empty(size, size, device=setup.device)
+        return doing(lambda: torch.nn.init.trunc_normal_(weight, std=0.02, a=-bound, b=bound))
+
+    compare(OWN, build)
+    predicted(OWN, H100, build)
+
+
+def test_a_list_of_numbers_may_hold_tensors():
+    def build(setup):
+        values = torch.randn(8, device=setup.device)
+
+        def step():
+            total = values.sum()
+            assert torch.tensor([total * 2]).device.type == "cpu"
+            made = torch.tensor([total, total * 2, 1.0], device=setup.device)
+            assert made.device == setup.device
+            assert made.dtype == torch.float32
+            assert torch.tensor([[torch.ones((), dtype=torch.float64, device=setup.device), 1]]).dtype == torch.float64
+            assert torch.as_tensor([torch.tensor(3, device=setup.device)]).tolist() == [3]
+            assert torch.tensor(2.0, device=str(setup.device)).device == setup.device
+            values[made > 0]
+
+        return step
+
+    assert "which a dry run does not know" in refused(build) or "not known in a dry run" in refused(build)
+
+
+def test_what_is_on_the_host_can_become_an_array():
+    def build(setup):
+        values = torch.randn(8, device=setup.device)
+
+        def step():
+            assert numpy.asarray(values.detach().cpu()).tolist() == [0.0] * 8
+            assert torch.arange(3).numpy().tolist() == [0, 1, 2]
+            assert values.cpu().pin_memory().to(setup.device, non_blocking=True).device == setup.device
+
+        return step
+
+    predicted(OWN, H100, build)
+    assert "take Tensor.cpu()" in refused(lambda setup: doing(torch.ones(8, device=setup.device).numpy))
+
+
+class Table(torch.nn.Module):
+    """A buffer that is indexed by integers, which ended a process whose code was compiled on fakes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(64.0))
+
+    def forward(self, places):
+        return self.table[places].sum()
+
+
+def disabled():
+    """What TORCH_COMPILE_DISABLE=1 does."""
+    return torch._dynamo.config.patch(disable=True)
+
+
+COMPILED = {
+    "function": lambda layer: torch.compile(layer.forward),
+    "module": torch.compile,
+    "in place": lambda layer: layer.compile() or layer,
+    "whole graph": lambda layer: torch.compile(layer, fullgraph=True, mode="max-autotune"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # as torch.compile is imported
+@pytest.mark.parametrize("compiled", COMPILED.values(), ids=COMPILED)
+def test_compiled_code_is_refused(compiled):
+    def build(setup):
+        layer = compiled(Table().to(setup.device))
+        places = torch.tensor([1, 2, 3, 4], device=setup.device)
+        return doing(lambda: layer(places))
+
+    assert "a dry run cannot predict what torch.compile makes of the code; measure it instead" in refused(build)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    "uncompiled", [lambda: torch.compiler.set_stance("force_eager"), disabled], ids=["stance", "disabled"]
+)
+def test_code_that_is_told_not_to_be_compiled_is_predicted_as_it_is(uncompiled):
+    def build(setup):
+        layer = torch.compile(Table().to(setup.device))
+        places = torch.tensor([1, 2, 3, 4], device=setup.device)
+
+        def step():
+            with uncompiled():
+                layer(places)
+
+        return step
+
+    predicted(OWN, H100, build)
+
+
+REFUSED = {
+    "LazyLinear": lambda device: torch.nn.LazyLinear(64, device=device),
+    "(FSDP1)": lambda device: torch.distributed.fsdp.FullyShardedDataParallel(torch.nn.Linear(4, 4, device=device)),
+    "leave checkpoints out": lambda device: torch.save(torch.ones(4, device=device), io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED.items(), ids=REFUSED)
+def test_what_no_fake_can_do_is_refused_with_one_sentence(words, call):
+    sentence = refused(lambda setup: doing(lambda: call(setup.device)))
+    assert words in sentence
+    assert ", at test_dry_run_own.py:" in sentence
+
+
+LOOPS = """
+import torch
+
+
+def samples():
+    return [{"x": torch.ones(64)} for _ in range(64)]
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 4096)
+
+    def forward(self, x):
+        return {"loss": self.layer(x).square().mean()}
+
+
+def by_hand(setup):
+    model = Model().to(setup.device)
+    setup.watch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step():
+        loss = model(torch.ones(8, 64, device=setup.device))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def by_accelerate(setup):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loader = torch.utils.data.DataLoader(samples(), 8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    setup.watch(model)
+    batches = iter(loader)
+
+    def step():
+        loss = model(**next(batches))["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def by_trainer(setup, **options):
+    from transformers import Trainer, TrainingArguments
+
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments("out", max_steps=1, remove_unused_columns=False, max_grad_norm=0, **quiet, **options)
+    model = Model()
+    setup.watch(model)
+    trainer = Trainer(model, arguments, train_dataset=samples())
+
+    def step():
+        trainer.train()
+
+    return step
+
+
+def by_trainer_without_cuda(setup):
+    return by_trainer(setup, use_cpu=not torch.cuda.is_available())
+
+
+def by_trainer_in_bf16(setup):
+    return by_trainer(setup, bf16=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["by_accelerate", "by_trainer", "by_trainer_without_cuda", "by_trainer_in_bf16"])
+def test_a_loop_of_accelerate_trains_on_the_predicted_gpu(tmp_path, loop):
+    reply = predicted_apart(tmp_path, LOOPS, loop, "fp32")
+    weights = 4 * 65 * 4096
+    # Weights, gradients and two states; what the libraries keep beside them is less than another copy.
+    assert 4 * weights <= reply.peak_allocated_bytes < 5 * weights
+    assert reply.host_bytes < 2 * weights

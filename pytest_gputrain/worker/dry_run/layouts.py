@@ -29,6 +29,7 @@ def layouts(target: Target) -> dict[Any, Layout]:
     for operator in (_ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default):
         found[operator] = _losing(operator)
     found[_ATEN.clone.default] = _clone
+    found[_ATEN.convolution.default] = _convolution
     if target.kind == "cpu":
         # Autocast of a CPU leaves norms alone: halves meet weights of fp32. Of a GPU it runs them in fp32.
         found[_ATEN.native_layer_norm.default] = _layer_norm
@@ -73,6 +74,14 @@ def _clone(source: Tensor, **options: Any) -> Any:
         return _ATEN.clone.default(source, **options)
     indices, values = source._indices().clone(), source._values().clone()
     return torch.sparse_coo_tensor(indices, values, source.shape, is_coalesced=source.is_coalesced(), check_invariants=False)
+
+
+def _convolution(source: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
+    """A fake one takes tensors of two devices, as no other operator does."""
+    if source.device != weight.device or (bias is not None and bias.device != weight.device):
+        raise RuntimeError("Expected all tensors to be on the same device, but found two at a convolution")
+    result: Tensor = _ATEN.convolution.default(source, weight, bias, *others)
+    return result
 
 
 def _layer_norm(source: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:

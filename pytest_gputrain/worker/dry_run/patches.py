@@ -7,7 +7,9 @@ own, and undoes them for tests that share one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,14 +23,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run import attention, engines, norms, zero
+from pytest_gputrain.worker.dry_run import attention, engines, norms, own_code, zero
 from pytest_gputrain.worker.dry_run.shapes import forget_shape
-from pytest_gputrain.worker.dry_run.values import answer, forget_all, keep, value_of
+from pytest_gputrain.worker.dry_run.values import forget_all, keep, value_of
 
 _AUTOCAST_FP32: Final = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm
@@ -47,14 +48,17 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
     """A context in which the recipe runs on fakes as it would on ``target``."""
     with contextlib.ExitStack() as stack:
         stack.callback(forget_all)
-        stack.enter_context(_OfPython(device if target.kind == "cuda" else None))
-        for patch in _for_fakes(target, device):
+        gpu = device if target.kind == "cuda" else None
+        for patch in itertools.chain(own_code.patches(gpu), _for_fakes()):
             stack.enter_context(patch)
         libraries: dict[str, Callable[[], Iterator[Any]]] = {
-            "deepspeed": lambda: zero.patches(device if target.kind == "cuda" else None),
+            "deepspeed": lambda: zero.patches(gpu),
             "transformers": lambda: _of_transformers(target),
             "bitsandbytes": _of_bitsandbytes,
+            "torch._dynamo.eval_frame": own_code.of_dynamo,
         }
+        if gpu is not None:
+            libraries["transformers.training_args"] = lambda: own_code.of_trainer(gpu)
         when_imported = _WhenImported(libraries, stack)
         sys.meta_path.insert(0, when_imported)
         stack.callback(when_imported.close)
@@ -112,57 +116,6 @@ class _WhenImported(MetaPathFinder):
             self._stack.enter_context(patch)
 
 
-class _OfPython(TorchFunctionMode):
-    """What is decided before an operator is called.
-
-    Args:
-        gpu: label of the GPU that is predicted for; None for a CPU.
-    """
-
-    def __init__(self, gpu: torch.device | None) -> None:
-        super().__init__()
-        self._gpu = gpu
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _CHECKS:
-            return answer(func(*args, **kwargs), _CHECKS[func])
-        return func(*args, **kwargs) if self._gpu is None else self._on_gpu(func, args, kwargs)
-
-    def _on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # The device may come from a context, which is a mode too, and has been asked before.
-        device = kwargs.get("device")
-        if func is Tensor.new_tensor:
-            like, *args = args
-            device = device or like.device
-            kwargs = {**kwargs, "dtype": kwargs.get("dtype") or like.dtype, "device": device}
-            func = torch.tensor
-        if func in (torch.tensor, torch.as_tensor) and device == self._gpu:
-            # Made by C++, which has but one CPU and leaves out which of the two was meant.
-            made = func(*args, **{**kwargs, "device": None})
-            return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
-        if func is Tensor.cuda or _is_cuda(device) or (func is Tensor.to and _is_cuda(args[1] if len(args) > 1 else None)):
-            raise RuntimeError("the code asks for the device cuda, which a dry run does not have; take setup.device")
-        return func(*args, **kwargs)
-
-
-_CHECKS: Final = {
-    torch.isfinite: True,
-    Tensor.isfinite: True,
-    torch.isnan: False,
-    Tensor.isnan: False,
-    torch.isinf: False,
-    Tensor.isinf: False,
-}
-"""What a training asks of its losses and gradients, by what it wants to hear."""
-
-
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, int):
-        return not isinstance(device, bool)
-    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
-
-
 def _to_list(self: FakeTensor) -> Any:
     known = value_of(self)
     return Tensor.tolist(self if known is None else known)
@@ -178,9 +131,11 @@ def _load_here(self: Any, *args: Any, **kwargs: Any) -> None:
 _LOADER: Final = DataLoader.__init__
 
 
-def _for_fakes(target: Target, device: torch.device) -> Iterator[Any]:
+def _for_fakes() -> Iterator[Any]:
     # A fake of one element stays the real tensor that it was made of, on that one's device.
     yield mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1, create=True)
+    # Tells of every exception what it raises anyway.
+    yield mock.patch.object(fake_tensor.log, "disabled", True)
     # Reads one element after another.
     yield mock.patch.object(FakeTensor, "tolist", _to_list, create=True)
     # Processes of their own get no fakes.
@@ -326,11 +281,14 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     if recurse:
         for module in self.children():
             module._apply(fn)
-    for parameter in self._parameters.values():
+    for name, parameter in self._parameters.items():
         if parameter is None:
             continue
         with torch.no_grad():
             applied = fn(parameter)
+        if not torch._has_compatible_shallow_copy_type(parameter, applied):  # torch, too, replaces what was on meta
+            self._parameters[name] = nn.Parameter(applied, parameter.requires_grad)
+            continue
         if applied is not parameter:
             parameter.data = applied
         quantise = getattr(parameter, "quantise", None)
@@ -384,6 +342,7 @@ def _four_bits(
         if module is not None:
             module.quant_state = state
 
+    setattr(parameter, own_code.COPY_AS, _copy_of_four_bits)
     parameter.quantise = None if bnb_quantized else quantise
     parameter.quant_state = quant_state
     parameter.blocksize = blocksize
@@ -393,3 +352,9 @@ def _four_bits(
     parameter.bnb_quantized = bnb_quantized
     made: nn.Parameter = parameter
     return made
+
+
+def _copy_of_four_bits(parameter: Any, data: Tensor, memo: dict[Any, Any]) -> nn.Parameter:
+    names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+    options = {name: getattr(parameter, name) for name in names}
+    return _four_bits(data, parameter.requires_grad, copy.deepcopy(parameter.quant_state, memo), **options)

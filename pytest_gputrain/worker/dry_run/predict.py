@@ -6,18 +6,18 @@ import gc
 import sys
 from typing import Final
 
-import msgspec
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pytest_gputrain.architectures import Architecture, architectures
 from pytest_gputrain.cases import library_versions
 from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
-from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.kernels import temporaries
 from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
+from pytest_gputrain.worker.dry_run.placement import Placement
+from pytest_gputrain.worker.dry_run.refusals import refusal
 from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened
 from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.group import Group
@@ -25,7 +25,7 @@ from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.recipe import StepBuilder, Trainable
-from pytest_gputrain.worker.run import SEED, build, counted_steps, crash, model_bytes, typical_step
+from pytest_gputrain.worker.run import SEED, build, counted_steps, model_bytes, typical_step
 from pytest_gputrain.worker.trace import peaks
 
 HOST: Final = torch.device("cpu")
@@ -58,13 +58,8 @@ def predict(
     try:
         observed = None if whole or builder is not None else _of_shallow(task, progress)
         return _told(task, observed or Rehearsal(task, progress, builder).run())
-    except CheckFailed as error:
-        return Crashed(sentence=str(error), phase=progress.phase)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        sentence = f"the case reads what a tensor holds ({error.func}), which a dry run does not know: measure it instead"
-        return msgspec.structs.replace(crash(error, progress), sentence=sentence)
     except Exception as error:
-        return crash(error, progress)
+        return refusal(error, progress, own_code=builder is not None or bool(task.case.code))
     finally:
         if freezes:
             gc.unfreeze()
@@ -102,7 +97,7 @@ class Rehearsal:
         gc.disable()
         try:
             joined = self._group.joined(self._device, even_alone=task.case.parallel in NEEDS_GROUP)
-            with joined, self._fakes, patched(self._target, self._device), tracker:
+            with joined, self._fakes, patched(self._target, self._device), tracker, Placement() as placement:
                 self._progress.enter("build")
                 training = build(task, self._device, self._builder, self._group, architecture=architecture)
                 # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
@@ -113,6 +108,7 @@ class Rehearsal:
                     tracker.begin_step()
                     training.step(update)
                     works.append(tracker.work)
+                placement.check(training.model, task.case, self._device, tracker.trace, tracker.host)
                 weights = None if training.model is None else model_bytes(training.model)
         finally:
             gc.enable()

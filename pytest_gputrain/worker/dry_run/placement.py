@@ -1,0 +1,113 @@
+"""Whether a dry run sees what trains: on the GPU that is predicted for, not on the host, in the thread that it follows."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.units import format_bytes
+from pytest_gputrain.worker.checks import CheckFailed, local
+from pytest_gputrain.worker.trace import Trace, peaks
+
+_REMEDY: Final = (
+    "the host, whose memory is none of the GPU's; move the model by .to(setup.device), and give setup.device instead of cpu "
+    "to a library that moves it"
+)
+
+
+_Storages = dict[int, tuple[torch.device, int]]
+"""Device and bytes by address."""
+
+
+class Placement:
+    """What optimizers step while it is entered, where that is, and which other threads compute."""
+
+    def __init__(self) -> None:
+        self._stepped: dict[int, _Storages] = {}
+        """By parameter: whoever moves the model between steps gives it another storage."""
+        self._threads: set[str] = set()
+
+    def __enter__(self) -> Placement:
+        self._hook = register_optimizer_step_pre_hook(self._see)
+        here, dispatch = threading.get_ident(), FakeTensor.__torch_dispatch__
+
+        # Modes, and so the tracker, belong to a thread; a fake brings torch's own with it into any other.
+        def noting(cls: Any, *call: Any) -> Any:
+            if threading.get_ident() != here:
+                self._threads.add(threading.current_thread().name)
+            return dispatch(*call)
+
+        self._noting = mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(noting))
+        self._noting.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._noting.stop()
+        self._hook.remove()
+
+    def _see(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            self._stepped |= {id(value): _storages([value]) for value in group["params"] if value.grad is not None}
+
+    def check(self, model: nn.Module | None, case: Case, device: torch.device, trace: Trace, host: Trace) -> None:
+        """Refuse a peak that misses what trains.
+
+        Args:
+            model: which the worker watches; without one, what optimizers stepped is what trains.
+            case: whose engine may keep parameters on the host itself.
+            device: whose memory ``trace`` is of.
+
+        Raises:
+            CheckFailed: the trained parameters are elsewhere, or another thread computes.
+        """
+        if self._threads:
+            raise CheckFailed(
+                f"the case computes in the thread {min(self._threads)!r}, and a dry run follows only the one that calls the "
+                "step: measure it instead"
+            )
+        if not case.cpu_offload and not case.offload_param:
+            stepped = {key: one for storages in self._stepped.values() for key, one in storages.items()}
+            held = stepped if model is None else _storages(model.parameters())
+            trained = {} if model is None else _storages(value for value in model.parameters() if value.requires_grad)
+            # Lightning takes the model back to the host after its fit.
+            if trained and device not in {where for where, _ in (*trained.values(), *stepped.values())}:
+                raise CheckFailed(f"no trained parameter is on setup.device: {_places(trained, device)}, {_REMEDY}")
+            peak = peaks(trace).bytes
+            if peak < sum(size for _, size in held.values()):
+                raise CheckFailed(
+                    f"the GPU's peak of {format_bytes(peak)} is less than the parameters take: "
+                    f"{_places(held, device)}, {_REMEDY}"
+                )
+        if _has_backward(host) and not _has_backward(trace):
+            raise CheckFailed(f"all of the backward pass is on cpu, {_REMEDY}")
+
+
+def _storages(parameters: Iterable[Tensor]) -> _Storages:
+    """Those of what this process holds of the parameters."""
+    found = {}
+    for parameter in map(local, parameters):
+        if isinstance(parameter, FakeTensor) and parameter.layout is torch.strided and parameter.fake_device.type != "meta":
+            storage = parameter.untyped_storage()
+            found[storage._cdata] = parameter.fake_device, storage.nbytes()
+    return {key: (where, size) for key, (where, size) in found.items() if size}
+
+
+def _has_backward(trace: Trace) -> bool:
+    return any(made.phase == "backward" for made in trace.allocations)
+
+
+def _places(storages: _Storages, device: torch.device) -> str:
+    """``1.2 GiB of them are on cpu``, for what is not on the device."""
+    sizes = Counter[str]()
+    for where, size in storages.values():
+        sizes[str(where)] += size
+    return ", ".join(f"{format_bytes(size)} of them are on {where}" for where, size in sizes.items() if where != str(device))

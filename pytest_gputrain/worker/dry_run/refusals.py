@@ -1,0 +1,86 @@
+"""Why there is no prediction: one sentence, with the line of own code and without torch's."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from pytest_gputrain.records import Crashed
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.run import crash
+
+_TWO_DEVICES: Final = (
+    "an operator gets tensors of two devices, which fails on a GPU as well: one is on setup.device, the other on cpu, the "
+    "host, where a tensor is that names no device or only setup.device.type; make it on setup.device, or move it there"
+)
+_MEMORY: Final = "the case reads the memory of a tensor, which a dry run does not have: measure it instead"
+_UNKNOWN: Final = "the case calls an operator that a dry run does not know ({}): measure it instead"
+
+_SENTENCES: Final = (
+    ("Expected all tensors to be on the same device", _TWO_DEVICES),
+    ("Unhandled FakeTensor Device Propagation", _TWO_DEVICES),
+    ("its data is not allocated yet", _MEMORY),
+    ("Cannot access data pointer of Tensor", _MEMORY),
+    ("There was no rule registered for HigherOrderOperator", _UNKNOWN),
+    ("no fake impl or Meta kernel registered", _UNKNOWN),
+)
+"""What torch says of fakes, and what that means."""
+
+_INTERNAL: Final = (Path(torch.__file__).parent, Path(__file__).parents[2])
+_STANDARD: Final = Path(sysconfig.get_path("stdlib"))
+
+
+def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
+    """An exception in a dry run as a reply."""
+    crashed = crash(error, progress)
+    sentence = str(error) if isinstance(error, CheckFailed) else _sentence(error) or crashed.sentence
+    detail = "" if isinstance(error, CheckFailed) else crashed.detail
+    if own_code:
+        place = _place(error)
+        sentence = f"{sentence.rstrip('.')}, at {place}" if place else sentence
+        detail = detail and _without_internals(error)
+    return msgspec.structs.replace(crashed, sentence=sentence, detail=detail)
+
+
+def _sentence(error: Exception) -> str | None:
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return f"the case reads what a tensor holds ({error.func}), which a dry run does not know: measure it instead"
+    message = str(error)
+    return next((sentence.format(_first_line(message)) for words, sentence in _SENTENCES if words in message), None)
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0].partition(". ")[0].partition(".Hint")[0]
+
+
+def _place(error: Exception) -> str:
+    """``test_mine.py:41: loss.backward()``, the last line of own code that the exception came through; empty without one."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(Path(frame.filename))]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def _is_own(path: Path) -> bool:
+    if not path.is_absolute() or {"site-packages", "dist-packages"} & set(path.parts):  # neither made by exec, nor installed
+        return False
+    return not any(path.is_relative_to(folder) for folder in (*_INTERNAL, _STANDARD))
+
+
+def _without_internals(error: Exception) -> str:
+    """The traceback without the lines of torch and of this package."""
+    told = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = told
+    while link is not None:
+        kept = [
+            frame for frame in link.stack if not any(Path(frame.filename).is_relative_to(folder) for folder in _INTERNAL)
+        ]
+        link.stack = traceback.StackSummary.from_list(kept)
+        link.__context__ = None  # on its way, torch raised and caught others
+        link = link.__cause__
+    return "".join(told.format())
