@@ -19,6 +19,7 @@ from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.hardware.watch import Watch as GpuWatch
 from pytest_gputrain.hardware.watch import watching
 from pytest_gputrain.harmless import Told
+from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Case, Conditions, Crashed, Event, Measurement, OutOfMemory, Reply, Task, TimedOut
 
 _SETTLING_SECONDS: Final = 0.5
@@ -90,8 +91,8 @@ class Here:
                     reply = launch.inline(task, builder)
                 elif nodes > 1:
                     shared, rendezvous = Path(self._conditions.shared), self._conditions.rendezvous
-                    cluster = launch.Cluster(nodes=nodes, shared=shared, rendezvous=rendezvous)
-                    reply = launch.on_nodes(
+                    cluster = Cluster(nodes=nodes, shared=shared, rendezvous=rendezvous)
+                    reply = on_nodes(
                         task,
                         gpus=gpus,
                         timeout_seconds=timeout_seconds,

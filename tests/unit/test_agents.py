@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from unit_examples import CASE, measurement
 
-from pytest_gputrain import launch
 from pytest_gputrain.kernel import PARENT
 from pytest_gputrain.launch import node, torchrun
+from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.nodes import (
     EXIT,
     JOINED,
@@ -186,8 +186,8 @@ def test_an_agent_that_is_gone_ends_a_case_whose_ranks_tell_nothing(
     for name in ("_CLOSING_SECONDS", "_GRACE_SECONDS"):
         monkeypatch.setattr(torchrun, name, 0.0)
     agent.exit_code = 3
-    cluster = launch.Cluster(nodes=2, shared=tmp_path, rendezvous="first")
-    reply = launch.on_nodes(TASK, gpus=(), timeout_seconds=60, cluster=cluster)
+    cluster = Cluster(nodes=2, shared=tmp_path, rendezvous="first")
+    reply = on_nodes(TASK, gpus=(), timeout_seconds=60, cluster=cluster)
     assert isinstance(reply, Crashed)
     assert reply.sentence == "the agent of this node ended with exit code 3 before the case was over"
     assert agent.started[0][2]["CUDA_VISIBLE_DEVICES"] == ""
@@ -290,9 +290,9 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
 
     monkeypatch.setattr(torchrun, "run_module", start)
     monkeypatch.setattr(torchrun, "Nodes", lambda **fields: read(Nodes(**fields)))
-    cluster = launch.Cluster(nodes=2, shared=shared, rendezvous="first")
+    cluster = Cluster(nodes=2, shared=shared, rendezvous="first")
     for timeout_seconds, join_seconds in ((100.0, 50.0), (10_000.0, 300.0)):
-        reply = launch.on_nodes(TASK, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster)
+        reply = on_nodes(TASK, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster)
         assert len(reply.ranks) == 4  # type: ignore[union-attr]
         assert agent.folder.parent == shared
         assert seen.pop() == Nodes(count=2, processes=4, join_seconds=join_seconds)

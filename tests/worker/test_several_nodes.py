@@ -12,6 +12,7 @@ import pytest
 from leftovers import FAULTS, Leftovers, own_case, wait_for
 
 from pytest_gputrain import Case, launch
+from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.nodes import SILENCE_SECONDS
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task, TimedOut
 
@@ -72,8 +73,8 @@ def second_node(shared, leftovers):
 
 def run(case, shared, *, rendezvous=FIRST, timeout_seconds=300.0, watch=lambda event: None):
     task = Task(case=case, scale="tiny", device_type="cpu", processes=2, root=str(shared.parent))
-    cluster = launch.Cluster(nodes=2, shared=shared, rendezvous=rendezvous)
-    return launch.on_nodes(task, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster, watch=watch)
+    cluster = Cluster(nodes=2, shared=shared, rendezvous=rendezvous)
+    return on_nodes(task, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster, watch=watch)
 
 
 def assert_nothing_left(leftovers, shared, *nodes):
