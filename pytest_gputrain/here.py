@@ -19,6 +19,7 @@ from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.hardware.watch import Watch as GpuWatch
 from pytest_gputrain.hardware.watch import watching
 from pytest_gputrain.harmless import Told
+from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Case, Conditions, Crashed, Event, Measurement, OutOfMemory, Reply, Task, TimedOut
 
@@ -42,7 +43,7 @@ class Here:
     def __init__(
         self,
         conditions: Conditions,
-        preloaded: launch.Preloaded | None = None,
+        preloaded: Preloaded | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._conditions = conditions

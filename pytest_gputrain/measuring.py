@@ -13,6 +13,7 @@ from pytest_gputrain import company, launch
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.here import BadCase, Here, refused
+from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.records import Case, Conditions, Event, Host, Measurement, OutOfMemory, Reply, Scale, Task
 from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.scaling import one_worker
@@ -54,7 +55,7 @@ class Bench:
         self.settings = settings
         self._resumption = resumption
         self.watch: Watch = lambda case, event, run: None
-        self.preloaded = launch.Preloaded() if settings.isolation == "auto" else None
+        self.preloaded = Preloaded() if settings.isolation == "auto" else None
         self.environment = launch.SessionEnvironment()
         self._here = Here(conditions_of(settings), self.preloaded, self.environment.began)
         self.ahead: Callable[[], Iterable[Foreseen]] = tuple

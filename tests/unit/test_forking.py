@@ -20,6 +20,7 @@ from unit_examples import CASE, crashed, measurement, prediction
 
 from pytest_gputrain import launch
 from pytest_gputrain.launch import preloaded, processes
+from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import CASE_FOLDER
 from pytest_gputrain.records import Event, Task
 
@@ -70,13 +71,13 @@ def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def source() -> Iterator[launch.Preloaded]:
-    made = launch.Preloaded()
+def source() -> Iterator[Preloaded]:
+    made = Preloaded()
     yield made
     made.close()
 
 
-def _fork(source: launch.Preloaded, rank: int = 0, seconds: float = 30, task: Task = TASK, **environment: str) -> Any:
+def _fork(source: Preloaded, rank: int = 0, seconds: float = 30, task: Task = TASK, **environment: str) -> Any:
     return source.fork(task, Path("case"), rank, environment, seconds)
 
 
@@ -84,14 +85,14 @@ def _children() -> list[int]:
     return [child.pid for child in psutil.Process().children()]
 
 
-def test_a_worker_is_forked_as_wished_and_its_end_is_told(wishes: Path, source: launch.Preloaded) -> None:
+def test_a_worker_is_forked_as_wished_and_its_end_is_told(wishes: Path, source: Preloaded) -> None:
     worker = _fork(source)
     worker.wait()
     assert worker.poll() == 5
     assert json.loads(wishes.read_text()) == {"folder": "case", "rank": 0, "cwd": os.getcwd()}
 
 
-def test_workers_of_one_source_are_told_apart(wishes: Path, source: launch.Preloaded) -> None:
+def test_workers_of_one_source_are_told_apart(wishes: Path, source: Preloaded) -> None:
     first, second = _fork(source), _fork(source, STAYS)
     first.wait()
     assert (first.poll(), second.poll()) == (5, None)
@@ -99,7 +100,7 @@ def test_workers_of_one_source_are_told_apart(wishes: Path, source: launch.Prelo
     os.kill(second.pid, signal.SIGKILL)
 
 
-def test_a_source_serves_as_long_as_it_lives_and_its_environment_is_the_same(wishes: Path, source: launch.Preloaded) -> None:
+def test_a_source_serves_as_long_as_it_lives_and_its_environment_is_the_same(wishes: Path, source: Preloaded) -> None:
     def serving(**environment: str) -> int:
         _fork(source, **environment).wait()
         (pid,) = _children()
@@ -117,15 +118,13 @@ def test_a_source_serves_as_long_as_it_lives_and_its_environment_is_the_same(wis
 @pytest.mark.parametrize(
     "fields", [{"case": CASE.replace(code="a.py::b", method="custom")}, {"device_type": "gpu"}], ids=["own code", "gpu"]
 )
-def test_what_must_not_be_forked_gets_a_fresh_interpreter(
-    wishes: Path, source: launch.Preloaded, fields: dict[str, Any]
-) -> None:
+def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes: Path, source: Preloaded, fields: dict[str, Any]) -> None:
     assert _fork(source, task=msgspec.structs.replace(TASK, **fields)) is None
     assert _children() == []
 
 
 @pytest.mark.parametrize(("rank", "seconds"), [(REFUSES, 30), (DIES, 30), (HANGS, 0.3)])
-def test_a_source_that_does_not_fork_is_given_up(wishes: Path, source: launch.Preloaded, rank: int, seconds: float) -> None:
+def test_a_source_that_does_not_fork_is_given_up(wishes: Path, source: Preloaded, rank: int, seconds: float) -> None:
     before = os.listdir("/proc/self/fd")
     began = time.monotonic()
     assert _fork(source, rank, seconds) is None
@@ -135,7 +134,7 @@ def test_a_source_that_does_not_fork_is_given_up(wishes: Path, source: launch.Pr
     assert _fork(source) is not None, "the next gets another"
 
 
-def test_a_worker_ends_with_its_source(wishes: Path, source: launch.Preloaded) -> None:
+def test_a_worker_ends_with_its_source(wishes: Path, source: Preloaded) -> None:
     worker = _fork(source, STAYS)
     (pid,) = _children()
     os.kill(pid, signal.SIGKILL)
@@ -218,7 +217,7 @@ def test_a_fresh_process_is_started_where_none_can_be_forked(forked: bool, monke
     started = Started(monkeypatch, crashed())
     asked: list[Any] = []
 
-    class Source(launch.Preloaded):
+    class Source(Preloaded):
         def fork(self, task: Task, folder: Path, rank: int, environment: Any, timeout_seconds: float) -> Any:
             asked.append((task, rank, environment.get(CASE_FOLDER), timeout_seconds))
             return started.start(folder, rank, environment) if forked else None

@@ -1,9 +1,10 @@
 """Real worker processes for tests that look at what is computed, without waiting for imports each time."""
 
 from pytest_gputrain import launch
+from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.records import Measurement, Task
 
-PRELOADED = launch.Preloaded()
+PRELOADED = Preloaded()
 
 
 def run(case, *, processes=None, timeout_seconds=300.0, watch=lambda event: None, preloaded=PRELOADED):

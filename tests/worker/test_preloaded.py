@@ -9,6 +9,7 @@ import pytest
 from preloaded_worker import PRELOADED
 
 from pytest_gputrain import Case, launch
+from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.records import Crashed, Measurement, Task, TimedOut
 
 CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=50, optimizer="adam", steps=2, warmup=1)
@@ -19,7 +20,7 @@ LLAMA = Case(model="llama-3.1-8b", method="lora", precision="bf16", batch_size=2
 @pytest.fixture(scope="module")
 def preloaded():
     PRELOADED.close()  # tests here count this process's children
-    source = launch.Preloaded()
+    source = Preloaded()
     yield source
     source.close()
 
