@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pytest_gputrain import company, launch
+from pytest_gputrain import company
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.here import BadCase, Here, refused
+from pytest_gputrain.launch.environment import SessionEnvironment
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.records import Case, Conditions, Event, Host, Measurement, OutOfMemory, Reply, Scale, Task
 from pytest_gputrain.resuming import Resumption, Taken
@@ -56,7 +57,7 @@ class Bench:
         self._resumption = resumption
         self.watch: Watch = lambda case, event, run: None
         self.preloaded = Preloaded() if settings.isolation == "auto" else None
-        self.environment = launch.SessionEnvironment()
+        self.environment = SessionEnvironment()
         self._here = Here(conditions_of(settings), self.preloaded, self.environment.began)
         self.ahead: Callable[[], Iterable[Foreseen]] = tuple
         """What tests will ask for, for a fleet, which begins with all of it."""
