@@ -18,18 +18,14 @@ from pytest_gputrain.hardware.lease import lease, lease_cores
 from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.hardware.watch import Watch as GpuWatch
 from pytest_gputrain.hardware.watch import watching
-from pytest_gputrain.harmless import Told
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Case, Conditions, Crashed, Event, Measurement, OutOfMemory, Reply, Task, TimedOut
+from pytest_gputrain.utils.errors import BadCase
 
 _SETTLING_SECONDS: Final = 0.5
 _SETTLING_LOOKS: Final = 4
 """At who is on the GPUs, before whoever is there counts."""
-
-
-class BadCase(Told):
-    """The case makes no sense, or what it needs is broken; the sentence to fail with."""
 
 
 class Here:

@@ -12,7 +12,7 @@ import msgspec
 from pytest_gputrain import company
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
-from pytest_gputrain.here import BadCase, Here, refused
+from pytest_gputrain.here import Here, refused
 from pytest_gputrain.launch.environment import SessionEnvironment
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.records import Case, Conditions, Event, Host, Measurement, OutOfMemory, Reply, Scale, Task
@@ -21,6 +21,7 @@ from pytest_gputrain.scaling import one_worker
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.settings import Settings
 from pytest_gputrain.shelf import Cabinet
+from pytest_gputrain.utils.errors import BadCase
 
 Watch = Callable[[Case, Event, int], None]
 """Called with what a case does, and in which of its fresh processes, from 1."""

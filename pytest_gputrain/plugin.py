@@ -18,7 +18,6 @@ from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, expression_of, gpu, gputrain, gputrain_knobs
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.harmless import shown
-from pytest_gputrain.here import BadCase
 from pytest_gputrain.interrupts import terminable, undisturbed
 from pytest_gputrain.left_out import LeftOut
 from pytest_gputrain.limits import NO_TERMS, Terms
@@ -34,6 +33,7 @@ from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.runner import Runner, suite_of
 from pytest_gputrain.selection import Expected, platform_meant, platforms_named, platforms_of
 from pytest_gputrain.settings import Settings, read
+from pytest_gputrain.utils.errors import BadCase
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
 

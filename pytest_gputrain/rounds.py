@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pytest_gputrain.here import BadCase
 from pytest_gputrain.measuring import Bench, identity_of
 from pytest_gputrain.records import Result, Task, Verdict
+from pytest_gputrain.utils.errors import BadCase
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,7 +13,6 @@ from pytest_gputrain.baselines import key_of
 from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.foresight import Claim, Foresight
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.here import BadCase
 from pytest_gputrain.limits import NO_TERMS, Terms, with_limits
 from pytest_gputrain.measuring import Bench
 from pytest_gputrain.outcome import summarise
@@ -32,10 +31,7 @@ from pytest_gputrain.settings import Settings
 from pytest_gputrain.standards import Bar, Standards
 from pytest_gputrain.studies import Study, record_losses, search_batch
 from pytest_gputrain.suites import Suites
-
-
-class CannotRun(Exception):
-    """The case must not run here; the reason to skip."""
+from pytest_gputrain.utils.errors import BadCase, CannotRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ import msgspec
 
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.company import no_baseline_of
-from pytest_gputrain.here import BadCase
 from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
 from pytest_gputrain.limits import NO_TERMS, Limited, Terms, against
 from pytest_gputrain.published import PublishedStore
@@ -21,6 +20,7 @@ from pytest_gputrain.session import in_ci
 from pytest_gputrain.settings import Settings
 from pytest_gputrain.stats import AGREEING, PRIOR_SD
 from pytest_gputrain.suites import Suites
+from pytest_gputrain.utils.errors import BadCase
 
 _RECORDED_RUNS: Final = 5
 """Fresh processes of a baseline. On a CPU whose time is not judged one tells all: its memory is exact."""

@@ -18,15 +18,16 @@ from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.lease import lease_cores
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.here import BadCase, refused
+from pytest_gputrain.here import refused
 from pytest_gputrain.limits import NO_TERMS, Terms, foretold, with_limits
 from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Prediction, Result, Scale, Task, TimedOut, Verdict
-from pytest_gputrain.runner import CannotRun, Runner
+from pytest_gputrain.runner import Runner
 from pytest_gputrain.selection import platforms_of, what_lacks, why_skipped
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.session import in_ci
 from pytest_gputrain.settings import Settings
+from pytest_gputrain.utils.errors import BadCase, CannotRun
 
 Failure = OutOfMemory | Crashed | TimedOut
 

@@ -15,11 +15,12 @@ import msgspec
 
 from pytest_gputrain.fleet.engine import DELIVERY, ORDER
 from pytest_gputrain.hardware.devices import HardwareError
-from pytest_gputrain.here import BadCase, Here, refused
+from pytest_gputrain.here import Here, refused
 from pytest_gputrain.kernel import die_with_parent
 from pytest_gputrain.launch.node import serve
 from pytest_gputrain.nodes import tell
 from pytest_gputrain.records import Delivery, Host, Order
+from pytest_gputrain.utils.errors import BadCase
 
 
 def deliver(folder: Path, rendezvous: str = "") -> None:

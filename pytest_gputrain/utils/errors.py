@@ -1,0 +1,13 @@
+"""Errors that several packages raise and that pytest's side turns into failures and skips."""
+
+from __future__ import annotations
+
+from pytest_gputrain.harmless import Told
+
+
+class BadCase(Told):
+    """The case makes no sense, or what it needs is broken; the sentence to fail with."""
+
+
+class CannotRun(Exception):
+    """The case must not run here; the reason to skip."""
