@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import itertools
 import math
@@ -15,6 +14,7 @@ import msgspec
 
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.records import Case
+from pytest_gputrain.utils.suggest import did_you_mean
 
 METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
 PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16")
@@ -280,9 +280,3 @@ def same_id(suite: str, first: Case, second: Case) -> str:
         f"two different cases of the suite {suite} have the id {second} ({differences(first, second)}): they would share "
         "one baseline; vary the difference in a grid, which puts it into the ids, or name one by model=..."
     )
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'lora'?)``, or nothing where no known word is close."""
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

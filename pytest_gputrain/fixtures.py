@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_gputrain.cases import ALWAYS_IN_ID, did_you_mean
+from pytest_gputrain.cases import ALWAYS_IN_ID
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
@@ -21,6 +21,7 @@ from pytest_gputrain.runner import Runner, suite_of
 from pytest_gputrain.studies import diverged
 from pytest_gputrain.sweep import override
 from pytest_gputrain.utils.errors import BadCase, CannotRun
+from pytest_gputrain.utils.suggest import did_you_mean
 
 RUNNER: Final = pytest.StashKey[Runner]()
 RESULTS: Final = pytest.StashKey[list[Result]]()

@@ -12,7 +12,6 @@ import pytest
 
 from pytest_gputrain import late, sweep
 from pytest_gputrain.baselines import BaselineError, Store
-from pytest_gputrain.cases import did_you_mean
 from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, expression_of, gpu, gputrain, gputrain_knobs
@@ -34,6 +33,7 @@ from pytest_gputrain.runner import Runner, suite_of
 from pytest_gputrain.selection import Expected, platform_meant, platforms_named, platforms_of
 from pytest_gputrain.settings import Settings, read
 from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.suggest import did_you_mean
 
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
 
