@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pytest_gputrain.limits import Terms
 from pytest_gputrain.measuring import Foreseen, identity_of
 from pytest_gputrain.records import Host, Reply, Task
+from pytest_gputrain.records.tolerance import Terms
 from pytest_gputrain.standards import Bar, Standards
 from pytest_gputrain.suites import Suites
 from pytest_gputrain.utils.errors import BadCase

@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 from pytest_gputrain.cases import differences
 from pytest_gputrain.company import crowded, doubted, slowed_down
 from pytest_gputrain.memory import JudgedPeak, is_of_memory, judge_memory, of_phase, told_of_memory, unknown_phases
-from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -34,6 +33,7 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
+from pytest_gputrain.records.tolerance import Tolerance
 from pytest_gputrain.scaling import efficiencies
 from pytest_gputrain.sentences import changes, counters, dates, describe_failure, finding, other_count
 from pytest_gputrain.stats import MOST_RUNS, PRIOR_SD, decide, runs_out
@@ -41,16 +41,6 @@ from pytest_gputrain.units import format_bytes, format_percent
 
 LEAST_RUNS_ON_A_CPU: Final = 5
 """Of a baseline, for time on a CPU to be judged against it: its processes differ too much for fewer to tell."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tolerance:
-    """How much worse passes."""
-
-    time: float
-    memory: MemoryTolerance
-    cpu_time: bool = False
-    """Whether time on a CPU is judged, too; it takes a baseline of several runs of the same host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

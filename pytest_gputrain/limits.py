@@ -4,55 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from pytest_gputrain.company import beside
-from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Case,
     Crashed,
     LimitVerdict,
     Lost,
     Measurement,
-    MetricName,
     Prediction,
     Reply,
     Scale,
     TimedOut,
     Verdict,
 )
+from pytest_gputrain.records.tolerance import Cap
 from pytest_gputrain.sentences import count
 from pytest_gputrain.stats import exceeds
 from pytest_gputrain.units import format_bytes, format_seconds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cap:
-    """What one figure of a case may be at most."""
-
-    metric: MetricName
-    """``peak_allocated_bytes`` or ``step_seconds``."""
-    most: float
-    stated: str
-    """Where: ``gpu_limit on test_tuning``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
-    """What a test asks for its own cases."""
-
-    caps: tuple[Cap, ...] = ()
-    time_tolerance: float | None = None
-    """Instead of the run's; None for that."""
-    memory_tolerance: MemoryTolerance | None = None
-    growth_bytes: int = 0
-    """That own code may keep more of after every round of its accumulation."""
-
-
-NO_TERMS: Final = Terms()
 
 
 class Limited(NamedTuple):

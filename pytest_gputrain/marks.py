@@ -7,9 +7,8 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_gputrain.limits import Cap, Terms
-from pytest_gputrain.options import parse_memory_tolerance
 from pytest_gputrain.records import MetricName
+from pytest_gputrain.records.tolerance import Cap, Terms, parse_memory_tolerance
 from pytest_gputrain.units import parse_bytes, parse_ratio, parse_seconds
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.suggest import did_you_mean

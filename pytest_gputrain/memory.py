@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES
-from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     BaselineRun,
     LiveTensor,
@@ -22,6 +21,7 @@ from pytest_gputrain.records import (
     Status,
     TrainingPhase,
 )
+from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.sentences import finding, other_count
 from pytest_gputrain.stats import exceeds
 from pytest_gputrain.units import format_bytes, format_percent

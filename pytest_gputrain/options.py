@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -13,24 +12,13 @@ from typing import Any, Final
 
 from pytest_gputrain.loss import LEAST_STEPS
 from pytest_gputrain.records import MAX_RUNS
+from pytest_gputrain.records.tolerance import parse_memory_tolerance
 from pytest_gputrain.stats import MOST_RUNS
 from pytest_gputrain.sweep import parse_axes
-from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio, parse_seconds
+from pytest_gputrain.units import parse_ratio, parse_seconds
 
 _LONGEST_NAME: Final = 255
 """Bytes of a file's name, on any file system that is likely."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryTolerance:
-    """How much more memory passes: a share of the baseline, bytes, or a share and bytes on top."""
-
-    ratio: float = 0.0
-    bytes: int = 0
-
-    def __str__(self) -> str:
-        share, more = format_percent(self.ratio, signed=False), format_bytes(self.bytes)
-        return f"{share} + {more}" if self.ratio and self.bytes else more if self.bytes else share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,20 +71,6 @@ def _switch(text: str) -> bool | None:
     if text.lower() not in known:
         raise ValueError(f"{text!r} is neither true, false nor auto")
     return known[text.lower()]
-
-
-def parse_memory_tolerance(text: str) -> MemoryTolerance:
-    """The tolerance in ``"2%"``, ``"512MiB"`` or ``"2% + 512MiB"``.
-
-    Raises:
-        ValueError: none of these.
-    """
-    share, plus, more = text.partition("+")
-    with contextlib.suppress(ValueError):
-        return MemoryTolerance(ratio=parse_ratio(share), bytes=parse_bytes(more) if plus else 0)
-    with contextlib.suppress(ValueError):
-        return MemoryTolerance(bytes=parse_bytes(text))
-    raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02, 512MiB or 2%+512MiB")
 
 
 def _endpoint(text: str) -> str:

@@ -19,11 +19,11 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.harmless import shown
 from pytest_gputrain.interrupts import terminable, undisturbed
 from pytest_gputrain.left_out import LeftOut
-from pytest_gputrain.limits import NO_TERMS, Terms
 from pytest_gputrain.marks import HELP, terms_of
 from pytest_gputrain.measuring import Bench
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
+from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.report import github
 from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.github import Failure

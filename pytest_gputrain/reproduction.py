@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 from pytest_gputrain.cases import differences
 from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES, beside
 from pytest_gputrain.figures import Figure, Figures
-from pytest_gputrain.judge import Tolerance
-from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.published import GATED
 from pytest_gputrain.records import (
     Case,
@@ -31,6 +29,7 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.sentences import describe_failure, finding
 
 MEMORY: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")

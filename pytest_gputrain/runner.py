@@ -13,7 +13,7 @@ from pytest_gputrain.baselines import key_of
 from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.foresight import Claim, Foresight
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.limits import NO_TERMS, Terms, with_limits
+from pytest_gputrain.limits import with_limits
 from pytest_gputrain.measuring import Bench
 from pytest_gputrain.outcome import summarise
 from pytest_gputrain.records import (
@@ -25,6 +25,7 @@ from pytest_gputrain.records import (
     Task,
     Verdict,
 )
+from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.rounds import Rounds
 from pytest_gputrain.selection import Expected, platforms_of, what_lacks, why_skipped
 from pytest_gputrain.settings import Settings

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
-from pytest_gputrain.limits import Terms
 from pytest_gputrain.records import Case
+from pytest_gputrain.records.tolerance import Terms
 from pytest_gputrain.utils.suggest import did_you_mean
 
 _ALL: Final = frozenset(MARKERS)

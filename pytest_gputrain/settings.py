@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gputrain.options import OPTIONS, MemoryTolerance
+from pytest_gputrain.options import OPTIONS
+from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.sweep import Axes
 
 

@@ -11,10 +11,11 @@ import msgspec
 
 from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
 from pytest_gputrain.company import no_baseline_of
-from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
-from pytest_gputrain.limits import NO_TERMS, Limited, Terms, against
+from pytest_gputrain.judge import Circumstances, Judgement, judge
+from pytest_gputrain.limits import Limited, against
 from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import Baseline, Case, Host, Measurement, OutOfMemory, Published, Reply, Task, Verdict
+from pytest_gputrain.records.tolerance import NO_TERMS, Terms, Tolerance
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.session import in_ci
 from pytest_gputrain.settings import Settings

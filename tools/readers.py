@@ -24,11 +24,12 @@ from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.hardware.recording import replayed
 from pytest_gputrain.history import HistoryError, append, lines_of
-from pytest_gputrain.judge import Tolerance, judge
+from pytest_gputrain.judge import judge
 from pytest_gputrain.launch import ranks
-from pytest_gputrain.options import OPTIONS, MemoryTolerance
+from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.outcome import detail_of, failure_of, summarise
 from pytest_gputrain.records import Case, Event, Prediction, Report, Result, Served, Task, Verdict
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report import live, studies, summary, terminal
 from pytest_gputrain.report.html import page
 from pytest_gputrain.session import Session

@@ -15,9 +15,9 @@ from pytest_gputrain.baselines import BaselineError, read_report, to_baseline
 from pytest_gputrain.dry_run import judge as foretold
 from pytest_gputrain.dry_run.store import Recorded
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.judge import Circumstances, Tolerance, judge
-from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.judge import Circumstances, judge
 from pytest_gputrain.records import Baseline, Report, Result, Status, Verdict
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.suites import Suites, whole_suite
 
 

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pytest_gputrain.baselines import to_baseline
-from pytest_gputrain.judge import Circumstances, Tolerance, judge
-from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.judge import Circumstances, judge
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -27,6 +26,7 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.sentences import finding
 from pytest_gputrain.stats import levelled, suite_prior
 

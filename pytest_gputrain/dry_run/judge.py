@@ -22,7 +22,6 @@ from pytest_gputrain.memory import (
     tensors_behind,
     unknown_phases,
 )
-from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import (
     Case,
     MetricName,
@@ -31,6 +30,7 @@ from pytest_gputrain.records import (
     Status,
     Verdict,
 )
+from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.units import format_bytes, format_flops, format_percent
 
 _WORK: Final[dict[MetricName, str]] = {

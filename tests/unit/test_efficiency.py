@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import baseline, baseline_run, cpu_environment, gpu_environment, measurement
 
-from pytest_gputrain.judge import Circumstances, Tolerance, judge
-from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.judge import Circumstances, judge
 from pytest_gputrain.records import Baseline, Case, Measurement, MetricVerdict, Verdict
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.scaling import efficiency, one_worker
 
 CASE = Case(model="llama-3.1-8b", parallel="ddp", gpus=4, sequence_length=512)

@@ -24,8 +24,7 @@ from unit_examples import (
 )
 
 from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES
-from pytest_gputrain.judge import Circumstances, Judgement, Tolerance, judge
-from pytest_gputrain.options import MemoryTolerance
+from pytest_gputrain.judge import Circumstances, Judgement, judge
 from pytest_gputrain.records import (
     Baseline,
     Case,
@@ -38,6 +37,7 @@ from pytest_gputrain.records import (
     Reply,
     Verdict,
 )
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.units import GiB, MiB
 

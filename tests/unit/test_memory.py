@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from unit_examples import CASE, baseline, baseline_run, cpu_environment, live_tensor, measurement
 
-from pytest_gputrain.judge import Tolerance, judge
+from pytest_gputrain.judge import judge
 from pytest_gputrain.memory import tensor
-from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Measurement, Verdict
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.units import GiB
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))

@@ -12,9 +12,8 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 from pytest_gputrain import GiB, MiB
 from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES
 from pytest_gputrain.figures import Figure, Figures
-from pytest_gputrain.judge import Tolerance
-from pytest_gputrain.options import MemoryTolerance
 from pytest_gputrain.records import Case, Published, Reply, Verdict
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.reproduction import reproduce, step_seconds
 
 ORDER = ["improved", "pass", "regressed"]

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.options import OPTIONS, MemoryTolerance, Option
+from pytest_gputrain.options import OPTIONS, Option
+from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.settings import Settings, read
 from pytest_gputrain.units import MiB
 

@@ -1,0 +1,72 @@
+"""How much worse passes, and what a test asks for its own cases."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Final
+
+from pytest_gputrain.records import MetricName
+from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryTolerance:
+    """How much more memory passes: a share of the baseline, bytes, or a share and bytes on top."""
+
+    ratio: float = 0.0
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        share, more = format_percent(self.ratio, signed=False), format_bytes(self.bytes)
+        return f"{share} + {more}" if self.ratio and self.bytes else more if self.bytes else share
+
+
+def parse_memory_tolerance(text: str) -> MemoryTolerance:
+    """The tolerance in ``"2%"``, ``"512MiB"`` or ``"2% + 512MiB"``.
+
+    Raises:
+        ValueError: none of these.
+    """
+    share, plus, more = text.partition("+")
+    with contextlib.suppress(ValueError):
+        return MemoryTolerance(ratio=parse_ratio(share), bytes=parse_bytes(more) if plus else 0)
+    with contextlib.suppress(ValueError):
+        return MemoryTolerance(bytes=parse_bytes(text))
+    raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02, 512MiB or 2%+512MiB")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """How much worse passes."""
+
+    time: float
+    memory: MemoryTolerance
+    cpu_time: bool = False
+    """Whether time on a CPU is judged, too; it takes a baseline of several runs of the same host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cap:
+    """What one figure of a case may be at most."""
+
+    metric: MetricName
+    """``peak_allocated_bytes`` or ``step_seconds``."""
+    most: float
+    stated: str
+    """Where: ``gpu_limit on test_tuning``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What a test asks for its own cases."""
+
+    caps: tuple[Cap, ...] = ()
+    time_tolerance: float | None = None
+    """Instead of the run's; None for that."""
+    memory_tolerance: MemoryTolerance | None = None
+    growth_bytes: int = 0
+    """That own code may keep more of after every round of its accumulation."""
+
+
+NO_TERMS: Final = Terms()
