@@ -16,10 +16,10 @@ from pytest_gputrain.here import Here, refused
 from pytest_gputrain.launch.environment import SessionEnvironment
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.records import Case, Conditions, Event, Host, Measurement, OutOfMemory, Reply, Scale, Task
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.resuming import Resumption, Taken
 from pytest_gputrain.scaling import one_worker
 from pytest_gputrain.sentences import describe_failure
-from pytest_gputrain.settings import Settings
 from pytest_gputrain.shelf import Cabinet
 from pytest_gputrain.utils.errors import BadCase
 

@@ -23,6 +23,7 @@ from pytest_gputrain.marks import HELP, terms_of
 from pytest_gputrain.measuring import Bench
 from pytest_gputrain.options import OPTIONS
 from pytest_gputrain.records import Case, Result
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.report import github
 from pytest_gputrain.report.book import Book
@@ -31,7 +32,7 @@ from pytest_gputrain.report.live import Live
 from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.runner import Runner, suite_of
 from pytest_gputrain.selection import Expected, platform_meant, platforms_named, platforms_of
-from pytest_gputrain.settings import Settings, read
+from pytest_gputrain.settings import read
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.suggest import did_you_mean
 

@@ -28,8 +28,8 @@ from pytest_gputrain.records import (
     Scale,
     Task,
 )
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session import Session
-from pytest_gputrain.settings import Settings
 
 
 class Taken(NamedTuple):

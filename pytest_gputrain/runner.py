@@ -25,10 +25,10 @@ from pytest_gputrain.records import (
     Task,
     Verdict,
 )
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.rounds import Rounds
 from pytest_gputrain.selection import Expected, platforms_of, what_lacks, why_skipped
-from pytest_gputrain.settings import Settings
 from pytest_gputrain.standards import Bar, Standards
 from pytest_gputrain.studies import Study, record_losses, search_batch
 from pytest_gputrain.suites import Suites

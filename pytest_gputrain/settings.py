@@ -3,87 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pytest_gputrain.options import OPTIONS
-from pytest_gputrain.records.tolerance import MemoryTolerance
-from pytest_gputrain.sweep import Axes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What the command line, the ini file and the defaults add up to."""
-
-    baseline_update: Literal["no", "new-only", "all"]
-    baseline_dir: Path
-    baseline_dir_named: bool
-    """Whether the command line or the ini file names it."""
-    baseline: str
-    """``measured``, ``published``, or the path of a report to compare with."""
-    time_tolerance: float
-    memory_tolerance: MemoryTolerance
-    judge_cpu_time: bool
-    runs: int | None
-    """Fresh processes per case; None for one, or five where a baseline of a GPU is recorded."""
-    reruns: int
-    """Most fresh processes more, where the first leave doubt."""
-    strict: bool | None
-    """None: strict where CI is set and there are baselines of the device, or a report to compare with."""
-    steps: int | None
-    """Timed steps of every case, None for each case's own."""
-    warmup: int | None
-    timeout_seconds: float
-    scale: Literal["auto", "full", "tiny"]
-    platform: str | None
-    """Catalog marker that this machine passes for, or that is predicted for; None for what is detected."""
-    processes: int
-    """Most processes of a case on a CPU."""
-    gpu_ids: tuple[str, ...] | None
-    """Indices or UUIDs of the GPUs to use, None for all visible ones."""
-    isolation: Literal["auto", "process", "inline"]
-    foreign: Literal["error", "warn", "ignore"]
-    nodes: int
-    """Most nodes of a case."""
-    shared: Path
-    """Folder that all nodes see."""
-    rendezvous: str
-    """``HOST`` or ``HOST:PORT`` of this node for the others; empty for its name, or for Slurm to start them all."""
-    summary: Path | Literal["auto", "none"]
-    json: Path | None
-    resume: Path | None
-    """Report of an earlier run whose figures are taken over."""
-    history: Path | None
-    """File that this run's cases are appended to."""
-    html: Path | None
-    sweep: Axes
-    """Knobs that replace those of every case, each with its values."""
-    fleet: Literal["slurm", "ray"] | None
-    """The engine that runs the cases; None for this machine."""
-    fleet_args: tuple[tuple[str, tuple[str, ...]], ...]
-    """What the engine is told beside: a catalog marker, empty for all platforms, and arguments."""
-    fleet_gpus: int
-    """GPUs of each node of the fleet."""
-    fleet_jobs: int
-    """Most jobs in the scheduler's queue."""
-    fleet_wait_seconds: float
-    dry_run: bool
-    """Whether cases are predicted instead of run."""
-    find_batch: bool
-    find_batch_max: int
-    """The largest micro-batch that is tried."""
-    loss_steps: int | None
-    """Steps of the loss curves, None where there are to be none."""
-    root: Path
-    typed: tuple[str, ...]
-    """Names of the options that the command line gives: they count before what a test says of itself."""
-
-    @property
-    def written(self) -> tuple[Path, ...]:
-        """Files and folders that a run changes, or that the one it resumes has changed."""
-        named = (self.baseline_dir, self.summary, self.json, self.history, self.html, self.resume)
-        return tuple(path for path in named if isinstance(path, Path))
+from pytest_gputrain.records.settings import Settings
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:

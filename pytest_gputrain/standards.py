@@ -15,10 +15,10 @@ from pytest_gputrain.judge import Circumstances, Judgement, judge
 from pytest_gputrain.limits import Limited, against
 from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import Baseline, Case, Host, Measurement, OutOfMemory, Published, Reply, Task, Verdict
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms, Tolerance
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.session import in_ci
-from pytest_gputrain.settings import Settings
 from pytest_gputrain.stats import AGREEING, PRIOR_SD
 from pytest_gputrain.suites import Suites
 from pytest_gputrain.utils.errors import BadCase

@@ -11,11 +11,9 @@ import msgspec
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.cases import ALWAYS_IN_ID, VOCABULARY, bad_number
 from pytest_gputrain.records import Case, knob_text
+from pytest_gputrain.records.settings import Axes
 from pytest_gputrain.units import Whole
 from pytest_gputrain.utils.suggest import did_you_mean
-
-Axes = tuple[tuple[str, tuple[Any, ...]], ...]
-"""Every knob with its values, in the order given."""
 
 _TYPES: Final = {
     field.name: field.type

@@ -21,12 +21,12 @@ from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.here import refused
 from pytest_gputrain.limits import foretold, with_limits
 from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Prediction, Result, Scale, Task, TimedOut, Verdict
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, MemoryTolerance, Terms
 from pytest_gputrain.runner import Runner
 from pytest_gputrain.selection import platforms_of, what_lacks, why_skipped
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.session import in_ci
-from pytest_gputrain.settings import Settings
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 
 Failure = OutOfMemory | Crashed | TimedOut

@@ -15,8 +15,8 @@ from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.measuring import Bench, conditions_of, identity_of
 from pytest_gputrain.records import Case, Delivery, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.resuming import Resumption, Taken
-from pytest_gputrain.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
 
 CPUS_OF_A_GPU: Final = 4

@@ -19,11 +19,11 @@ from pytest_gputrain.cases import same_id
 from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Report, Result, Verdict
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import document
 from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
-from pytest_gputrain.settings import Settings
 from pytest_gputrain.shelf import Cabinet, Shelf
 from pytest_gputrain.suites import whole_suite
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gputrain.options import OPTIONS, Option
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import MemoryTolerance
-from pytest_gputrain.settings import Settings, read
+from pytest_gputrain.settings import read
 from pytest_gputrain.units import MiB
 
 ROOT = Path("/project")
