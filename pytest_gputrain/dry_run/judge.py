@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pytest_gputrain.cases import differences
-from pytest_gputrain.dry_run.store import Recorded, conditions
 from pytest_gputrain.memory import (
     PHASES,
     in_phase,
@@ -30,6 +29,7 @@ from pytest_gputrain.records import (
     Status,
     Verdict,
 )
+from pytest_gputrain.records.recorded import Recorded, conditions
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.units import format_bytes, format_flops, format_percent
 

@@ -14,13 +14,14 @@ from pytest_gputrain.cases import problem, same_id
 from pytest_gputrain.dry_run.cache import Cache
 from pytest_gputrain.dry_run.judge import judge
 from pytest_gputrain.dry_run.remedies import remedy
-from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
+from pytest_gputrain.dry_run.store import FOLDER, PredictionStore
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.lease import lease_cores
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.here import refused
 from pytest_gputrain.limits import foretold, with_limits
 from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Prediction, Result, Scale, Task, TimedOut, Verdict
+from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, MemoryTolerance, Terms
 from pytest_gputrain.runner import Runner

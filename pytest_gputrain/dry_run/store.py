@@ -17,38 +17,14 @@ from msgspec import Struct
 from pytest_gputrain import pretty
 from pytest_gputrain.baselines import RESTORE, BaselineError, decode, place, refuse_unknown
 from pytest_gputrain.files import locked, sweep, write_atomically
-from pytest_gputrain.records import FORMAT, Case, Prediction, Scale, Target
+from pytest_gputrain.records import FORMAT, Case, Prediction, Scale
+from pytest_gputrain.records.recorded import Conditions, Recorded, conditions
 
 MOST_CONDITIONS: Final = 4
 """Predictions that are kept of a case, for test environments that differ in their libraries."""
 
 FOLDER: Final = "dry-run"
 """Beside the folders of devices."""
-
-
-class Recorded(Struct, frozen=True, kw_only=True):
-    """What is stored for one case on one platform."""
-
-    case: Case
-    scale: Scale
-    predictions: tuple[Prediction, ...]
-    """One for each set of conditions, the latest recorded last."""
-
-    def like(self, prediction: Prediction) -> Prediction | None:
-        """The one under the same conditions as ``prediction``."""
-        return next((one for one in self.predictions if conditions(one) == conditions(prediction)), None)
-
-
-class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a prediction depends on, beside the case."""
-
-    packages: dict[str, str]
-    target: Target
-    processes: int | None = None
-
-
-def conditions(prediction: Prediction) -> Conditions:
-    return Conditions(packages=prediction.packages, target=prediction.target, processes=prediction.processes)
 
 
 class _StoredCase(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -16,9 +16,10 @@ import msgspec
 from pytest_gputrain import history
 from pytest_gputrain.baselines import BaselineError, Store, to_baseline
 from pytest_gputrain.cases import same_id
-from pytest_gputrain.dry_run.store import FOLDER, PredictionStore, Recorded
+from pytest_gputrain.dry_run.store import FOLDER, PredictionStore
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Report, Result, Verdict
+from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import document
 from pytest_gputrain.resuming import Resumption

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from plugin_project import SUITE, Project, assert_refused, only_sentence, recorded, skips
 
-from pytest_gputrain.dry_run.store import PredictionStore, Recorded
+from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.records import Case, LiveTensor, OperatorWork, Prediction, Target
+from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.units import GiB
 
 DRY = ("--gpu-dry-run", "--gpu-platform=h100")

@@ -17,8 +17,9 @@ from unit_examples import CASE, baseline, baseline_run, cpu_environment, predict
 from pytest_gputrain.baselines import Store
 from pytest_gputrain.check_baselines import check
 from pytest_gputrain.cli import main
-from pytest_gputrain.dry_run.store import PredictionStore, Recorded
+from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.records import Baseline, Case
+from pytest_gputrain.records.recorded import Recorded
 
 COMMITTED = Path(__file__).parents[2] / "baselines"
 OTHER = CASE.replace(model="gemma-7b")

@@ -20,8 +20,9 @@ from pytest_gputrain.dry_run.cache import Cache
 from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.dry_run.judge import judge
 from pytest_gputrain.dry_run.remedies import remedy
-from pytest_gputrain.dry_run.store import MOST_CONDITIONS, PredictionStore, Recorded
+from pytest_gputrain.dry_run.store import MOST_CONDITIONS, PredictionStore
 from pytest_gputrain.records import Case, OperatorWork, Prediction, Task, Verdict
+from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.units import GiB, MiB
 

@@ -1,0 +1,32 @@
+"""Predictions as they are stored: the file's record of a case, and what its predictions depend on."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from pytest_gputrain.records import Case, Prediction, Scale, Target
+
+
+class Recorded(Struct, frozen=True, kw_only=True):
+    """What is stored for one case on one platform."""
+
+    case: Case
+    scale: Scale
+    predictions: tuple[Prediction, ...]
+    """One for each set of conditions, the latest recorded last."""
+
+    def like(self, prediction: Prediction) -> Prediction | None:
+        """The one under the same conditions as ``prediction``."""
+        return next((one for one in self.predictions if conditions(one) == conditions(prediction)), None)
+
+
+class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a prediction depends on, beside the case."""
+
+    packages: dict[str, str]
+    target: Target
+    processes: int | None = None
+
+
+def conditions(prediction: Prediction) -> Conditions:
+    return Conditions(packages=prediction.packages, target=prediction.target, processes=prediction.processes)
