@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from pytest_gputrain.cases import LIBRARIES
+from pytest_gputrain.case_libraries import LIBRARIES
 from pytest_gputrain.dry_run.store import FOLDER
 from pytest_gputrain.exchange.points import latest
 from pytest_gputrain.files import UNREADABLE, locked

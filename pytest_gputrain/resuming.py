@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_gputrain.baselines import BaselineError, read_report
-from pytest_gputrain.cases import versions
+from pytest_gputrain.case_libraries import versions
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import (
     Case,

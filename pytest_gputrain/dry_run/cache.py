@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.cases import library_versions
+from pytest_gputrain.case_libraries import library_versions
 from pytest_gputrain.files import UNREADABLE, write_atomically
 from pytest_gputrain.records import Case, Prediction, Task
 

@@ -11,7 +11,7 @@ import pytest
 from at_once import stand_in
 from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, assert_refused, only_sentence, recorded
 
-from pytest_gputrain.cases import versions
+from pytest_gputrain.case_libraries import versions
 
 
 def ours(name: str = "h100_measured", **fields: Any) -> dict[str, Any]:

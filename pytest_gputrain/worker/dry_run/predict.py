@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pytest_gputrain.architectures import Architecture, architectures
-from pytest_gputrain.cases import library_versions
+from pytest_gputrain.case_libraries import library_versions
 from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.kernels import temporaries
