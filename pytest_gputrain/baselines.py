@@ -69,11 +69,6 @@ class _File(Struct, kw_only=True, forbid_unknown_fields=True):
     """Each a `_StoredCase`; in this form they need the least memory until they are looked at."""
 
 
-def key_of(case: Case, scale: Scale) -> str:
-    """Name of a case in its baseline file."""
-    return f"{case}@tiny" if scale == "tiny" else str(case)
-
-
 class Store:
     """Baselines in a folder, one file per device and suite, each read once."""
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.architectures import architectures
+from pytest_gputrain.case_identity import ALWAYS_IN_ID
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
@@ -48,7 +49,6 @@ COMPILED: Final = ("single", "ddp", "fsdp")
 """Parallelisms under which a model is compiled: what DeepSpeed and the parameter server do in backward, no graph holds."""
 
 
-ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 _FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code"}
 
 
@@ -222,18 +222,3 @@ def _bad_parameter_server(case: Case) -> str | None:
     if case.precision == "fp16":
         return "asks for precision='fp16', whose scaled loss parallel='ps' does not do; choose precision='bf16-amp'"
     return None
-
-
-def differences(one: Case, other: Case) -> str:
-    """``batch_size 2 -> 4, optimizer adamw -> adamw-fused`` for the fields of identity in which two cases differ."""
-    before, after = one.identity(), other.identity()
-    names = [name for name in Case.__struct_fields__ if before.get(name) != after.get(name)]
-    return ", ".join(f"{name} {getattr(one, name)} -> {getattr(other, name)}" for name in names)
-
-
-def same_id(suite: str, first: Case, second: Case) -> str:
-    """The sentence for two different cases with one id."""
-    return (
-        f"two different cases of the suite {suite} have the id {second} ({differences(first, second)}): they would share "
-        "one baseline; vary the difference in a grid, which puts it into the ids, or name one by model=..."
-    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from pytest_gputrain.baselines import key_of
+from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.history import HistoryError, read
 from pytest_gputrain.records import Task

@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pytest_gputrain.measuring import Foreseen, identity_of
+from pytest_gputrain.case_identity import identity_of
+from pytest_gputrain.measuring import Foreseen
 from pytest_gputrain.records import Host, Reply, Task
 from pytest_gputrain.records.tolerance import Terms
 from pytest_gputrain.standards import Bar, Standards

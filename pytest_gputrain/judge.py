@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from pytest_gputrain.cases import differences
+from pytest_gputrain.case_identity import differences
 from pytest_gputrain.company import crowded, doubted, slowed_down
 from pytest_gputrain.memory import JudgedPeak, is_of_memory, judge_memory, of_phase, told_of_memory, unknown_phases
 from pytest_gputrain.records import (

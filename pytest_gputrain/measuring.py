@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_gputrain import company
+from pytest_gputrain.case_identity import identity_of
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.here import Here, refused
@@ -237,10 +238,3 @@ class Bench:
         if self.settings.scale != "auto":
             return self.settings.scale
         return "full" if self.host.gpus else "tiny"
-
-
-def identity_of(task: Task, inline: bool = False) -> bytes:
-    """What tells a task from those that measure something else, or in another environment."""
-    case = task.case
-    asked = (case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, task.growth_bytes, inline)
-    return msgspec.json.encode(asked)

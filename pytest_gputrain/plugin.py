@@ -12,6 +12,7 @@ import pytest
 
 from pytest_gputrain import late, sweep
 from pytest_gputrain.baselines import BaselineError, Store
+from pytest_gputrain.case_identity import suite_of
 from pytest_gputrain.dry_run.forecast import Forecast
 from pytest_gputrain.dry_run.runner import DryRunner
 from pytest_gputrain.fixtures import RESULTS, RUNNER, expression_of, gpu, gputrain, gputrain_knobs
@@ -30,7 +31,7 @@ from pytest_gputrain.report.book import Book
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.live import Live
 from pytest_gputrain.resuming import Resumption
-from pytest_gputrain.runner import Runner, suite_of
+from pytest_gputrain.runner import Runner
 from pytest_gputrain.selection import Expected, platform_meant, platforms_named, platforms_of
 from pytest_gputrain.settings import read
 from pytest_gputrain.utils.errors import BadCase

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from pytest_gputrain.cases import differences
+from pytest_gputrain.case_identity import differences
 from pytest_gputrain.company import GPU_MEMORY_FLOOR_BYTES, beside
 from pytest_gputrain.figures import Figure, Figures
 from pytest_gputrain.published import GATED

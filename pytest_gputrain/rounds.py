@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pytest_gputrain.measuring import Bench, identity_of
+from pytest_gputrain.case_identity import identity_of
+from pytest_gputrain.measuring import Bench
 from pytest_gputrain.records import Result, Task, Verdict
 from pytest_gputrain.utils.errors import BadCase
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gputrain.baselines import key_of
-from pytest_gputrain.cases import problem, same_id
+from pytest_gputrain.case_identity import key_of, same_id, suite_of
+from pytest_gputrain.cases import problem
 from pytest_gputrain.foresight import Claim, Foresight
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.limits import with_limits
@@ -308,8 +308,3 @@ class Runner:
     def is_strict(self, device: str) -> bool:
         """Whether a case without a comparable baseline fails that ran on ``device``."""
         return self.standards.is_strict(device)
-
-
-def suite_of(path: Path) -> str:
-    """Name of a test file's suite: ``test_llm_finetuning.py`` holds ``llm_finetuning``."""
-    return path.stem.removeprefix("test_")

@@ -9,7 +9,8 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of
+from pytest_gputrain.baselines import BaselineError, ReportStore, Store
+from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.company import no_baseline_of
 from pytest_gputrain.judge import Circumstances, Judgement, judge
 from pytest_gputrain.limits import Limited, against

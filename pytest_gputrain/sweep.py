@@ -9,7 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.architectures import architectures
-from pytest_gputrain.cases import ALWAYS_IN_ID, VOCABULARY, bad_number
+from pytest_gputrain.case_identity import ALWAYS_IN_ID
+from pytest_gputrain.cases import VOCABULARY, bad_number
 from pytest_gputrain.records import Case, knob_text
 from pytest_gputrain.records.settings import Axes
 from pytest_gputrain.units import Whole

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 from claims import Row, parser, report
 
-from pytest_gputrain.baselines import key_of
+from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.fleet.fleet import ASK_SECONDS, LEAST_WAITING
 from pytest_gputrain.history import read

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pytest_gputrain.baselines import BaselineError, key_of
+from pytest_gputrain.baselines import BaselineError
+from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.records import Case, Prediction
 

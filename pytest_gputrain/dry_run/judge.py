@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from pytest_gputrain.cases import differences
+from pytest_gputrain.case_identity import differences
 from pytest_gputrain.memory import (
     PHASES,
     in_phase,

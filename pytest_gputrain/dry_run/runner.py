@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from pytest_gputrain import launch
-from pytest_gputrain.baselines import BaselineError, key_of
-from pytest_gputrain.cases import problem, same_id
+from pytest_gputrain.baselines import BaselineError
+from pytest_gputrain.case_identity import key_of, same_id
+from pytest_gputrain.cases import problem
 from pytest_gputrain.dry_run.cache import Cache
 from pytest_gputrain.dry_run.judge import judge
 from pytest_gputrain.dry_run.remedies import remedy

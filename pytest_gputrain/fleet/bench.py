@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain.case_identity import identity_of
 from pytest_gputrain.fleet.engine import Engine
 from pytest_gputrain.fleet.fleet import Fleet
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.machine import Machine
-from pytest_gputrain.measuring import Bench, conditions_of, identity_of
+from pytest_gputrain.measuring import Bench, conditions_of
 from pytest_gputrain.records import Case, Delivery, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.resuming import Resumption, Taken

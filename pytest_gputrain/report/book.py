@@ -15,7 +15,7 @@ import msgspec
 
 from pytest_gputrain import history
 from pytest_gputrain.baselines import BaselineError, Store, to_baseline
-from pytest_gputrain.cases import same_id
+from pytest_gputrain.case_identity import same_id
 from pytest_gputrain.dry_run.store import FOLDER, PredictionStore
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Report, Result, Verdict

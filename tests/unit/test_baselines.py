@@ -31,7 +31,8 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.baselines import BaselineError, ReportStore, Store, key_of, to_baseline
+from pytest_gputrain.baselines import BaselineError, ReportStore, Store, to_baseline
+from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.findings import LossCurve
 from pytest_gputrain.records import MAX_RUNS, Baseline, BaselineRun, Environment, Origin
 from pytest_gputrain.report import document

@@ -13,7 +13,7 @@ from preloaded_worker import measured
 from test_dry_run_suite import CPU, H100, STORE, declared
 
 from pytest_gputrain import Case, launch
-from pytest_gputrain.baselines import key_of
+from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.worker.dry_run.engines import assigned
 from pytest_gputrain.worker.dry_run.predict import predict

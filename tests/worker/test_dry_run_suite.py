@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from pytest_gputrain.architectures import architectures
-from pytest_gputrain.baselines import Store, key_of
+from pytest_gputrain.baselines import Store
+from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Prediction, Target, Task

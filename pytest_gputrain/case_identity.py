@@ -1,0 +1,44 @@
+"""What a case is known by: its suite, its key in files, and what tells two cases apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pytest_gputrain.records import Case, Scale, Task
+
+ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
+
+
+def differences(one: Case, other: Case) -> str:
+    """``batch_size 2 -> 4, optimizer adamw -> adamw-fused`` for the fields of identity in which two cases differ."""
+    before, after = one.identity(), other.identity()
+    names = [name for name in Case.__struct_fields__ if before.get(name) != after.get(name)]
+    return ", ".join(f"{name} {getattr(one, name)} -> {getattr(other, name)}" for name in names)
+
+
+def same_id(suite: str, first: Case, second: Case) -> str:
+    """The sentence for two different cases with one id."""
+    return (
+        f"two different cases of the suite {suite} have the id {second} ({differences(first, second)}): they would share "
+        "one baseline; vary the difference in a grid, which puts it into the ids, or name one by model=..."
+    )
+
+
+def key_of(case: Case, scale: Scale) -> str:
+    """Name of a case in its baseline file."""
+    return f"{case}@tiny" if scale == "tiny" else str(case)
+
+
+def identity_of(task: Task, inline: bool = False) -> bytes:
+    """What tells a task from those that measure something else, or in another environment."""
+    case = task.case
+    asked = (case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, task.growth_bytes, inline)
+    return msgspec.json.encode(asked)
+
+
+def suite_of(path: Path) -> str:
+    """Name of a test file's suite: ``test_llm_finetuning.py`` holds ``llm_finetuning``."""
+    return path.stem.removeprefix("test_")
