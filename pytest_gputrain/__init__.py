@@ -1,6 +1,6 @@
 """GPU training benchmarks as test cases: measured in a process of their own, judged against stored baselines."""
 
-from pytest_gputrain.cases import grid
+from pytest_gputrain.case_grid import grid
 from pytest_gputrain.records import (
     Case,
     Crashed,

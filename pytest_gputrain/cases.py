@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,6 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.architectures import architectures
-from pytest_gputrain.case_identity import ALWAYS_IN_ID
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
@@ -47,35 +45,6 @@ _ENGINES_OF_KNOBS: Final = {
 
 COMPILED: Final = ("single", "ddp", "fsdp")
 """Parallelisms under which a model is compiled: what DeepSpeed and the parameter server do in backward, no graph holds."""
-
-
-_FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code"}
-
-
-def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable[Any]) -> list[Case]:
-    """The product of ``axes`` over ``base``, last axis fastest.
-
-    Every axis is a field of `Case` with its values. Axes other than model, method, precision and parallel appear in the
-    ids (``...-batch_size=32``), because they tell the cases apart. ``platforms`` is no axis: all cases get all of them::
-
-        grid(Case(batch_size=2, sequence_length=8192), model=["llama-3.1-8b"], method=["full", "lora"], platforms=["h100"])
-
-    Raises:
-        TypeError: an axis is not a field of `Case`, or is a single string instead of a list.
-    """
-    for axis, values in axes.items():
-        if axis not in _FIELDS:
-            raise TypeError(f"grid() has no axis {axis!r}{did_you_mean(axis, sorted(_FIELDS))}")
-        if isinstance(values, str):
-            raise TypeError(f"grid() takes a list for the axis {axis!r}: {axis}=[{values!r}]")
-    if isinstance(platforms, str):
-        raise TypeError(f"grid() takes a list of platforms: platforms=[{platforms!r}]")
-    named = tuple(dict.fromkeys([*base.named, *(axis for axis in axes if axis not in ALWAYS_IN_ID)]))
-    common: dict[str, Any] = {"named": named}
-    if platforms is not None:
-        common["platforms"] = tuple(platforms)
-    base = base.replace(**common)
-    return [base.replace(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 
 
 def problem(case: Case, markers: Sequence[str]) -> str | None:
