@@ -14,11 +14,11 @@ from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.harmless import shown
+from pytest_gputrain.loss import diverged
 from pytest_gputrain.marks import terms_of
 from pytest_gputrain.outcome import detail_of, failure_of
 from pytest_gputrain.records import Case, Measurement, Prediction, Result, Scale
 from pytest_gputrain.runner import Runner
-from pytest_gputrain.studies import diverged
 from pytest_gputrain.sweep import override
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 from pytest_gputrain.utils.suggest import did_you_mean

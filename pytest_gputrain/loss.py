@@ -44,7 +44,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from pytest_gputrain.findings import Trend
+from pytest_gputrain.findings import LossCurve, Trend
+from pytest_gputrain.records import Case
 
 LEAST_STEPS: Final = 20
 """Four losses a fifth."""
@@ -127,3 +128,38 @@ def _noise(losses: Sequence[float]) -> float:
 def _coarseness(losses: Sequence[float]) -> float:
     """The smallest change between neighbours, 0 for a constant."""
     return min((abs(b - a) for a, b in itertools.pairwise(losses) if a != b), default=0.0)
+
+
+def failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
+    """The sentence for precisions that gave no curve, None where all did that could.
+
+    Running out of memory in another precision than the case's own is no failure: fp32 takes twice the room of bf16 weights.
+    """
+    told = ("recorded", "left_out", "out_of_memory")
+    failed = [
+        f"in {curve.precision} {curve.reason}"
+        for curve in curves
+        if curve.outcome not in (told if curve.precision != case.precision else told[:2])
+    ]
+    return f"{case} {'; '.join(failed)}" if failed else None
+
+
+def diverged(case: Case, curves: Sequence[LossCurve]) -> str | None:
+    """The sentence for precisions in which the case diverges while it does not in fp32; None where there are none.
+
+    Where fp32 diverges too, the recipe does and no precision is to blame: that is told, but fails no test, unless the case
+    as declared leaves the finite numbers.
+    """
+    own = next((curve for curve in curves if curve.precision == case.precision), None)
+    if own is not None and own.non_finite_step is not None:
+        return f"{case} diverges: its loss is not finite in step {own.non_finite_step}"
+    if any(curve.precision == "fp32" and curve.trend == "diverging" for curve in curves):
+        return None
+    worse = [
+        f"{curve.precision}{f' (its loss is not finite in step {curve.non_finite_step})' if curve.non_finite_step else ''}"
+        for curve in curves
+        if curve.trend == "diverging"
+    ]
+    compared = any(curve.precision == "fp32" and curve.trend for curve in curves)
+    beside = "but not in fp32" if compared else "and fp32 gave no curve to compare with"
+    return f"{case} diverges in {' and in '.join(worse)}, {beside}" if worse else None

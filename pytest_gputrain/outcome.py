@@ -9,10 +9,10 @@ from typing import Any, Final
 from pytest_gputrain import spread
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.harmless import shown
+from pytest_gputrain.loss import failed_curves
 from pytest_gputrain.records import Case, Measurement, Reply, Result, Summary
 from pytest_gputrain.scaling import efficiency
 from pytest_gputrain.sentences import describe_failure
-from pytest_gputrain.studies import failed_curves
 
 _DETAIL_LINES: Final = 25
 """At the beginning of a detail, where own code is in a traceback, and at its end, where it tells what was wrong."""

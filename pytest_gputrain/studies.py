@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -125,38 +125,3 @@ def _outcome(
             return "crashed"
         case Lost():
             return "lost"
-
-
-def failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
-    """The sentence for precisions that gave no curve, None where all did that could.
-
-    Running out of memory in another precision than the case's own is no failure: fp32 takes twice the room of bf16 weights.
-    """
-    told = ("recorded", "left_out", "out_of_memory")
-    failed = [
-        f"in {curve.precision} {curve.reason}"
-        for curve in curves
-        if curve.outcome not in (told if curve.precision != case.precision else told[:2])
-    ]
-    return f"{case} {'; '.join(failed)}" if failed else None
-
-
-def diverged(case: Case, curves: Sequence[LossCurve]) -> str | None:
-    """The sentence for precisions in which the case diverges while it does not in fp32; None where there are none.
-
-    Where fp32 diverges too, the recipe does and no precision is to blame: that is told, but fails no test, unless the case
-    as declared leaves the finite numbers.
-    """
-    own = next((curve for curve in curves if curve.precision == case.precision), None)
-    if own is not None and own.non_finite_step is not None:
-        return f"{case} diverges: its loss is not finite in step {own.non_finite_step}"
-    if any(curve.precision == "fp32" and curve.trend == "diverging" for curve in curves):
-        return None
-    worse = [
-        f"{curve.precision}{f' (its loss is not finite in step {curve.non_finite_step})' if curve.non_finite_step else ''}"
-        for curve in curves
-        if curve.trend == "diverging"
-    ]
-    compared = any(curve.precision == "fp32" and curve.trend for curve in curves)
-    beside = "but not in fp32" if compared else "and fp32 gave no curve to compare with"
-    return f"{case} diverges in {' and in '.join(worse)}, {beside}" if worse else None
