@@ -15,12 +15,12 @@ import msgspec
 
 from pytest_gputrain.case_libraries import LIBRARIES
 from pytest_gputrain.dry_run.store import FOLDER
-from pytest_gputrain.exchange.points import latest
 from pytest_gputrain.files import UNREADABLE, locked
 from pytest_gputrain.harmless import Told
 from pytest_gputrain.memory import PHASES
 from pytest_gputrain.outcome import summarise
 from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result, TrainingPhase
+from pytest_gputrain.report.results import latest
 from pytest_gputrain.sentences import describe_failure
 from pytest_gputrain.session import Session
 from pytest_gputrain.shelf import Picked

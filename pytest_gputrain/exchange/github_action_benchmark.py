@@ -9,8 +9,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_gputrain.exchange.points import Point, points, verdict_of
+from pytest_gputrain.exchange.points import Point, points
 from pytest_gputrain.records import Report
+from pytest_gputrain.report.results import verdict_of
 from pytest_gputrain.units import MiB
 
 

@@ -6,10 +6,9 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from pytest_gputrain.records import Crashed, Lost, Measurement, OutOfMemory, Result, TimedOut, Verdict
-from pytest_gputrain.shelf import Picked
+from pytest_gputrain.records import Crashed, Lost, Measurement, OutOfMemory, Result, TimedOut
+from pytest_gputrain.report.results import latest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,19 +40,6 @@ class Point:
     def middle_run(self) -> Measurement:
         """The one whose median step is the middle one, for formats that hold a single run."""
         return sorted(self.runs, key=lambda run: run.median_step_seconds)[(len(self.runs) - 1) // 2]
-
-
-def latest(results: Sequence[Result]) -> Sequence[Result]:
-    """Each case of each device once: the last that was judged, else the last that was measured.
-
-    Those whose test had changed something in the environment come after all others.
-    """
-    found: dict[tuple[str, str, str], tuple[bool, bool, int]] = {}
-    for index, result in enumerate(results):
-        place = (result.device, result.suite, result.key)
-        rank = (not result.variables, result.verdict is not None, index)
-        found[place] = max(found.get(place, rank), rank)
-    return Picked(results, [index for _, _, index in found.values()])
 
 
 def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
@@ -96,30 +82,6 @@ def _outcome(replies: Sequence[object]) -> str:
             case Lost():
                 return "was lost by the fleet"
     return "was not run"
-
-
-BY_ATTENTION: Final = (
-    "regressed",
-    "failed",
-    "over-limit",
-    "inconclusive",
-    "not-comparable",
-    "new",
-    "improved",
-    "recorded",
-    "pass",
-    "measured",
-    "predicted",
-)
-"""What `verdict_of` gives, with what wants attention first."""
-
-
-def verdict_of(result: Result) -> str:
-    """The verdict, or ``measured``, ``predicted``, ``failed`` where nobody judged, as tables show it."""
-    verdict: Verdict | None = result.verdict
-    if verdict:
-        return verdict.status
-    return "measured" if result.summary else "predicted" if result.prediction else "failed"
 
 
 def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:

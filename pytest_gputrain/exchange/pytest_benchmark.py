@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_gputrain.exchange.points import Point, points, verdict_of
+from pytest_gputrain.exchange.points import Point, points
 from pytest_gputrain.records import Report, Result
+from pytest_gputrain.report.results import verdict_of
 
 
 def export(reports: Sequence[Report]) -> str:

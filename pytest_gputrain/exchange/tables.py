@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from pytest_gputrain import markdown
-from pytest_gputrain.exchange.points import Point, latest, points, verdict_of
+from pytest_gputrain.exchange.points import Point, points
 from pytest_gputrain.harmless import spreadsheet
 from pytest_gputrain.records import Report, Result
+from pytest_gputrain.report.results import latest, verdict_of
 from pytest_gputrain.units import format_bytes, format_seconds
 
 HEADER: Final = (

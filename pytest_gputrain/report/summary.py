@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 from pytest_gputrain import markdown
-from pytest_gputrain.exchange.points import BY_ATTENTION, latest, verdict_of
 from pytest_gputrain.files import write_atomically
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import comparison, terminal
 from pytest_gputrain.report.github import Failure
+from pytest_gputrain.report.results import BY_ATTENTION, latest, verdict_of
 from pytest_gputrain.units import format_bytes, format_seconds
 
 MOST_BYTES: Final = 1024 * 1024

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.architectures import architectures
 from pytest_gputrain.company import slowed_down
 from pytest_gputrain.dry_run.store import FOLDER
-from pytest_gputrain.exchange.points import BY_ATTENTION, verdict_of
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
 from pytest_gputrain.report import comparison, layout, predictions, studies
+from pytest_gputrain.report.results import BY_ATTENTION, verdict_of
 from pytest_gputrain.shelf import Picked
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds, format_topology
 
