@@ -14,13 +14,14 @@ from typing import get_args
 from pytest_gputrain import check_baselines, inventory, screen
 from pytest_gputrain.ab import command as ab
 from pytest_gputrain.ab import compare
-from pytest_gputrain.baselines import BaselineError, read_report
+from pytest_gputrain.baselines import BaselineError
 from pytest_gputrain.exchange import command as export
 from pytest_gputrain.harmless import shown
 from pytest_gputrain.published import PublishedStore, PublishedTable
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import sheet, terminal
 from pytest_gputrain.report.html import command as html
+from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.trend import command as trend
 
 

@@ -251,11 +251,6 @@ def tensor(row: LiveTensor) -> str:
     return f"{format_bytes(row.bytes)} ({times}{shape} by {row.operator.removeprefix('aten.')} {in_phase(row.phase)}{at})"
 
 
-def without_lines(largest: Mapping[TrainingPhase, Sequence[LiveTensor]]) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-    """The rows as baselines keep them."""
-    return {phase: tuple(msgspec.structs.replace(row, lines=()) for row in rows) for phase, rows in largest.items()}
-
-
 def in_phase(phase: TrainingPhase) -> str:
     """``in forward``."""
     return "between backward passes" if phase == "between" else f"in {phase}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_gputrain.baselines import BaselineError, read_report
+from pytest_gputrain.baselines import BaselineError
 from pytest_gputrain.case_libraries import versions
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import (
@@ -30,6 +30,7 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session import Session
+from pytest_gputrain.storage.reports import read_report
 
 
 class Taken(NamedTuple):

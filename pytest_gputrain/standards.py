@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.baselines import BaselineError, ReportStore, Store
+from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.company import no_baseline_of
 from pytest_gputrain.judge import Circumstances, Judgement, judge
@@ -21,6 +21,7 @@ from pytest_gputrain.records.tolerance import NO_TERMS, Terms, Tolerance
 from pytest_gputrain.reproduction import reproduce, why_not_comparable
 from pytest_gputrain.session import in_ci
 from pytest_gputrain.stats import AGREEING, PRIOR_SD
+from pytest_gputrain.storage.reports import ReportStore
 from pytest_gputrain.suites import Suites
 from pytest_gputrain.utils.errors import BadCase
 

@@ -25,10 +25,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.baselines import read_report
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.markdown import table
 from pytest_gputrain.records import Measurement, Prediction, Result
+from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.units import format_bytes, format_percent, format_seconds
 
 ROOT: Final = Path(__file__).resolve().parent.parent

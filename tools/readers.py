@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain import baselines, cli, published, settings
-from pytest_gputrain.baselines import BaselineError, ReportStore, Store, read_report, to_baseline
+from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.dry_run.cache import Cache
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.files import UNREADABLE
@@ -33,6 +33,7 @@ from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report import live, studies, summary, terminal
 from pytest_gputrain.report.html import page
 from pytest_gputrain.session import Session
+from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
 from pytest_gputrain.trend.courses import courses
 from pytest_gputrain.trend.reading import Filter, History
 

@@ -11,13 +11,14 @@ import msgspec
 from pytest_gputrain import screen
 from pytest_gputrain.ab.telling import tell
 from pytest_gputrain.ab.verdicts import by_case, missing, tolerance_of, verdict_of
-from pytest_gputrain.baselines import BaselineError, read_report, to_baseline
+from pytest_gputrain.baselines import BaselineError
 from pytest_gputrain.dry_run import judge as foretold
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.judge import Circumstances, judge
 from pytest_gputrain.records import Baseline, Report, Result, Status, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.storage.reports import read_report, to_baseline
 from pytest_gputrain.suites import Suites, whole_suite
 
 

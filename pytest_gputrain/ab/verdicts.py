@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pytest_gputrain.baselines import to_baseline
 from pytest_gputrain.judge import Circumstances, judge
 from pytest_gputrain.records import (
     Baseline,
@@ -29,6 +28,7 @@ from pytest_gputrain.records import (
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.sentences import finding
 from pytest_gputrain.stats import levelled, suite_prior
+from pytest_gputrain.storage.reports import to_baseline
 
 _Run = TypeVar("_Run", BaselineRun, Measurement)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gputrain import screen
-from pytest_gputrain.baselines import BaselineError, read_report
+from pytest_gputrain.baselines import BaselineError
 from pytest_gputrain.exchange.formats import FORMATS
 from pytest_gputrain.exchange.points import left_out, points
 from pytest_gputrain.files import write_atomically
 from pytest_gputrain.sentences import count
+from pytest_gputrain.storage.reports import read_report
 
 
 def add_to(commands: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from pytest_gputrain import history
-from pytest_gputrain.baselines import BaselineError, Store, to_baseline
+from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.case_identity import same_id
 from pytest_gputrain.dry_run.store import FOLDER, PredictionStore
 from pytest_gputrain.hardware.catalog import CPU
@@ -26,6 +26,7 @@ from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.shelf import Cabinet, Shelf
+from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.suites import whole_suite
 
 _SAVE_EVERY_SECONDS: Final = 30.0

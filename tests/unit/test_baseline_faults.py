@@ -20,12 +20,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit_examples import CASE, baseline, baseline_run, prediction
 
-from pytest_gputrain.baselines import BaselineError, Store, read_report
+from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.check_baselines import check
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.files import conflicts, locked
 from pytest_gputrain.records import FORMAT, BaselineRun
 from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.trend.reading import Filter, History
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)

@@ -31,11 +31,12 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.baselines import BaselineError, ReportStore, Store, to_baseline
+from pytest_gputrain.baselines import BaselineError, Store
 from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.findings import LossCurve
 from pytest_gputrain.records import MAX_RUNS, Baseline, BaselineRun, Environment, Origin
 from pytest_gputrain.report import document
+from pytest_gputrain.storage.reports import ReportStore, to_baseline
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
 ENTRIES = {KEY: baseline(baseline_run(), baseline_run(session="s2")), "other": baseline(oom_run())}

@@ -1,0 +1,113 @@
+"""Reading reports of ``--gpu-json``, and their results as baselines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pytest_gputrain.baselines import decode
+from pytest_gputrain.records import (
+    Baseline,
+    BaselineRun,
+    Case,
+    LiveTensor,
+    Measurement,
+    OutOfMemory,
+    Reply,
+    Report,
+    Result,
+    TrainingPhase,
+)
+
+
+def read_report(path: Path) -> Report:
+    """The report in a file.
+
+    Raises:
+        BaselineError: it cannot be read, or is none of this package.
+    """
+    return decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote")
+
+
+class ReportStore:
+    """The results of an earlier report, as baselines."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        BaselineError: the file is no report of this package.
+        """
+        report = read_report(path)
+        self.path = path
+        self._suites: dict[str, dict[str, Baseline]] = {}
+        self._variants: dict[tuple[str, str, str], Baseline] = {}
+        for result in sorted(report.results, key=lambda one: not one.variables):  # the case in its own environment counts
+            if result.search is not None or result.loss_curves:
+                continue  # of another batch than the case's, or of other steps
+            baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
+            if baseline.runs:
+                self._suites.setdefault(result.suite, {})[result.key] = baseline
+                self._variants[result.suite, result.key, result.variables_digest] = baseline
+
+    def get(self, device: str, suite: str, key: str, variables_digest: str = "") -> Baseline | None:
+        """The case's figures in the report, whatever device they are of: the judge tells what can be compared.
+
+        Those that a test measured with the same changed variables come first."""
+        return self._variants.get((suite, key, variables_digest)) or self.suite(device, suite).get(key)
+
+    def suite(self, device: str, suite: str) -> Mapping[str, Baseline]:
+        return self._suites.get(suite, {})
+
+
+def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Baseline:
+    """The figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out).
+
+    Args:
+        date: UTC, ISO 8601; this and the rest of the run whose result it is, which earlier ones may have begun.
+        session: id of the pytest run.
+        commit: of the code measured; empty for unknown.
+    """
+    earlier = [origin for origin in result.resumed for _ in range(origin.runs)]
+    runs = (
+        _baseline_run(reply, date=origin.date, session=origin.session, commit=origin.commit)
+        if origin
+        else _baseline_run(reply, date=date, session=session, commit=commit)
+        for reply, origin in itertools.zip_longest(result.replies, earlier)
+    )
+    known = tuple(msgspec.structs.replace(run, variables=result.variables) for run in runs if run is not None)
+    # How many steps were run and what the case is declared for may change without the figures meaning something else.
+    return Baseline(device=result.device, case=Case(**result.case.identity()), scale=result.scale, runs=known)
+
+
+def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> BaselineRun | None:
+    if isinstance(reply, OutOfMemory) and reply.environment is not None:
+        return BaselineRun(
+            outcome="out_of_memory",
+            out_of=reply.where,
+            environment=reply.environment,
+            date=date,
+            session=session,
+            commit=commit,
+        )
+    if not isinstance(reply, Measurement):
+        return None
+    figures = {name: getattr(reply, name) for name in BaselineRun.__struct_fields__ if hasattr(reply, name)} | {
+        "warmup": len(reply.warmup_seconds),
+        "step_seconds": tuple(map(_short, reply.step_seconds)),
+        "largest": without_lines(reply.largest),
+        "one_worker_seconds": None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
+        "final_loss": reply.losses[-1] if reply.losses else None,
+    }
+    return BaselineRun(outcome="measured", date=date, session=session, commit=commit, **figures)
+
+
+def _short(seconds: float) -> float:
+    """Six digits: beyond what a clock tells of a step, and readable in a diff."""
+    return float(f"{seconds:.6g}")
+
+
+def without_lines(largest: Mapping[TrainingPhase, Sequence[LiveTensor]]) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+    """The rows as baselines keep them."""
+    return {phase: tuple(msgspec.structs.replace(row, lines=()) for row in rows) for phase, rows in largest.items()}
