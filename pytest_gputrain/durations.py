@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.dry_run.forecast import Forecast
-from pytest_gputrain.history import HistoryError, read
 from pytest_gputrain.records import Task
+from pytest_gputrain.storage.history import HistoryError, read
 
 
 class _Line(Struct):

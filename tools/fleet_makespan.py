@@ -37,8 +37,8 @@ from claims import Row, parser, report
 from pytest_gputrain.case_identity import key_of
 from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.fleet.fleet import ASK_SECONDS, LEAST_WAITING
-from pytest_gputrain.history import read
 from pytest_gputrain.published import PublishedStore
+from pytest_gputrain.storage.history import read
 
 BASELINES: Final = Path(__file__).parents[1] / "baselines"
 PLATFORM: Final = "h100"

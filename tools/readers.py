@@ -23,7 +23,7 @@ from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.hardware.recording import replayed
-from pytest_gputrain.history import HistoryError, append, lines_of
+from pytest_gputrain.history import lines_of
 from pytest_gputrain.judge import judge
 from pytest_gputrain.launch import ranks
 from pytest_gputrain.options import OPTIONS
@@ -33,6 +33,7 @@ from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report import live, studies, summary, terminal
 from pytest_gputrain.report.html import page
 from pytest_gputrain.session import Session
+from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
 from pytest_gputrain.trend.courses import courses
 from pytest_gputrain.trend.reading import Filter, History

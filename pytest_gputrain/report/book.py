@@ -26,6 +26,7 @@ from pytest_gputrain.resuming import Resumption
 from pytest_gputrain.sentences import count
 from pytest_gputrain.session import Session
 from pytest_gputrain.shelf import Cabinet, Shelf
+from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.suites import whole_suite
 
@@ -192,7 +193,7 @@ class Book:
         if self.settings.history is not None and self.settings.history.exists():
             try:
                 past = page.look_back([self.settings.history], self.notes.append)
-            except history.HistoryError as error:
+            except HistoryError as error:
                 self.notes.append(f"{path} shows no trends: {error}")
         whole = msgspec.structs.replace(report, results=(*report.results, *results))
         page.write(path, [whole], past, baseline_dir=self.settings.baseline_dir)
@@ -203,8 +204,8 @@ class Book:
             return
         try:
             lines = history.unwritten(path, history.lines_of(self.results, self.session), self.session)
-            repaired = history.append(path, lines) if lines else ""
-        except history.HistoryError as error:
+            repaired = append(path, lines) if lines else ""
+        except HistoryError as error:
             self._keep_aside(f"nothing is appended to the history: {error}", self._report(1))
         except OSError as error:
             self._keep_aside(f"the history {path} cannot be written: {error.strerror}", self._report(1))

@@ -10,11 +10,11 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain import screen
-from pytest_gputrain.history import HistoryError
 from pytest_gputrain.records import Change, Course, Moment, Trends
 from pytest_gputrain.report import sheet
 from pytest_gputrain.report.html import page
 from pytest_gputrain.sentences import count
+from pytest_gputrain.storage.history import HistoryError
 from pytest_gputrain.trend.courses import HIGHER_IS_BETTER, courses, shown
 from pytest_gputrain.trend.reading import METRICS, Filter, History
 from pytest_gputrain.units import format_percent, parse_ratio

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.files import UNREADABLE
-from pytest_gputrain.history import HistoryError, read
 from pytest_gputrain.records import FORMAT, Case, HistoryLine
+from pytest_gputrain.storage.history import HistoryError, read
 
 TRUNKS: Final = ("main", "master")
 """Branches of which the history is told, if it has one of them."""

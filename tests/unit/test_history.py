@@ -20,9 +20,10 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 
 from pytest_gputrain import history
 from pytest_gputrain.findings import Search
-from pytest_gputrain.history import HistoryError, append, lines_of, read
+from pytest_gputrain.history import lines_of
 from pytest_gputrain.records import Case, HistoryLine, MetricVerdict, Verdict
 from pytest_gputrain.session import Session
+from pytest_gputrain.storage.history import HistoryError, append, read
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trends.md"
 SESSION = Session(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")

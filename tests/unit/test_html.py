@@ -23,9 +23,10 @@ from unit_examples import CASE, crashed, gpu_environment, live_tensor, measureme
 
 from pytest_gputrain.cli import _parser, main
 from pytest_gputrain.findings import LossCurve
-from pytest_gputrain.history import append, lines_of
+from pytest_gputrain.history import lines_of
 from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Summary, Verdict
 from pytest_gputrain.session import Session
+from pytest_gputrain.storage.history import append
 from pytest_gputrain.units import GiB
 
 pytest.importorskip("jinja2", reason="the extra `report` is not installed")

@@ -16,9 +16,10 @@ import pytest
 from unit_examples import CASE, result
 
 from pytest_gputrain.cli import main
-from pytest_gputrain.history import append, lines_of
+from pytest_gputrain.history import lines_of
 from pytest_gputrain.records import HistoryLine, Trends
 from pytest_gputrain.session import Session
+from pytest_gputrain.storage.history import append
 from pytest_gputrain.trend.courses import HIGHER_IS_BETTER
 from pytest_gputrain.trend.reading import METRICS, Filter, History
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from pytest_gputrain import screen
 from pytest_gputrain.baselines import BaselineError
-from pytest_gputrain.history import HistoryError
 from pytest_gputrain.report.html import page
+from pytest_gputrain.storage.history import HistoryError
 from pytest_gputrain.storage.reports import read_report
 
 

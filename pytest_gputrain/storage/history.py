@@ -1,0 +1,106 @@
+"""The history: a file of JSON lines, one for each case and pytest run, that grows at its end and is never rewritten."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from pytest_gputrain.files import UNREADABLE, locked
+from pytest_gputrain.harmless import Told
+from pytest_gputrain.records import HistoryLine
+
+_Line = TypeVar("_Line")
+
+
+_LONGEST_LINE: Final = 1 << 20
+"""Bytes; a file without line ends is not read into memory as a whole."""
+
+
+class HistoryError(Told):
+    """A history that cannot be read; one sentence with the place and the remedy."""
+
+
+def append(path: Path, lines: Iterable[HistoryLine]) -> str:
+    """Put whole lines at the end of the file, in one write, or leave it as it was.
+
+    Processes of one host take turns. A last line without its end, which a crash in mid-write leaves, is removed first;
+    one that only lacks its line end gets it.
+
+    Returns:
+        A sentence where a torn line was removed, else nothing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.resolve()):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn = _torn_end(descriptor, size)
+            whole = size - len(torn)
+            if torn and _is_json(torn):
+                data, torn, whole = b"\n" + data, b"", size
+            if torn:
+                os.ftruncate(descriptor, whole)
+            try:
+                if os.write(descriptor, data) < len(data):
+                    raise OSError(0, "the disk took only a part of it")
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, whole)
+                raise
+        finally:
+            os.close(descriptor)
+    return f"the last line of {path} was cut off by a crash ({len(torn):,} bytes) and has been removed" if torn else ""
+
+
+def _torn_end(descriptor: int, size: int) -> bytes:
+    """What follows the last line end."""
+    block, end = b"", size
+    while end > 0 and b"\n" not in block:
+        start = max(0, end - _LONGEST_LINE)
+        block = os.pread(descriptor, end - start, start) + block
+        end = start
+    return block.rpartition(b"\n")[2]
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except UNREADABLE:
+        return False
+
+
+def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterator[tuple[int, _Line]]:
+    """Where each line begins, in bytes, and what it says, one after the other: a long history needs no memory.
+
+    Args:
+        type_: a record of the keys that are wanted; others are passed over.
+        warn: told in a sentence of a last line that a crash cut off, which is left out.
+
+    Raises:
+        HistoryError: the file cannot be read, or another line is none of a history.
+    """
+    decode = msgspec.json.Decoder(type_).decode
+    begin = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(functools.partial(file.readline, _LONGEST_LINE), b""), 1):
+                try:
+                    yield begin, decode(line)
+                except UNREADABLE as error:
+                    if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                        warn(f"{path}:{number} was cut off by a crash and is left out; the next run that appends removes it")
+                        return
+                    remedy = "remove the line, or restore the file from a copy"
+                    raise HistoryError(f"{path}:{number} is no line of a history: {error}; {remedy}") from None
+                begin += len(line)
+    except OSError as error:
+        raise HistoryError(f"{path} cannot be read: {error.strerror}") from error
