@@ -15,14 +15,11 @@ import msgspec
 
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.interrupts import undisturbed
-from pytest_gputrain.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
+from pytest_gputrain.launch.environment import refuse_recursion, worker_environment
 from pytest_gputrain.launch.preloaded import Preloaded
 from pytest_gputrain.launch.processes import CASE_FOLDER, Process, start
 from pytest_gputrain.launch.ranks import Rank, folder_of, follow
-from pytest_gputrain.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Crashed, Event, Lost, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
-
-__all__ = ["Cluster", "Preloaded", "SessionEnvironment", "Watch", "in_process", "inline", "on_nodes", "predict"]
 
 Watch = Callable[[Event], None]
 

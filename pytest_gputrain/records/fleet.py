@@ -39,7 +39,7 @@ class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shared: str
     """Folder that all nodes of a case see."""
     rendezvous: str = ""
-    """As in `pytest_gputrain.launch.Cluster`."""
+    """As in `pytest_gputrain.launch.torchrun.Cluster`."""
 
 
 class Order(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

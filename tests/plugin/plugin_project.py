@@ -109,7 +109,7 @@ def pytest_configure(config):
     patch.setattr(drivers, "driver", lambda vendor: contextlib.nullcontext())
     patch.setattr(here, "_SETTLING_SECONDS", 0)
     patch.setattr(launch, "in_process", in_process)
-    patch.setattr(launch, "on_nodes", in_process)
+    patch.setattr(here, "on_nodes", in_process)
     config.add_cleanup(patch.undo)
 """
 

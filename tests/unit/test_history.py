@@ -18,11 +18,11 @@ import msgspec
 import pytest
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, result, timed_out
 
-from pytest_gputrain import history
 from pytest_gputrain.findings import Search
 from pytest_gputrain.history import lines_of
 from pytest_gputrain.records import Case, HistoryLine, MetricVerdict, Verdict
 from pytest_gputrain.session import Session
+from pytest_gputrain.storage import history
 from pytest_gputrain.storage.history import HistoryError, append, read
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trends.md"
@@ -33,7 +33,7 @@ _WRITER = """
 import sys, time
 from pathlib import Path
 import msgspec
-from pytest_gputrain.history import append
+from pytest_gputrain.storage.history import append
 from pytest_gputrain.records import HistoryLine
 
 path, name, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -175,7 +175,7 @@ _CRASHES = """
 import os, sys
 from pathlib import Path
 import msgspec
-from pytest_gputrain.history import append
+from pytest_gputrain.storage.history import append
 from pytest_gputrain.records import HistoryLine
 
 line = msgspec.json.decode(sys.stdin.buffer.read(), type=HistoryLine)
@@ -240,7 +240,7 @@ _FULL = """
 import resource, sys
 from pathlib import Path
 import msgspec
-from pytest_gputrain.history import append
+from pytest_gputrain.storage.history import append
 from pytest_gputrain.records import HistoryLine
 
 line = msgspec.json.decode(sys.stdin.buffer.read(), type=HistoryLine)
