@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gputrain import Case
-from pytest_gputrain.published import PublishedStore
+from pytest_gputrain.storage.published import PublishedStore
 
 PUBLISHED = PublishedStore.beside(Path(__file__).parents[1] / "baselines")
 FASTER = 1.5

@@ -1,6 +1,6 @@
 """GPU training benchmarks as test cases: measured in a process of their own, judged against stored baselines."""
 
-from pytest_gputrain.case_grid import grid
+from pytest_gputrain.cases.grid import grid
 from pytest_gputrain.records import (
     Case,
     Crashed,
@@ -13,7 +13,7 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
-from pytest_gputrain.units import GiB, KiB, MiB
+from pytest_gputrain.utils.units import GiB, KiB, MiB
 
 __all__ = [
     "Case",

@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain import launch
+from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.published import GATED, PublishedTable
 from pytest_gputrain.records import Case, Crashed, Prediction, Target, Task
-from pytest_gputrain.units import GiB, MiB
+from pytest_gputrain.storage.published import GATED, PublishedTable
+from pytest_gputrain.utils.units import GiB, MiB
 
 MEDIAN_GOAL: Final = 0.03
 WORST_GOAL: Final = 0.08
@@ -147,7 +147,7 @@ def rows_of(table: PublishedTable, platform: str, only: str) -> Iterator[Row]:
         target = predicted_for(row.platform, conditions)
         task = Task(case=conditions.case(row.case), scale="full", device_type="cpu", root=".", target=target)
         start = time.perf_counter()
-        reply = launch.predict(task, timeout_seconds=600)
+        reply = launcher.predict(task, timeout_seconds=600)
         if not isinstance(reply, Prediction):
             raise SystemExit(f"{row.case}: {reply.sentence if isinstance(reply, Crashed) else reply}")
         assert reply.peak_reserved_bytes is not None

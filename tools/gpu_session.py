@@ -25,11 +25,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.dry_run.store import PredictionStore
-from pytest_gputrain.markdown import table
 from pytest_gputrain.records import Measurement, Prediction, Result
+from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.reports import read_report
-from pytest_gputrain.units import format_bytes, format_percent, format_seconds
+from pytest_gputrain.utils.markdown import table
+from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PYTEST: Final = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q")
@@ -66,7 +66,8 @@ class Asked(NamedTuple):
 def steps(asked: Asked) -> Iterator[Step]:
     """All there is to do, in its order."""
     yield Step(
-        "driver", (sys.executable, "-m", "pytest_gputrain.cli", "devices", "--record", str(asked.folder / "driver.json"))
+        "driver",
+        (sys.executable, "-m", "pytest_gputrain.cli.main", "devices", "--record", str(asked.folder / "driver.json")),
     )
     yield Step("tests", (*PYTEST, "tests/gpu", f"--junitxml={asked.folder / 'tests.xml'}"))
     for node in ordered(collected(asked), asked.marker):

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_gputrain import launch
-from pytest_gputrain.launch.processes import Process
-from pytest_gputrain.nodes import tell
+from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.execution.launch.processes import Process
 from pytest_gputrain.records import Environment, Measurement, Task
+from pytest_gputrain.records.node_protocol import tell
 
 HERE = Environment(
     device_name="cpu",
@@ -113,6 +113,6 @@ def peak_bytes() -> int:
 
 def pytest_configure(config: Any) -> None:
     patch = pytest.MonkeyPatch()
-    patch.setattr(launch, "start", start)
+    patch.setattr(launcher, "start", start)
     config.add_cleanup(patch.undo)
     config.pluginmanager.register(Stopwatch(os.environ.get("PYTEST_XDIST_WORKER", "parent")))

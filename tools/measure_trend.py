@@ -28,7 +28,7 @@ import numpy as np
 from claims import ONE_SIDED, Row, parser, report, wilson
 from numpy.typing import NDArray
 
-from pytest_gputrain import change_points
+from pytest_gputrain.gate import change_points
 
 Array = NDArray[np.float64]
 

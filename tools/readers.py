@@ -14,29 +14,31 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain import baselines, cli, published, settings
-from pytest_gputrain.baselines import BaselineError, Store
-from pytest_gputrain.dry_run.cache import Cache
-from pytest_gputrain.dry_run.store import PredictionStore
-from pytest_gputrain.files import UNREADABLE
+from pytest_gputrain.cli import main
+from pytest_gputrain.execution.launch import ranks
+from pytest_gputrain.gate.regression import judge
+from pytest_gputrain.gate.summary import detail_of, failure_of, summarise
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.hardware.recording import replayed
-from pytest_gputrain.history import lines_of
-from pytest_gputrain.judge import judge
-from pytest_gputrain.launch import ranks
-from pytest_gputrain.options import OPTIONS
-from pytest_gputrain.outcome import detail_of, failure_of, summarise
+from pytest_gputrain.plugin import settings
+from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.records import Case, Event, Prediction, Report, Result, Served, Task, Verdict
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
-from pytest_gputrain.report import live, studies, summary, terminal
+from pytest_gputrain.report import progress_line, studies, summary, terminal
+from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.html import page
-from pytest_gputrain.session import Session
+from pytest_gputrain.report.trend.reading import Filter, History
+from pytest_gputrain.report.trend.series import courses
+from pytest_gputrain.session.dry_run.cache import Cache
+from pytest_gputrain.storage import baselines, published
+from pytest_gputrain.storage.baselines import BaselineError, Store
 from pytest_gputrain.storage.history import HistoryError, append
+from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
-from pytest_gputrain.trend.courses import courses
-from pytest_gputrain.trend.reading import Filter, History
+from pytest_gputrain.utils.files import UNREADABLE
+from pytest_gputrain.utils.git import Session
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 REPLIES: Final = ROOT / "tests" / "plugin" / "replies"
@@ -201,7 +203,7 @@ def read_progress(data: bytes, scratch: Scratch, rng: random.Random) -> None:
         with path.open("ab") as file:
             file.write(part)
         for event in progress.read():
-            live.describe(CASE, event, 2)
+            progress_line.describe(CASE, event, 2)
 
 
 def read_cache(data: bytes, scratch: Scratch, rng: random.Random) -> None:
@@ -244,7 +246,7 @@ def read_command(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     words = [word.decode(errors="surrogateescape") for word in data.split(b"\0")]
     if words[:1] == ["node"] or words[:1] == ["ab"]:
         with contextlib.suppress(SystemExit):
-            cli._parser().parse_args(words)  # they would run for long
+            main._parser().parse_args(words)  # they would run for long
         return
     for name in ("report.json", "history.jsonl"):
         if not (scratch.folder / name).exists():
@@ -258,7 +260,7 @@ def command(scratch: Scratch, words: Sequence[str]) -> None:
     if "-o" in given or "--output" in given or "--record" in given or "--html" in given:
         given = [word for word in given if word not in ("-o", "--output", "--record", "--html")]
     try:
-        status = cli.main(given)
+        status = main.main(given)
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 2
     if status not in (0, 1, 2):

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from pytest_gputrain.units import GiB, format_bytes
+from pytest_gputrain.utils.units import GiB, format_bytes
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PYTEST: Final = [sys.executable, "-m", "pytest", "-m", "h100", "--gpu-dry-run", "-q", "-p", "no:cacheprovider"]

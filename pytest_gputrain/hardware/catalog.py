@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

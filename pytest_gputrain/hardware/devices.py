@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from pytest_gputrain.harmless import Told
 from pytest_gputrain.records import Holder
+from pytest_gputrain.utils.sanitize import Told
 
 Vendor = Literal["nvidia", "amd"]
 

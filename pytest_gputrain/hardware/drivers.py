@@ -10,7 +10,7 @@ from typing import Final
 from pytest_gputrain.hardware import amd, nvidia
 from pytest_gputrain.hardware.devices import Driver, Gpu, Occupancy, Vendor
 from pytest_gputrain.records import Holder
-from pytest_gputrain.units import GiB, MiB
+from pytest_gputrain.utils.units import GiB, MiB
 
 UNSEEN_BYTES: Final = 2 * GiB
 """In use on a GPU on which no process is seen: the driver itself takes up to some 600 MiB."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Target
-from pytest_gputrain.units import MiB
+from pytest_gputrain.utils.units import MiB
 
 CONTEXT_BYTES: Final = 600 * MiB
 """The driver's context with the kernels that a step loads, on CUDA 12: what nvidia-smi shows of a process beyond the memory

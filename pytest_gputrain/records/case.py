@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records.prediction import Target
-from pytest_gputrain.units import Whole
+from pytest_gputrain.utils.units import Whole
 
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""
@@ -23,7 +23,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """What to train and how: model x method x precision x parallelism x knobs.
 
     A record only: nothing is checked or looked up here, so that one misspelt case fails its own test instead of the
-    whole file (see `pytest_gputrain.cases.problem`).
+    whole file (see `pytest_gputrain.cases.validation.problem`).
     """
 
     model: str = ""

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Task
 from pytest_gputrain.records.reply import Reply
-from pytest_gputrain.units import Whole
+from pytest_gputrain.utils.units import Whole
 
 
 class Host(Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shared: str
     """Folder that all nodes of a case see."""
     rendezvous: str = ""
-    """As in `pytest_gputrain.launch.torchrun.Cluster`."""
+    """As in `pytest_gputrain.execution.launch.torchrun.Cluster`."""
 
 
 class Order(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

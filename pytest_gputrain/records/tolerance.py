@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_gputrain.records import MetricName
-from pytest_gputrain.units import format_bytes, format_percent, parse_bytes, parse_ratio
+from pytest_gputrain.utils.units import format_bytes, format_percent, parse_bytes, parse_ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,12 +6,12 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from pytest_gputrain.figures import Figures
-from pytest_gputrain.findings import LossCurve, Search
 from pytest_gputrain.records.case import FORMAT, Case, Scale
 from pytest_gputrain.records.prediction import LiveTensor, Prediction, TrainingPhase
+from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.reply import Environment, Reply
-from pytest_gputrain.units import Whole
+from pytest_gputrain.records.study import LossCurve, Search
+from pytest_gputrain.utils.units import Whole
 
 MAX_RUNS: Final = 20
 """Runs that a baseline keeps of one case."""
@@ -111,7 +111,7 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     note: str = ""
     """Why it was not compared, what changed within the limit, or what else is to be known."""
     sd: float | None = None
-    """Between fresh processes, as a share of the time; this and what follows where `pytest_gputrain.stats` decided."""
+    """Between fresh processes, as a share of the time; this and what follows where `gate.statistics` decided."""
     sensitivity: float | None = None
     """The slowdown, as a share, that would be caught 99 times in 100."""
     baseline_runs: Whole | None = None
@@ -182,7 +182,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     model_flops_utilization: float | None
     """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
     scaling_efficiency: float | None = None
-    """See `pytest_gputrain.scaling.efficiency`; the median over the runs."""
+    """See `pytest_gputrain.gate.scaling.efficiency`; the median over the runs."""
     ranks: RankSpread | None = None
     first_step_seconds: float | None = None
     """Of the first step of the warm-up, in which kernels are loaded, tuned and, with ``compile``, made; median over the

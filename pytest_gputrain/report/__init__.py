@@ -1,1 +1,1 @@
-"""What people and machines get to read: the terminal's table and live line, the JSON document."""
+"""Everything that people and other tools read of a run: terminal, JSON, HTML, exports and trends. Nothing is judged here."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pytest_gputrain.harmless import shown
+from pytest_gputrain.utils.sanitize import shown
 
 MOST: Final = 10
 """Errors that GitHub shows of one step; it drops the rest without a word."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from pytest_gputrain.memory import in_phase, tensor
+from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.records import Prediction, Result
-from pytest_gputrain.report import layout
-from pytest_gputrain.units import format_bytes, format_flops, format_seconds
+from pytest_gputrain.report import rich_text
+from pytest_gputrain.utils.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,14 +36,14 @@ def table(
     }
     if width < _WIDE:
         del figures["(Model)"], figures["Compute"], figures["Peak in"]
-    made = layout.table(gap=1 if width >= _WIDE else 0)
+    made = rich_text.table(gap=1 if width >= _WIDE else 0)
     made.add_column("Case", overflow="fold", width=None if width >= _WIDE else 28)
     for header in figures:
         made.add_column(header, justify="right", no_wrap=True)
     made.add_column("Verdict", no_wrap=True)
     for result in results:
         cells = [show(result.prediction) if result.prediction else "" for show in figures.values()]
-        made.add_row(*map(layout.text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
+        made.add_row(*map(rich_text.text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
     return made
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pytest_gputrain.records import Result, Verdict
-from pytest_gputrain.shelf import Picked
+from pytest_gputrain.utils.spill import Picked
 
 
 def latest(results: Sequence[Result]) -> Sequence[Result]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pytest_gputrain.findings import LossCurve, Search, Try
 from pytest_gputrain.records import Case, Result
-from pytest_gputrain.report import layout
-from pytest_gputrain.units import format_percent, format_rate
+from pytest_gputrain.records.study import LossCurve, Search, Try
+from pytest_gputrain.report import rich_text
+from pytest_gputrain.utils.units import format_percent, format_rate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,7 +68,7 @@ def loss_table(results: Sequence[Result], names: Names) -> Table:
 
 
 def _table(*figures: str, last: str) -> Table:
-    table = layout.table()
+    table = rich_text.table()
     for header in ("Model", "Method", "Setting"):
         table.add_column(header, overflow="fold")
     for header in figures:
@@ -80,7 +80,7 @@ def _table(*figures: str, last: str) -> Table:
 def _add_row(table: Table, *cells: str) -> None:
     # Text throughout: names come from users, and rich would take their brackets for markup.
     *others, last = cells
-    table.add_row(*map(layout.text, others), layout.text(last, style=_STYLES.get(last, "red")))
+    table.add_row(*map(rich_text.text, others), rich_text.text(last, style=_STYLES.get(last, "red")))
 
 
 def _as(result: Result, case: Case) -> Result:

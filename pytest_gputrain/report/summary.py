@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pytest_gputrain import markdown
-from pytest_gputrain.files import write_atomically
 from pytest_gputrain.records import Result
-from pytest_gputrain.report import comparison, terminal
+from pytest_gputrain.report import published, terminal
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.results import BY_ATTENTION, latest, verdict_of
-from pytest_gputrain.units import format_bytes, format_seconds
+from pytest_gputrain.utils import markdown
+from pytest_gputrain.utils.files import write_atomically
+from pytest_gputrain.utils.units import format_bytes, format_seconds
 
 MOST_BYTES: Final = 1024 * 1024
 """Of all that the commands of a step write."""
@@ -69,7 +69,7 @@ def _row(result: Result) -> tuple[str, ...]:
         seconds = format_seconds(result.summary.median_step_seconds)
         peak = format_bytes(result.summary.peak_allocated_bytes)
     else:
-        seconds = peak = comparison.outcome(result)
+        seconds = peak = published.outcome(result)
     changes = (terminal.change("step_seconds", result), terminal.change("peak_allocated_bytes", result))
     return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1])
 

@@ -7,15 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.company import slowed_down
-from pytest_gputrain.dry_run.store import FOLDER
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.gate.contention import slowed_down
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
-from pytest_gputrain.report import comparison, layout, predictions, studies
+from pytest_gputrain.report import predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, verdict_of
-from pytest_gputrain.shelf import Picked
-from pytest_gputrain.units import format_bytes, format_percent, format_seconds, format_topology
+from pytest_gputrain.storage.predictions import FOLDER
+from pytest_gputrain.utils.spill import Picked
+from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,21 +46,21 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
     for place in sorted(shown):
         result = results[place]
         groups[result.suite, _device(result), result.scale].append(place)
-    console, file = layout.console(width, colour)
+    console, file = rich_text.console(width, colour)
     for (suite, device, scale), places in groups.items():
         members = Picked(results, places)
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
-        console.print(layout.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
+        console.print(rich_text.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
         for line in _links(members):
-            console.print(layout.text(line, style="dim"))
+            console.print(rich_text.text(line, style="dim"))
         searched = members.those(lambda result: result.search is not None)
         curved = members.those(lambda result: bool(result.loss_curves))
         judged = members.those(lambda result: result.search is None and not result.loss_curves)
         if device.endswith(_DRY):
             console.print(predictions.table(judged, _names, _verdict, width))
         elif any(result.published for result in judged):
-            console.print(comparison.table(judged, _verdict))
+            console.print(published.table(judged, _verdict))
         elif judged:
             console.print(_table(judged, width))
         if searched:
@@ -68,7 +68,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
         if curved:
             console.print(studies.loss_table(curved, _names))
     if len(shown) < len(rows):
-        console.print(layout.text(f"(and {len(rows) - len(shown):,} more cases; the JSON report has all)"))
+        console.print(rich_text.text(f"(and {len(rows) - len(shown):,} more cases; the JSON report has all)"))
     return file.getvalue().rstrip("\n")
 
 
@@ -208,7 +208,7 @@ def _table(results: Sequence[Result], width: int) -> Table:
         figures["Scaling"] = _scaling
     figures |= compared
     # Text throughout: names come from users, and rich would take their brackets for markup.
-    table = layout.table(gap=0 if narrow else 1)
+    table = rich_text.table(gap=0 if narrow else 1)
     # Fixed widths where there is little room: rich would otherwise shrink the figures with the names.
     joined = narrow and (scaling or any(len(_names(result)[2]) > _LONG_SETTING for result in results))
     if joined:
@@ -223,13 +223,13 @@ def _table(results: Sequence[Result], width: int) -> Table:
     for result in results:
         names = [" ".join(filter(None, _names(result)))] if joined else [*_names(result)]
         cells = [*names, *(show(result) for show in figures.values())]
-        table.add_row(*map(layout.text, cells), _verdict(result))
+        table.add_row(*map(rich_text.text, cells), _verdict(result))
     return table
 
 
 def _verdict(result: Result) -> Text:
     status = verdict_of(result)
-    return layout.text(status, style=_STYLES.get(status, "red"))
+    return rich_text.text(status, style=_STYLES.get(status, "red"))
 
 
 def _names(result: Result) -> tuple[str, str, str]:
@@ -240,7 +240,7 @@ def _names(result: Result) -> tuple[str, str, str]:
 
 
 def _peak(result: Result) -> str:
-    return format_bytes(result.summary.peak_allocated_bytes) if result.summary else comparison.outcome(result)
+    return format_bytes(result.summary.peak_allocated_bytes) if result.summary else published.outcome(result)
 
 
 def _model(result: Result) -> str:
@@ -249,7 +249,7 @@ def _model(result: Result) -> str:
 
 
 def _seconds(result: Result) -> str:
-    return format_seconds(result.summary.median_step_seconds) if result.summary else comparison.outcome(result)
+    return format_seconds(result.summary.median_step_seconds) if result.summary else published.outcome(result)
 
 
 def _scaling(result: Result) -> str:

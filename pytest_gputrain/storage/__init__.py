@@ -1,1 +1,1 @@
-"""Every file that outlives a run: baselines, predictions, published tables, reports and the history."""
+"""Every file that outlives a run: baselines, predictions, published tables, reports and the history. Gate judges them."""

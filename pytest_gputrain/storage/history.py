@@ -10,9 +10,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from pytest_gputrain.files import UNREADABLE, locked
-from pytest_gputrain.harmless import Told
 from pytest_gputrain.records import HistoryLine
+from pytest_gputrain.utils.files import UNREADABLE, locked
+from pytest_gputrain.utils.sanitize import Told
 
 _Line = TypeVar("_Line")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_gputrain.baselines import decode
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -21,6 +20,7 @@ from pytest_gputrain.records import (
     Result,
     TrainingPhase,
 )
+from pytest_gputrain.storage.baselines import decode
 
 
 def read_report(path: Path) -> Report:

@@ -1,1 +1,1 @@
-"""Text, files, signals and git, for every package; knows nothing of training and imports nothing else of the plugin."""
+"""Text, files, signals and git, for every other package. Nothing here knows of training or imports another package."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gputrain.harmless import Told
+from pytest_gputrain.utils.sanitize import Told
 
 
 class BadCase(Told):

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_gputrain.kernel import die_with_parent
-from pytest_gputrain.nodes import tell
 from pytest_gputrain.records import FORMAT, Crashed, Measurement, Prediction, Reply, Served, Task
+from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.utils.linux import die_with_parent
 from pytest_gputrain.worker.progress import Progress
 
 CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "reply.json", "stacks.txt", "rendezvous"

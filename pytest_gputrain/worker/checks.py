@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.units import format_bytes
+from pytest_gputrain.utils.units import format_bytes
 from pytest_gputrain.worker.device import Peaks
 
 _CHUNK: Final = 2**24

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from pytest_gputrain.case_libraries import LIBRARIES
+from pytest_gputrain.cases.libraries import LIBRARIES
 from pytest_gputrain.records import Case
 
 _RECOMPILATIONS: Final = 64

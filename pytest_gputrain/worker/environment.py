@@ -8,7 +8,7 @@ import socket
 
 import torch
 
-from pytest_gputrain.case_libraries import versions
+from pytest_gputrain.cases.libraries import versions
 from pytest_gputrain.records import Environment
 from pytest_gputrain.worker.device import Device
 from pytest_gputrain.worker.group import Group

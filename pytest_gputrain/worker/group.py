@@ -99,9 +99,9 @@ class Group:
         """Sets of names, each united over the processes that train; all of them must call this."""
         if self.size == 1:
             return names
-        from pytest_gputrain.worker import words
+        from pytest_gputrain.worker import messages
 
-        given = words.of_all(names, tuple[set[str], ...], self.trainers)
+        given = messages.of_all(names, tuple[set[str], ...], self.trainers)
         return tuple(set().union(*sets) for sets in zip(*given, strict=True))
 
     def barrier(self) -> None:

@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.records import Task
-from pytest_gputrain.units import KiB, MiB, format_bytes
+from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 from pytest_gputrain.worker.allocations import wraps
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.own_lines import OwnLines
-from pytest_gputrain.worker.recipe import Trainable
 from pytest_gputrain.worker.threads import SharedMode
+from pytest_gputrain.worker.training import Trainable
 
 TENSORS: Final = 4 * KiB
 """Growth of a round that is none: losses and metrics are kept."""

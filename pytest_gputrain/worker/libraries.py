@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.records import Case
 
 

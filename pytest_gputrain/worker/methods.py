@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytest_gputrain.architectures import Architecture, Lora
-from pytest_gputrain.cases import ADAPTING
+from pytest_gputrain.cases.architectures.facts import Architecture, Lora
+from pytest_gputrain.cases.validation import ADAPTING
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.precision import Precision
 

@@ -12,8 +12,8 @@ from pytest_gputrain.worker.flops import FlopCount
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.growth import Growth
 from pytest_gputrain.worker.precision import check_precision, weights_by_type
-from pytest_gputrain.worker.recipe import Trainable
 from pytest_gputrain.worker.threads import countable_threads
+from pytest_gputrain.worker.training import Trainable
 from pytest_gputrain.worker.witness import Witness, started_processes
 
 _BLIND: Final = (

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain.kernel import PARENT, die_with_parent
 from pytest_gputrain.records import Task
+from pytest_gputrain.utils.linux import PARENT, die_with_parent
 from pytest_gputrain.worker.__main__ import CASE, main, redirect
 from pytest_gputrain.worker.libraries import load
 

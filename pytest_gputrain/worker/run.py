@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gputrain.architectures import Architecture
+from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Crashed, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
@@ -29,11 +29,11 @@ from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Stamped, schedule, timed
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
-from pytest_gputrain.worker.own_work import OwnWork
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.recipe import OPTIMIZERS, Custom, StepBuilder, Trainable, Training, load_builder
+from pytest_gputrain.worker.straggler_clock import OwnWork
+from pytest_gputrain.worker.training import OPTIMIZERS, Custom, StepBuilder, Trainable, Training, load_builder
 
 SEED: Final = 20_240_101
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_gputrain.fleet import bench
-from pytest_gputrain.fleet.engine import ORDER, Job, NeverSo
-from pytest_gputrain.fleet.node import deliver
+from pytest_gputrain.execution.fleet import executor
+from pytest_gputrain.execution.fleet.job import deliver
+from pytest_gputrain.execution.fleet.scheduler import ORDER, Job, NeverSo
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Order
@@ -84,5 +84,5 @@ class AtOnce:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> AtOnce:
     """The engine of every run from now on."""
     engine = AtOnce()
-    monkeypatch.setattr(bench, "engine_of", lambda settings, platform: engine)
+    monkeypatch.setattr(executor, "engine_of", lambda settings, platform: engine)
     return engine

@@ -53,10 +53,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pytest_gputrain import here, launch
+from pytest_gputrain.execution import local as here
+from pytest_gputrain.execution.launch import launcher as launch
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu, Occupancy
-from pytest_gputrain.launch.environment import worker_environment
+from pytest_gputrain.execution.launch.environment import worker_environment
 from pytest_gputrain.records import Holder, Reply
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ import pytest
 from plugin_project import BUILD, GEMMA, LLAMA, Project, recorded
 
 from pytest_gputrain import MiB
-from pytest_gputrain.cli import main
+from pytest_gputrain.cli.main import main
 
 Ab = Callable[..., int]
 
@@ -154,7 +154,7 @@ def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path:
     _commit(repository, "hanging")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-c", "import sys; from pytest_gputrain.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-c", "import sys; from pytest_gputrain.cli.main import main; sys.exit(main())"]
     child = subprocess.Popen(
         [*command, "ab", "--base=hanging", "--head=fast"],
         cwd=repository.path,

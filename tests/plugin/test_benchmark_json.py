@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, Project, recorded
 
-from pytest_gputrain.cli import main
-from pytest_gputrain.exchange.pytest_benchmark import stats
-from pytest_gputrain.units import GiB
+from pytest_gputrain.cli.main import main
+from pytest_gputrain.report.export.pytest_benchmark import stats
+from pytest_gputrain.utils.units import GiB
 
 pytest_benchmark_stats = pytest.importorskip("pytest_benchmark.stats")
 

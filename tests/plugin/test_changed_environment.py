@@ -9,7 +9,7 @@ import pytest
 from at_once import stand_in
 from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA_2, Project, failures, only_sentence, recorded
 
-from pytest_gputrain.case_libraries import versions
+from pytest_gputrain.cases.libraries import versions
 
 SECRET = "hush-hush-hush"
 

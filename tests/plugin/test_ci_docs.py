@@ -12,7 +12,7 @@ import pytest
 import yaml
 from documents import PAGES, ROOT, blocks, workflow_steps
 
-from pytest_gputrain.exchange.formats import FORMATS
+from pytest_gputrain.report.export.formats import FORMATS
 
 WORKFLOWS = [found for found in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "jobs" in found]
 STEPS = list(workflow_steps("docs/ci.md"))
@@ -65,7 +65,7 @@ def test_the_hook_passes_what_is_committed_and_fails_what_is_damaged(tmp_path: P
     (tmp_path / "baselines" / "cpu").mkdir(parents=True)
     source = (ROOT / "baselines" / "cpu" / "collective.json").read_text()
     (tmp_path / "baselines" / "cpu" / "collective.json").write_text(source.replace('"tiny"', '"full"', int(damaged)))
-    code = f"import sys; from pytest_gputrain.cli import main; sys.exit(main({entry[1:]!r}))"
+    code = f"import sys; from pytest_gputrain.cli.main import main; sys.exit(main({entry[1:]!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )

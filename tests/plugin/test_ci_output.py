@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from plugin_project import GEMMA, LLAMA, LLAMA_2, SUITE, Project, assert_refused, recorded
 
 from pytest_gputrain import GiB
-from pytest_gputrain.harmless import shown
 from pytest_gputrain.report import github
+from pytest_gputrain.utils.sanitize import shown
 
 ODD = "a%,b::c"
 WITH_ODD_NAME = f"""

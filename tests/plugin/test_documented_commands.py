@@ -23,9 +23,10 @@ from documents import PAGES, ROOT, Command, blocks, commands
 from packaging.requirements import Requirement
 from plugin_project import H100, RECORDED, Project
 
-from pytest_gputrain import cli, launch
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.options import OPTIONS
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cli import main
+from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.records import Prediction
 
 COMMANDS: Final = list(commands())
@@ -91,7 +92,7 @@ class Place:
 @pytest.fixture
 def place(project: Project, monkeypatch: pytest.MonkeyPatch) -> Place:
     prediction = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
-    monkeypatch.setattr(launch, "predict", lambda task, **others: prediction)
+    monkeypatch.setattr(launcher, "predict", lambda task, **others: prediction)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     stand_in(monkeypatch)
     return Place(project)
@@ -121,10 +122,10 @@ def check_gputrain(command: Command, place: Place) -> None:
     words = [word.replace("*", "one") for word in command.arguments]
     if "--help" in words or (len(words) == 1 and words != ["check-baselines"]):
         with pytest.raises(SystemExit) as ended:
-            cli.main([words[0], "--help"])
+            main.main([words[0], "--help"])
         assert ended.value.code == 0
         return
-    options, rest = cli._parser().parse_known_args(words)
+    options, rest = main._parser().parse_known_args(words)
     if options.command == "ab":
         place.run(*rest)
     elif options.command == "node":
@@ -132,13 +133,13 @@ def check_gputrain(command: Command, place: Place) -> None:
     elif options.command == "devices":
         if options.replay is not None:
             shutil.copy(ROOT / "tests" / "unit" / "recordings" / "nvidia-h100-x2.json", place.path / options.replay)
-        assert cli.main(words) == 0
+        assert main.main(words) == 0
     else:
         outputs = [words[at + 1] for at, word in enumerate(words) if word == "-o"]
         place.add_reports(*(word for word in words if word.endswith((".json", ".jsonl")) and word not in outputs))
         if options.command == "check-baselines":
             shutil.copytree(ROOT / "baselines", place.path / options.folder)
-        assert cli.main(words) == 0
+        assert main.main(words) == 0
 
 
 def check_pip(command: Command, place: Place) -> None:

@@ -17,7 +17,8 @@ import pytest
 from leftovers import Leftovers
 from plugin_project import BUILD, Project, failures, only_sentence
 
-from pytest_gputrain import MiB, kernel
+from pytest_gputrain import MiB
+from pytest_gputrain.utils import linux
 
 FAULTY = """
 import atexit
@@ -215,7 +216,7 @@ def test_every_fault_is_told_and_none_touches_the_next(
 ) -> None:
     """One after the other in one pytest, where each is the next of another, and in the end sound ones."""
     (project.path / "counters").write_text("oom_kill 7")
-    monkeypatch.setattr(kernel, "_COUNTERS", project.path / "counters")
+    monkeypatch.setattr(linux, "_COUNTERS", project.path / "counters")
     jumps = itertools.cycle([0.0, 10.0**10])
     monkeypatch.setattr(time, "time", lambda: next(jumps))  # no time-out and no duration hangs on it
     sound = HARMLESS if faults is REPLIED else {"healthy": "pass"}

@@ -358,7 +358,7 @@ def test_nothing_of_a_fleet_is_imported_without_the_option(project: Project) -> 
         import sys
 
         def test_modules(gputrain):
-            assert [name for name in sys.modules if name.startswith("pytest_gputrain.fleet")] == []
+            assert [name for name in sys.modules if name.startswith("pytest_gputrain.execution.fleet")] == []
         """
     )
     project.spawn().assert_outcomes(passed=1)

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from plugin_project import BUILD, Project
 
-from pytest_gputrain.fleet.fleet import Fleet
-from pytest_gputrain.fleet.ray import Ray
+from pytest_gputrain.execution.fleet.queue import Fleet
+from pytest_gputrain.execution.fleet.ray import Ray
 from pytest_gputrain.records import Case, Conditions, Delivery, Lost, Measurement, Order, Task
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'pytest-gputrain[ray]'")

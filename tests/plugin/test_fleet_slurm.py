@@ -19,9 +19,9 @@ import pytest
 from plugin_project import Project
 from slurm_here import SlurmHere, lacking, slurm_here
 
-from pytest_gputrain.fleet import fleet as fleet_module
-from pytest_gputrain.fleet.fleet import Fleet
-from pytest_gputrain.fleet.slurm import Slurm
+from pytest_gputrain.execution.fleet import queue as fleet_module
+from pytest_gputrain.execution.fleet.queue import Fleet
+from pytest_gputrain.execution.fleet.slurm import Slurm
 from pytest_gputrain.records import Case, Conditions, Delivery, Lost, Measurement, Order, Task
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(lacking()), reason=f"no Slurm can run here: {lacking()}")]
@@ -291,5 +291,5 @@ def workers(below: Path) -> list[str]:
     return [
         " ".join(command)
         for command in commands
-        if "pytest_gputrain.fleet.node" in command and Path(command[-1]).is_relative_to(below)
+        if "pytest_gputrain.execution.fleet.job" in command and Path(command[-1]).is_relative_to(below)
     ]

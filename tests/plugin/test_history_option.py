@@ -10,7 +10,7 @@ import pytest
 from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, Project, assert_refused, recorded
 
 from pytest_gputrain import GiB
-from pytest_gputrain.cli import main
+from pytest_gputrain.cli.main import main
 
 
 def lines(project: Project, name: str = "history.jsonl") -> list[dict[str, Any]]:

@@ -404,7 +404,7 @@ def test_measuring_at_the_top_level_of_a_module_cannot_multiply(project: Project
         def build(setup):
             import os
 
-            from pytest_gputrain.launch import in_process
+            from pytest_gputrain.execution.launch.launcher import in_process
 
             in_process(None, gpus=(), timeout_seconds=1)
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from plugin_project import SUITE, Project, assert_refused, only_sentence, recorded, skips
 
-from pytest_gputrain.dry_run.store import PredictionStore
 from pytest_gputrain.records import Case, LiveTensor, OperatorWork, Prediction, Target
 from pytest_gputrain.records.recorded import Recorded
-from pytest_gputrain.units import GiB
+from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.utils.units import GiB
 
 DRY = ("--gpu-dry-run", "--gpu-platform=h100")
 
@@ -132,7 +132,7 @@ def test_a_known_prediction_is_not_made_again(project: Project, monkeypatch: pyt
     project.write(test_tables=ZOO)
     (project.path / "conftest.py").write_text(
         """
-from pytest_gputrain import launch
+from pytest_gputrain.execution.launch import launcher as launch
 
 real = launch.predict
 

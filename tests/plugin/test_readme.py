@@ -15,7 +15,7 @@ def test_the_benchmark_file_declares_its_cases(project):
 
 
 def test_options_are_all_in_the_table():
-    from pytest_gputrain.options import OPTIONS
+    from pytest_gputrain.plugin.options import OPTIONS
 
     missing = [option.flag for option in OPTIONS if f"`{option.flag}" not in PAGES["README.md"]]
     assert missing == []

@@ -30,7 +30,7 @@ from plugin_project import (
 )
 
 from pytest_gputrain import GiB
-from pytest_gputrain.report import document
+from pytest_gputrain.report import json_report
 
 HANGING = f"""{BUILD}
 
@@ -80,7 +80,7 @@ def test_report_is_valid_under_the_published_schema(suite: Project) -> None:
     suite.answer(recorded(slower=1.1), to=LLAMA)
     suite.answer(recorded("crashed"), to=GEMMA)
     suite.run("--gpu-json=report.json", "--gpu-runs=2").assert_outcomes(passed=1, failed=2)
-    schema = document.schema()
+    schema = json_report.schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(suite.report(), schema)
 
@@ -90,7 +90,7 @@ def test_schema_refuses_a_report_without_figures(suite: Project) -> None:
     report = suite.report()
     del report["results"][0]["replies"][0]["peak_allocated_bytes"]
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(report, document.schema())
+        jsonschema.validate(report, json_report.schema())
 
 
 def test_report_holds_case_environment_figures_and_verdict(suite: Project) -> None:
@@ -181,7 +181,7 @@ def test_report_of_a_run_without_cases_is_empty_but_valid(project: Project) -> N
     project.write(test_plain="def test_plain():\n    pass\n")
     project.run("--gpu-json=report.json").assert_outcomes(passed=1)
     assert project.report()["results"] == []
-    jsonschema.validate(project.report(), document.schema())
+    jsonschema.validate(project.report(), json_report.schema())
 
 
 def test_runs_without_cases_show_no_section(project: Project) -> None:
@@ -264,7 +264,7 @@ def test_what_ends_a_run_keeps_what_was_measured_and_leaves_no_process(project: 
         run.wait()
     _wait_for(lambda: not psutil.pid_exists(worker) and not psutil.pid_exists(child))
     assert run.returncode == pytest.ExitCode.INTERRUPTED or len(signals) > 1, output
-    jsonschema.validate(project.report(), document.schema())
+    jsonschema.validate(project.report(), json_report.schema())
     assert project.verdicts() == {"build-fp32@tiny": "new"}
     assert project.report()["exit_status"] == pytest.ExitCode.INTERRUPTED
 

@@ -20,14 +20,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit_examples import CASE, baseline, baseline_run, prediction
 
-from pytest_gputrain.baselines import BaselineError, Store
-from pytest_gputrain.check_baselines import check
-from pytest_gputrain.dry_run.store import PredictionStore
-from pytest_gputrain.files import conflicts, locked
+from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.records import FORMAT, BaselineRun
 from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.report.trend.reading import Filter, History
+from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.reports import read_report
-from pytest_gputrain.trend.reading import Filter, History
+from pytest_gputrain.utils.files import conflicts, locked
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
 ENTRIES = {KEY: baseline(baseline_run())}
@@ -252,8 +252,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_baseline_faults import DEVICE, MORE, SUITE
 from unit_examples import report, result
-from pytest_gputrain.baselines import BaselineError, Store
-from pytest_gputrain.report import document
+from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.report import json_report as document
 
 folder = Path(sys.argv[2])
 

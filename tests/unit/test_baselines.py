@@ -31,11 +31,11 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.baselines import BaselineError, Store
-from pytest_gputrain.case_identity import key_of
-from pytest_gputrain.findings import LossCurve
+from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.records import MAX_RUNS, Baseline, BaselineRun, Environment, Origin
-from pytest_gputrain.report import document
+from pytest_gputrain.records.study import LossCurve
+from pytest_gputrain.report import json_report
+from pytest_gputrain.storage.baselines import BaselineError, Store
 from pytest_gputrain.storage.reports import ReportStore, to_baseline
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
@@ -277,7 +277,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from unit_examples import baseline
-from pytest_gputrain.baselines import Store
+from pytest_gputrain.storage.baselines import Store
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(12):
@@ -495,7 +495,7 @@ def test_a_report_gives_its_results_as_baselines(tmp_path: Path) -> None:
     tiny = result(scale="tiny", key=f"{KEY}@tiny")
     curves = result(key="curves", loss_curves=(LossCurve(precision="bf16", outcome="recorded"),))
     written = report(curves, result(), tiny, result(key="bad", replies=(crashed(),), summary=None))
-    document.write(written, tmp_path / "old.json")
+    json_report.write(written, tmp_path / "old.json")
     store = ReportStore(tmp_path / "old.json")
     assert store.path == tmp_path / "old.json"
     as_baseline = to_baseline(result(), date=written.created, session=written.session, commit=written.commit)

@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from unit_examples import CASE, values_of
 
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.case_grid import grid
-from pytest_gputrain.case_identity import differences
-from pytest_gputrain.cases import OPTIMIZERS, PRECISIONS, problem
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.grid import grid
+from pytest_gputrain.cases.identity import differences
+from pytest_gputrain.cases.validation import OPTIMIZERS, PRECISIONS, problem
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.records import Case
 

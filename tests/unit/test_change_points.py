@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.change_points import LEAST_LENGTH, LEAST_SD, levels
-from pytest_gputrain.units import MiB
+from pytest_gputrain.gate.change_points import LEAST_LENGTH, LEAST_SD, levels
+from pytest_gputrain.utils.units import MiB
 
 
 def noisy(*parts: tuple[float, int], sd: float = 0.01, seed: int = 1) -> list[float]:

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_examples import CASE, baseline, baseline_run, cpu_environment, prediction
 
-from pytest_gputrain.baselines import Store
-from pytest_gputrain.check_baselines import check
-from pytest_gputrain.cli import main
-from pytest_gputrain.dry_run.store import PredictionStore
+from pytest_gputrain.cli.check_baselines import check
+from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Baseline, Case
 from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.storage.baselines import Store
+from pytest_gputrain.storage.predictions import PredictionStore
 
 COMMITTED = Path(__file__).parents[2] / "baselines"
 OTHER = CASE.replace(model="gemma-7b")

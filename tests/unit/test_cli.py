@@ -13,11 +13,11 @@ import pytest
 from unit_examples import CASE, measurement, out_of_memory, report, result
 
 from pytest_gputrain import GiB
-from pytest_gputrain.cli import main
-from pytest_gputrain.published import PublishedStore
+from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Published, Result, Summary
-from pytest_gputrain.report import document
-from pytest_gputrain.report.sheet import Sheet, render
+from pytest_gputrain.report import json_report
+from pytest_gputrain.report.tables import Sheet, render
+from pytest_gputrain.storage.published import PublishedStore
 
 STORE = PublishedStore(Path(__file__).parents[2] / "baselines" / "published")
 
@@ -57,7 +57,7 @@ LLAMA = _row("h100", "llm_finetuning", "llama-3.1-8b-lora-bf16")
 @pytest.fixture
 def written(tmp_path: Path) -> Any:
     def write(*results: Result) -> str:
-        document.write(report(*results), tmp_path / "report.json")
+        json_report.write(report(*results), tmp_path / "report.json")
         return str(tmp_path / "report.json")
 
     return write
@@ -230,7 +230,7 @@ def test_tables_of_another_folder_are_printed(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    code = "import sys; from pytest_gputrain.cli import main; sys.exit(main(['table', '--published']))"
+    code = "import sys; from pytest_gputrain.cli.main import main; sys.exit(main(['table', '--published']))"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert command.stdout is not None
     assert command.stderr is not None

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, report, result
 
-from pytest_gputrain.cli import main
+from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Case, Result
-from pytest_gputrain.report import document
-from pytest_gputrain.units import GiB
+from pytest_gputrain.report import json_report
+from pytest_gputrain.utils.units import GiB
 
 SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
 
@@ -23,7 +23,7 @@ Compare = Callable[..., tuple[int, str, str]]
 def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
     def run(base: list[Result], head: list[Result], *arguments: str, **settings: Any) -> tuple[int, str, str]:
         for name, results in (("a.json", base), ("b.json", head)):
-            document.write(report(*results, settings=SETTINGS | settings), tmp_path / name)
+            json_report.write(report(*results, settings=SETTINGS | settings), tmp_path / name)
         code = main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), *arguments])
         out, err = capsys.readouterr()
         return code, out, err
@@ -155,7 +155,7 @@ def test_bad_input_is_one_sentence_and_code_2(
     elif broken == "damaged":
         head.write_text("{")
     else:
-        document.write(report(BASE), head)
+        json_report.write(report(BASE), head)
     assert main(["compare", str(tmp_path / "a.json"), str(head)]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pytest
 
 import pytest_gputrain
-from pytest_gputrain.plugin import __all__ as FIXTURES
+from pytest_gputrain.plugin.hooks import __all__ as FIXTURES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

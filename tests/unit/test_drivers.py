@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from pytest_gputrain.cli import main
+from pytest_gputrain.cli.main import main
+from pytest_gputrain.execution.launch.environment import worker_environment
 from pytest_gputrain.hardware import amd, drivers
 from pytest_gputrain.hardware.catalog import marker_of
 from pytest_gputrain.hardware.devices import HardwareError, Reading
 from pytest_gputrain.hardware.machine import detect
 from pytest_gputrain.hardware.recording import ERRORS, Recorder, Replay, recorded, replayed
-from pytest_gputrain.launch.environment import worker_environment
 from pytest_gputrain.records import Case, Holder, Task
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 RECORDINGS = Path(__file__).parent / "recordings"
 ONE, OTHER = "GPU-6a3f1c0e-0000-4b51-9d2e-7c1e5a90b3d4", "GPU-6a3f1c0e-0001-4b51-9d2e-7c1e5a90b3d4"

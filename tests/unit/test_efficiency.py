@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import baseline, baseline_run, cpu_environment, gpu_environment, measurement
 
-from pytest_gputrain.judge import Circumstances, judge
+from pytest_gputrain.gate.regression import Circumstances, judge
+from pytest_gputrain.gate.scaling import efficiency, one_worker
 from pytest_gputrain.records import Baseline, Case, Measurement, MetricVerdict, Verdict
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
-from pytest_gputrain.scaling import efficiency, one_worker
 
 CASE = Case(model="llama-3.1-8b", parallel="ddp", gpus=4, sequence_length=512)
 WIDE = Tolerance(time=0.10, memory=MemoryTolerance(ratio=0.02))

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 from unit_examples import CASE, measurement
 
-from pytest_gputrain.fleet.engine import DELIVERY, OUTPUT, Doing, Job, NeverSo, NotNow, Unreachable
-from pytest_gputrain.fleet.fleet import ASK_SECONDS, GRACE_SECONDS, LEAST_WAITING, Fleet
-from pytest_gputrain.nodes import tell
+from pytest_gputrain.execution.fleet.queue import ASK_SECONDS, GRACE_SECONDS, LEAST_WAITING, Fleet
+from pytest_gputrain.execution.fleet.scheduler import DELIVERY, OUTPUT, Doing, Job, NeverSo, NotNow, Unreachable
 from pytest_gputrain.records import Conditions, Delivery, Host, Lost, Order, Task
+from pytest_gputrain.records.node_protocol import tell
 
 WAIT = 100.0
 NODE = Host(name="n1", platform="h100", device="nvidia-h100-80gb-hbm3", gpus=1)

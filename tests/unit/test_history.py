@@ -18,12 +18,12 @@ import msgspec
 import pytest
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, result, timed_out
 
-from pytest_gputrain.findings import Search
-from pytest_gputrain.history import lines_of
 from pytest_gputrain.records import Case, HistoryLine, MetricVerdict, Verdict
-from pytest_gputrain.session import Session
+from pytest_gputrain.records.study import Search
+from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage import history
 from pytest_gputrain.storage.history import HistoryError, append, read
+from pytest_gputrain.utils.git import Session
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trends.md"
 SESSION = Session(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")

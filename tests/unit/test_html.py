@@ -21,13 +21,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result
 
-from pytest_gputrain.cli import _parser, main
-from pytest_gputrain.findings import LossCurve
-from pytest_gputrain.history import lines_of
+from pytest_gputrain.cli.main import _parser, main
 from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Summary, Verdict
-from pytest_gputrain.session import Session
+from pytest_gputrain.records.study import LossCurve
+from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage.history import append
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.units import GiB
 
 pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")

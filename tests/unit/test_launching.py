@@ -21,12 +21,11 @@ import pytest
 from test_ranks import Answering
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction
 
-from pytest_gputrain.kernel import PARENT
-from pytest_gputrain.launch import ranks
-from pytest_gputrain.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
-from pytest_gputrain.launch.merge import merge
-from pytest_gputrain.launch.processes import CASE_FOLDER, Fresh
-from pytest_gputrain.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
+from pytest_gputrain.execution.launch import ranks
+from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
+from pytest_gputrain.execution.launch.merge import merge
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER, Fresh
+from pytest_gputrain.execution.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
     Crashed,
@@ -39,6 +38,7 @@ from pytest_gputrain.records import (
     TimedOut,
 )
 from pytest_gputrain.records import Rank as OfRank
+from pytest_gputrain.utils.linux import PARENT
 
 TASK = Task(case=CASE, scale="full", device_type="gpu", root=".")
 TARGET = Target(marker="h100", kind="cuda", memory_bytes=79 << 30, context_bytes=0)
@@ -484,7 +484,7 @@ def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
 
 
 def test_only_a_kill_that_the_kernel_counted_was_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_gputrain.launch.processes.oom_kills", lambda: 5)
+    monkeypatch.setattr("pytest_gputrain.execution.launch.processes.oom_kills", lambda: 5)
 
     def ended(exit_code: int) -> Fresh:
         return Fresh(SimpleNamespace(pid=0, poll=lambda: exit_code))  # type: ignore[arg-type]

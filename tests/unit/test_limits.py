@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory, prediction
 
-from pytest_gputrain.limits import Limited, against, foretold, with_limits
+from pytest_gputrain.gate.limits import Limited, against, foretold, with_limits
 from pytest_gputrain.records import Holder, LimitVerdict, Measurement, Reply, Verdict
 from pytest_gputrain.records.tolerance import Cap
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 STATED = "gpu_limit on test_it"
 MEMORY = Cap(metric="peak_allocated_bytes", most=24 * GiB, stated=STATED)

@@ -18,7 +18,7 @@ from pytest_gputrain.hardware import catalog, drivers, nvidia
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS, marker_of, peak_flops, slug
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine, detect
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 H200 = ("GPU-1f0e5c1a-0000-1111-2222-333344445555", "NVIDIA H200", 141 * GiB)
 TWIN = ("GPU-2a9b8c7d-0000-1111-2222-333344445555", "NVIDIA H200", 141 * GiB)

@@ -10,7 +10,7 @@ import pytest
 from unit_examples import CASE, report, result
 
 from pytest_gputrain.records import Report, Result, Verdict
-from pytest_gputrain.report import document, terminal
+from pytest_gputrain.report import json_report, terminal
 
 
 def _results(*statuses: str) -> list[Result]:
@@ -28,9 +28,9 @@ def test_results_written_one_by_one_make_the_same_document(tmp_path: Path, count
     results = _results(*["pass"] * count)
     whole = report(*results)
     expected = msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
-    document.write(whole, tmp_path / "whole.json")
-    document.write(report(), tmp_path / "parts.json", iter(results))
-    document.write(report(*results[:1]), tmp_path / "both.json", iter(results[1:]))
+    json_report.write(whole, tmp_path / "whole.json")
+    json_report.write(report(), tmp_path / "parts.json", iter(results))
+    json_report.write(report(*results[:1]), tmp_path / "both.json", iter(results[1:]))
     for name in ("whole", "parts", "both"):
         assert (tmp_path / f"{name}.json").read_bytes() == expected
     assert msgspec.json.decode(expected, type=Report) == whole
@@ -38,7 +38,7 @@ def test_results_written_one_by_one_make_the_same_document(tmp_path: Path, count
 
 def test_a_text_like_the_end_of_a_document_does_not_split_it(tmp_path: Path) -> None:
     odd = report(*_results("pass"), notes=('"results": []\n}', "[]"))
-    document.write(odd, tmp_path / "report.json")
+    json_report.write(odd, tmp_path / "report.json")
     assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report) == odd
 
 

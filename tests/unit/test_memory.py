@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from unit_examples import CASE, baseline, baseline_run, cpu_environment, live_tensor, measurement
 
-from pytest_gputrain.judge import judge
-from pytest_gputrain.memory import tensor
+from pytest_gputrain.gate.memory import tensor
+from pytest_gputrain.gate.regression import judge
 from pytest_gputrain.records import Measurement, Verdict
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
 PEAKS = {"build": 10 * GiB, "forward": 20 * GiB, "backward": 40 * GiB, "between": 12 * GiB, "optimizer": 15 * GiB}

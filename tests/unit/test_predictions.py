@@ -14,17 +14,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from unit_examples import CASE, live_tensor, prediction, unsigned, values_of
 
-from pytest_gputrain.baselines import BaselineError
-from pytest_gputrain.dry_run import cache as cache_module
-from pytest_gputrain.dry_run.cache import Cache
-from pytest_gputrain.dry_run.forecast import Forecast
-from pytest_gputrain.dry_run.judge import judge
-from pytest_gputrain.dry_run.remedies import remedy
-from pytest_gputrain.dry_run.store import MOST_CONDITIONS, PredictionStore
+from pytest_gputrain.gate.prediction import judge
 from pytest_gputrain.records import Case, OperatorWork, Prediction, Task, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance
-from pytest_gputrain.units import GiB, MiB
+from pytest_gputrain.session.dry_run import cache as cache_module
+from pytest_gputrain.session.dry_run.cache import Cache
+from pytest_gputrain.session.dry_run.remedies import remedy
+from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.forecast import Forecast
+from pytest_gputrain.storage.predictions import MOST_CONDITIONS, PredictionStore
+from pytest_gputrain.utils.units import GiB, MiB
 
 TOLERANCE = MemoryTolerance(ratio=0.02)
 LOGITS = live_tensor(bytes=9 * GiB)
@@ -446,7 +446,7 @@ def test_a_prediction_of_another_declaration_is_none_of_this_case(forecast: Fore
 
 @given(st.sampled_from(["h100", "h100 and not slow", "h100 and slow", "not (a100 or slow) and h100"]))
 def test_platforms_of_an_expression(expression: str) -> None:
-    from pytest_gputrain.selection import platforms_named
+    from pytest_gputrain.session.selection import platforms_named
 
     assert platforms_named(expression) == ["h100"]
 

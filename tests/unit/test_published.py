@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from pytest_gputrain import Case, GiB, MiB
-from pytest_gputrain.baselines import BaselineError
-from pytest_gputrain.figures import Figure, Figures
 from pytest_gputrain.hardware.catalog import MARKERS
-from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import Published
+from pytest_gputrain.records.published import Figure, Figures
+from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.published import PublishedStore
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "baselines" / "published"

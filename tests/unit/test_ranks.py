@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from unit_examples import crashed, gpu_environment, measurement
 
-from pytest_gputrain.launch.processes import Process
-from pytest_gputrain.launch.ranks import Rank, follow, merge
+from pytest_gputrain.execution.launch.processes import Process
+from pytest_gputrain.execution.launch.ranks import Rank, follow, merge
 from pytest_gputrain.records import Crashed, Measurement
 from pytest_gputrain.worker.progress import Progress
 

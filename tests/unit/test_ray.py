@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from unit_examples import CASE
 
-from pytest_gputrain.fleet.engine import SPARE_SECONDS, Job
-from pytest_gputrain.fleet.ray import Ray
+from pytest_gputrain.execution.fleet.ray import Ray
+from pytest_gputrain.execution.fleet.scheduler import SPARE_SECONDS, Job
 from pytest_gputrain.records import Conditions, Order, Task
 
 
@@ -105,7 +105,7 @@ def test_a_task_that_hangs_on_its_node_is_ended_some_time_after_the_case_should_
     errors = ("TaskCancelledError", "NodeDiedError")
     module.exceptions = SimpleNamespace(RayError=RuntimeError, **{name: type(name, (RuntimeError,), {}) for name in errors})
     monkeypatch.setattr(_Remote, "remote", lambda self, *arguments: stream)
-    monkeypatch.setattr("pytest_gputrain.fleet.ray.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("pytest_gputrain.execution.fleet.ray.time", SimpleNamespace(monotonic=lambda: now[0]))
     engine = Ray([])
     job = engine.submit(order(2, 8, "h100"), Path("/nowhere"))
     now[0] += 10_000  # in the queue, which is the fleet's business

@@ -26,7 +26,7 @@ from unit_examples import (
 
 from pytest_gputrain import records
 from pytest_gputrain.records import Case, Event, Measurement, MetricVerdict, Reply, Report, Task, Verdict
-from pytest_gputrain.report import document
+from pytest_gputrain.report import json_report
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDS = [
@@ -129,25 +129,25 @@ def test_a_verdict_finds_its_metrics() -> None:
 
 
 def test_schema_is_a_valid_schema() -> None:
-    jsonschema.Draft202012Validator.check_schema(document.schema())
+    jsonschema.Draft202012Validator.check_schema(json_report.schema())
 
 
 def test_published_schema_is_the_one_of_the_records() -> None:
-    assert (REPOSITORY / "docs" / "report.schema.json").read_text() == document.schema_text()
+    assert (REPOSITORY / "docs" / "report.schema.json").read_text() == json_report.schema_text()
 
 
 def test_a_written_report_fits_the_schema(tmp_path: Path) -> None:
-    document.write(_full_report(), tmp_path / "report.json")
-    jsonschema.Draft202012Validator(document.schema()).validate(json.loads((tmp_path / "report.json").read_text()))
+    json_report.write(_full_report(), tmp_path / "report.json")
+    jsonschema.Draft202012Validator(json_report.schema()).validate(json.loads((tmp_path / "report.json").read_text()))
 
 
 @pytest.mark.parametrize("field", ["format", "results", "created"])
 def test_schema_refuses_what_is_no_report(field: str) -> None:
     fields = {**json.loads(msgspec.json.encode(_full_report())), field: {"not": "this"}}
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(document.schema()).validate(fields)
+        jsonschema.Draft202012Validator(json_report.schema()).validate(fields)
 
 
 def test_a_written_report_reads_back(tmp_path: Path) -> None:
-    document.write(_full_report(), tmp_path / "deep" / "report.json")
+    json_report.write(_full_report(), tmp_path / "deep" / "report.json")
     assert msgspec.json.decode((tmp_path / "deep" / "report.json").read_bytes(), type=Report) == _full_report()

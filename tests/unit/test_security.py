@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from unit_examples import CASE, result
 
 import pytest_gputrain
-from pytest_gputrain import markdown
-from pytest_gputrain.files import locked
+from pytest_gputrain.execution.launch import node_service
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.lease import lease_cores
-from pytest_gputrain.harmless import shown, spreadsheet
-from pytest_gputrain.launch import node
 from pytest_gputrain.records import Verdict
 from pytest_gputrain.report import github, terminal
+from pytest_gputrain.utils import markdown
+from pytest_gputrain.utils.files import locked
+from pytest_gputrain.utils.sanitize import shown, spreadsheet
 
 ROOT = Path(pytest_gputrain.__file__).parent
 SOURCES = [*sorted(ROOT.rglob("*.py")), *sorted((ROOT.parent / "tools").glob("*.py"))]
@@ -196,12 +196,12 @@ def test_leases_follow_no_link(tmp_path: Path) -> None:
 def test_a_node_takes_part_in_cases_of_its_own_user_only(tmp_path: Path) -> None:
     folder = tmp_path / "case"
     folder.mkdir(mode=0o700)
-    assert node._is_of(folder, os.getuid())
-    assert not node._is_of(folder, os.getuid() + 1)
+    assert node_service._is_of(folder, os.getuid())
+    assert not node_service._is_of(folder, os.getuid() + 1)
     folder.chmod(0o770)
-    assert not node._is_of(folder, os.getuid())
+    assert not node_service._is_of(folder, os.getuid())
     link = tmp_path / "link"
     folder.chmod(0o700)
     link.symlink_to(folder)
-    assert not node._is_of(link, os.getuid())
-    assert not node._is_of(tmp_path / "gone", os.getuid())
+    assert not node_service._is_of(link, os.getuid())
+    assert not node_service._is_of(tmp_path / "gone", os.getuid())

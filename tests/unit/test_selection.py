@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pytest_gputrain.hardware.catalog import MARKERS
-from pytest_gputrain.selection import platforms_of, why_skipped
+from pytest_gputrain.session.selection import platforms_of, why_skipped
 
 H100 = ("h100", "cpu")
 BOTH = ("h100", "a100", "cpu")

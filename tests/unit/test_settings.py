@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.options import OPTIONS, Option
+from pytest_gputrain.plugin.options import OPTIONS, Option
+from pytest_gputrain.plugin.settings import read
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import MemoryTolerance
-from pytest_gputrain.settings import read
-from pytest_gputrain.units import MiB
+from pytest_gputrain.utils.units import MiB
 
 ROOT = Path("/project")
 BY_NAME = {option.name: option for option in OPTIONS}

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from unit_examples import CASE
 
-from pytest_gputrain.fleet.bench import engine_of
-from pytest_gputrain.fleet.engine import Job, NeverSo, NotNow, Unreachable
-from pytest_gputrain.fleet.slurm import Slurm, _job
+from pytest_gputrain.execution.fleet.executor import engine_of
+from pytest_gputrain.execution.fleet.scheduler import Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.execution.fleet.slurm import Slurm, _job
 from pytest_gputrain.records import Conditions, Order, Task
 
 FULL = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
@@ -174,7 +174,7 @@ def test_a_job_runs_the_node_with_this_python(commands: Commands, tmp_path: Path
         sys.executable,
         "-P",
         "-m",
-        "pytest_gputrain.fleet.node",
+        "pytest_gputrain.execution.fleet.job",
         str(folder / "1"),
     ]
     assert "--time=40" in words

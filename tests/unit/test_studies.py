@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
 
-from pytest_gputrain.findings import LossCurve, Search, Try
-from pytest_gputrain.loss import diverged, failed_curves
+from pytest_gputrain.gate.loss_trend import diverged, failed_curves
 from pytest_gputrain.records import Reply, Result, Task
+from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import studies as shown
 from pytest_gputrain.report.terminal import render
-from pytest_gputrain.studies import record_losses, search_batch
+from pytest_gputrain.session.studies import record_losses, search_batch
 
 TASK = Task(case=CASE, scale="full", device_type="gpu", root=".")
 FALLING = tuple(10 - step / 4 for step in range(40))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import CASE, values_of
 
+from pytest_gputrain.cases.sweep import combinations, override, parse_axes, shown
 from pytest_gputrain.records import Case
-from pytest_gputrain.sweep import combinations, override, parse_axes, shown
 
 KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "named", "code")]
 

@@ -4,7 +4,7 @@ import pytest
 
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 
 @pytest.mark.parametrize("marker", MARKERS)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, result, timed_out, values_of
 
 from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
-from pytest_gputrain.report.live import Live, describe
+from pytest_gputrain.report.progress_line import Live, describe
 from pytest_gputrain.report.terminal import explain, render
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

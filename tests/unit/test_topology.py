@@ -14,7 +14,7 @@ import pytest
 
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.drivers import paths
-from pytest_gputrain.units import format_topology
+from pytest_gputrain.utils.units import format_topology
 
 LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
 """As NVML numbers them."""

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 from unit_examples import CASE, result
 
-from pytest_gputrain.cli import main
-from pytest_gputrain.history import lines_of
+from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import HistoryLine, Trends
-from pytest_gputrain.session import Session
+from pytest_gputrain.report.history_lines import lines_of
+from pytest_gputrain.report.trend.reading import METRICS, Filter, History
+from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER
 from pytest_gputrain.storage.history import append
-from pytest_gputrain.trend.courses import HIGHER_IS_BETTER
-from pytest_gputrain.trend.reading import METRICS, Filter, History
+from pytest_gputrain.utils.git import Session
 
 LINE = lines_of([result()], Session(id="s", created="2026-01-01T00:00:00Z", commit="c", branch="main"))[0]
 
@@ -302,7 +302,7 @@ def test_a_long_history_takes_little_memory_a_line(tmp_path: Path) -> None:
     path.write_bytes(text * count)
     code = (
         "import sys, tracemalloc; from pathlib import Path\n"
-        "from pytest_gputrain.trend.reading import Filter, History\n"
+        "from pytest_gputrain.report.trend.reading import Filter, History\n"
         "tracemalloc.start()\n"
         f"history = History([Path({str(path)!r})], ('median_step_seconds', 'peak_allocated_bytes'), Filter(), print)\n"
         "print(tracemalloc.get_traced_memory()[1])\n"

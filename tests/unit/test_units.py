@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from pytest_gputrain.units import (
+from pytest_gputrain.utils.units import (
     GiB,
     KiB,
     MiB,

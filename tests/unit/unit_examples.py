@@ -25,7 +25,7 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from pytest_gputrain.worker import recipe
+from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.run import SEED
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.recipe import load_builder
+from pytest_gputrain.worker.training import load_builder
 
 FILE = "def step(setup):\n    return 'here'\n"
 

@@ -9,9 +9,11 @@ import torch
 from one_process import losses_of_one_process
 from zoo_examples import EXAMPLES, measured, run
 
-from pytest_gputrain import Case, launch
+from pytest_gputrain import Case
+from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Task
-from pytest_gputrain.worker import compiling, recipe
+from pytest_gputrain.worker import compiling
+from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.run import SEED
 
 LLAMA = Case(
@@ -151,7 +153,7 @@ def test_an_inline_case_that_failed_leaves_nothing_to_the_next(tmp_path):
     task = Task(
         case=Case(model="build", method="custom", code="x.py::build"), scale="full", device_type="cpu", root=os.curdir
     )
-    reply = launch.inline(task, build)
+    reply = launcher.inline(task, build)
     assert isinstance(reply, Crashed)
     del build
     assert [reference() for reference in seen] == [None, None]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from zoo_examples import example, run
 
-from pytest_gputrain import Case, launch
-from pytest_gputrain.cases import PRECISIONS
+from pytest_gputrain import Case
+from pytest_gputrain.cases.validation import PRECISIONS
+from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
-from pytest_gputrain.units import GiB, MiB
+from pytest_gputrain.utils.units import GiB, MiB
 from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress
@@ -217,13 +218,13 @@ def _hold_odd_blocks(setup):
 
 def test_the_same_in_every_process():
     task = Task(case=LLAMA.replace(method="lora"), scale="tiny", device_type="cpu", root=".", target=H100)
-    first, second = (launch.predict(task, timeout_seconds=120) for _ in range(2))
+    first, second = (launcher.predict(task, timeout_seconds=120) for _ in range(2))
     assert isinstance(first, Prediction), first
     assert msgspec.json.encode(first) == msgspec.json.encode(second)
 
 
 def test_a_wrong_model_is_no_prediction(monkeypatch):
-    monkeypatch.setattr("pytest_gputrain.worker.recipe.check_parameters", _complain)
+    monkeypatch.setattr("pytest_gputrain.worker.training.check_parameters", _complain)
     task = Task(case=LLAMA, scale="tiny", device_type="cpu", root=".", target=CPU)
     reply = predict(task, Progress(None))
     assert isinstance(reply, Crashed)

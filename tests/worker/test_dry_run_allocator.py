@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gputrain.units import GiB, KiB, MiB
+from pytest_gputrain.utils.units import GiB, KiB, MiB
 from pytest_gputrain.worker.dry_run.allocator import Allocator, NoRoom, replay
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 

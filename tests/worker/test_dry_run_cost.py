@@ -9,7 +9,7 @@ from test_dry_run_suite import declared
 
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Task
-from pytest_gputrain.units import GiB
+from pytest_gputrain.utils.units import GiB
 
 SCRIPT = """
 import sys, msgspec

@@ -13,7 +13,8 @@ import pytest
 import torch
 from test_dry_run import CPU, H100, OWN, compare, predicted
 
-from pytest_gputrain import Case, launch
+from pytest_gputrain import Case
+from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.worker.dry_run.patches import _WhenImported
 from pytest_gputrain.worker.dry_run.predict import predict
@@ -211,7 +212,7 @@ def predicted_apart(folder, source, function, precision):
     (folder / "own.py").write_text(source)
     case = Case(model=function, method="custom", precision=precision, code=f"own.py::{function}")
     task = Task(case=case, scale="full", device_type="cpu", root=str(folder), target=H100)
-    reply = launch.predict(task, timeout_seconds=120)
+    reply = launcher.predict(task, timeout_seconds=120)
     assert isinstance(reply, Prediction), reply
     return reply
 

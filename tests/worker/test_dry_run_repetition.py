@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from test_dry_run_suite import declared
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.worker.dry_run import predict as predict_module

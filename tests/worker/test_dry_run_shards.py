@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from preloaded_worker import measured
 from test_dry_run_suite import CPU, H100, STORE, declared
 
-from pytest_gputrain import Case, launch
-from pytest_gputrain.case_identity import key_of
+from pytest_gputrain import Case
+from pytest_gputrain.cases.identity import key_of
+from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.worker.dry_run.engines import assigned
 from pytest_gputrain.worker.dry_run.predict import predict
@@ -163,7 +164,7 @@ def test_what_deepspeed_offloads_is_on_the_host(knobs):
 def test_the_same_in_a_process_of_its_own():
     case = LLAMA.replace(parallel="zero3", precision="bf16", gpus=8)
     task = Task(case=case, scale="tiny", device_type="cpu", root=".", processes=8, target=H100)
-    alone = launch.predict(task, timeout_seconds=120)
+    alone = launcher.predict(task, timeout_seconds=120)
     assert isinstance(alone, Prediction), alone
     assert msgspec.json.encode(alone) == msgspec.json.encode(predicted(case, H100))
 

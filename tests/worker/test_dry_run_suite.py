@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.baselines import Store
-from pytest_gputrain.case_identity import key_of
-from pytest_gputrain.dry_run.store import PredictionStore
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Prediction, Target, Task
-from pytest_gputrain.units import GiB
+from pytest_gputrain.storage.baselines import Store
+from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.utils.units import GiB
 from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress

@@ -11,7 +11,7 @@ from zoo_examples import run as run_here
 
 from pytest_gputrain import Case
 from pytest_gputrain.records import Crashed, Measurement, Task
-from pytest_gputrain.units import KiB, MiB
+from pytest_gputrain.utils.units import KiB, MiB
 from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker.growth import Growth, resident_bytes
 from pytest_gputrain.worker.progress import Progress

@@ -14,9 +14,10 @@ from leftovers import FAULTS, Leftovers, own_case, wait_for
 from one_process import losses_of_one_process
 from preloaded_worker import measured, run
 
-from pytest_gputrain import Case, launch
+from pytest_gputrain import Case
+from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.gate.rank_spread import widest
 from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Task, TimedOut
-from pytest_gputrain.spread import widest
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
 
@@ -78,12 +79,12 @@ def test_weights_that_do_not_move_are_noticed(knobs):
 
 
 def test_ranks_that_were_started_end_where_the_next_cannot_be(leftovers, monkeypatch):
-    def start(folder, rank, environment, start=launch.start):
+    def start(folder, rank, environment, start=launcher.start):
         if rank == 1:
             raise OSError("no more processes")
         return start(folder, rank, environment)
 
-    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launcher, "start", start)
     with pytest.raises(OSError, match="no more processes"):
         run(LLAMA.replace(parallel="ddp", gpus=2), preloaded=None)
     assert leftovers.all() == []
@@ -117,7 +118,7 @@ def faults(tmp_path, leftovers):
 
     def run_fault(name, **options):
         task = Task(case=own_case(name), scale="tiny", device_type="cpu", processes=2, root=str(tmp_path))
-        return launch.in_process(task, gpus=(), **({"timeout_seconds": 120.0} | options))
+        return launcher.in_process(task, gpus=(), **({"timeout_seconds": 120.0} | options))
 
     return run_fault
 

@@ -12,7 +12,7 @@ from zoo_examples import measured as measured_alone
 
 from pytest_gputrain import Case
 from pytest_gputrain.records import Crashed
-from pytest_gputrain.worker import recipe
+from pytest_gputrain.worker import training
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.parallel.parameter_server import _tables_of
 from pytest_gputrain.worker.parallel.table_server import Shard, sparse
@@ -123,9 +123,9 @@ def test_a_server_whose_tables_do_not_change_says_so():
     assert reply.sentence == f"3 of 3 tables did not change on server {number} in {UPDATES} updates (first: words)"
 
 
-@pytest.mark.parametrize("optimizer", sorted(recipe.OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", sorted(training.OPTIMIZERS))
 def test_rows_are_updated_as_the_optimizer_updates_a_whole_tensor(optimizer):
-    make = recipe.OPTIMIZERS[optimizer]
+    make = training.OPTIMIZERS[optimizer]
     table = torch.randn(7, 3)
     shard = Shard("table", table.clone(), lambda rows: make(rows, 0.1))
     seen = torch.tensor([1, 4, 5])
@@ -141,9 +141,9 @@ def test_rows_are_updated_as_the_optimizer_updates_a_whole_tensor(optimizer):
     assert torch.equal(shard.weight[others], table[others])
 
 
-@pytest.mark.parametrize("optimizer", sorted(recipe.OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", sorted(training.OPTIMIZERS))
 def test_a_row_that_is_not_seen_stays_whatever_it_was_moved_by_before(optimizer):
-    shard = Shard("table", torch.ones(4, 2), lambda rows: recipe.OPTIMIZERS[optimizer](rows, 0.1))
+    shard = Shard("table", torch.ones(4, 2), lambda rows: training.OPTIMIZERS[optimizer](rows, 0.1))
     shard.update(sparse(torch.tensor([0, 1]), torch.ones(2, 2), 4))
     after_first = shard.weight.clone()
     shard.update(sparse(torch.tensor([1, 2]), torch.ones(2, 2), 4))
@@ -152,7 +152,7 @@ def test_a_row_that_is_not_seen_stays_whatever_it_was_moved_by_before(optimizer)
 
 
 def test_an_update_without_rows_moves_nothing():
-    shard = Shard("table", torch.ones(4, 2), lambda rows: recipe.OPTIMIZERS["adam"](rows, 0.1))
+    shard = Shard("table", torch.ones(4, 2), lambda rows: training.OPTIMIZERS["adam"](rows, 0.1))
     assert shard.update(sparse(torch.empty(0, dtype=torch.int64), torch.empty(0, 2), 4)) == 0
     assert (shard.pushed, shard.moved()) == (False, False)
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from zoo_examples import EXAMPLES, measured, run
 
-from pytest_gputrain import Case, launch
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.cases import PRECISIONS
+from pytest_gputrain import Case
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.validation import PRECISIONS
+from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task
-from pytest_gputrain.worker import checks, methods, recipe
+from pytest_gputrain.worker import checks, methods
+from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
 from pytest_gputrain.worker.threads import countable_threads
 
@@ -68,7 +70,7 @@ def test_figures_other_than_time_are_the_same_on_every_run():
     # In fresh processes, as every case has one: libraries keep tables that the first run of a process makes. Those without
     # quantisation are compared with a fork's in test_preloaded.
     task = Task(case=LLAMA.replace(method="qlora"), scale="tiny", device_type="cpu", root=".")
-    first, second = (launch.in_process(task, gpus=(), timeout_seconds=120) for _ in range(2))
+    first, second = (launcher.in_process(task, gpus=(), timeout_seconds=120) for _ in range(2))
     assert isinstance(first, Measurement), first
     assert first.peak_allocated_bytes == second.peak_allocated_bytes
     assert first.model_bytes == second.model_bytes

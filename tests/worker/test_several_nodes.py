@@ -11,10 +11,11 @@ import time
 import pytest
 from leftovers import FAULTS, Leftovers, own_case, wait_for
 
-from pytest_gputrain import Case, launch
-from pytest_gputrain.launch.torchrun import Cluster, on_nodes
-from pytest_gputrain.nodes import SILENCE_SECONDS
+from pytest_gputrain import Case
+from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task, TimedOut
+from pytest_gputrain.records.node_protocol import SILENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,7 @@ def port():
 @pytest.fixture
 def second_node(shared, leftovers):
     """A running ``gputrain node``."""
-    command = "import sys; from pytest_gputrain.cli import main; sys.exit(main())"
+    command = "import sys; from pytest_gputrain.cli.main import main; sys.exit(main())"
     node = subprocess.Popen(
         [sys.executable, "-c", command, "node", str(shared), "--host", SECOND], stdout=subprocess.PIPE, text=True
     )
@@ -88,7 +89,7 @@ def test_two_nodes_train_as_one_does(shared, second_node, leftovers):
     reply = run(case, shared, watch=events.append)
     assert isinstance(reply, Measurement), reply
     task = Task(case=case, scale="tiny", device_type="cpu", processes=2, root=".")
-    assert reply.losses == launch.in_process(task, gpus=(), timeout_seconds=300).losses
+    assert reply.losses == launcher.in_process(task, gpus=(), timeout_seconds=300).losses
     assert reply.environment.device_count == len(reply.ranks) == 2
     assert [event.phase for event in events if event.step is None].count("measure") == 1
     assert_nothing_left(leftovers, shared, second_node)

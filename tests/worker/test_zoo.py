@@ -6,9 +6,9 @@ import pytest
 import torch
 from zoo_examples import EXAMPLES, LANGUAGE, MODELS, built, count, example
 
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.cases import METHODS, OPTIMIZERS, PRECISIONS
-from pytest_gputrain.worker import methods, precision, recipe, zoo
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.validation import METHODS, OPTIMIZERS, PRECISIONS
+from pytest_gputrain.worker import methods, precision, training, zoo
 
 BF16 = precision.PRECISIONS["bf16"]
 
@@ -87,7 +87,7 @@ def test_the_parent_s_vocabulary_is_what_the_worker_offers():
     known = architectures().values()
     assert {method for architecture in known for method in architecture.trainable} <= set(METHODS)
     assert set(PRECISIONS) == set(precision.PRECISIONS)
-    assert set(OPTIMIZERS) == set(recipe.OPTIMIZERS)
+    assert set(OPTIMIZERS) == set(training.OPTIMIZERS)
     assert {architecture.family for architecture in known} == set(zoo.FAMILIES)
 
 

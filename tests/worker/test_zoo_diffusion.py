@@ -8,8 +8,9 @@ import pytest
 import torch
 from zoo_examples import example
 
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.worker import recipe, zoo
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.worker import training as recipe
+from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.zoo import diffusion

@@ -6,7 +6,7 @@ import pytest
 import torch
 from zoo_examples import built, example, inputs_of, measured, run
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.records import Crashed
 
 WITH_POSITIONS = {"pangu-350m": 1024, "bert-large": 512, "transformer-big": 256}

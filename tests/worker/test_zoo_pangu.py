@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from zoo_examples import built, example, inputs_of, measured
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases.architectures.facts import architectures
 
 MODELS = ["pangu-350m", "pangu-2.6b"]
 

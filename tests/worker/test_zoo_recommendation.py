@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 from zoo_examples import built, example, inputs_of, measured, run
 
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.cases import OPTIMIZERS
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.validation import OPTIMIZERS
 from pytest_gputrain.records import Crashed
-from pytest_gputrain.worker import recipe
+from pytest_gputrain.worker import training as recipe
 
 
 @pytest.mark.parametrize("scale", ["full", "tiny"])

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 from zoo_examples import built, inputs_of
 
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases.architectures.facts import architectures
 
 
 def test_the_decoder_sees_the_targets_one_late():

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo_examples import example, measured, run
 
-from pytest_gputrain.architectures import architectures
-from pytest_gputrain.cases import PRECISIONS
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.validation import PRECISIONS
 from pytest_gputrain.records import Crashed
-from pytest_gputrain.worker import checks, recipe
+from pytest_gputrain.worker import checks
+from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.zoo import video_diffusion
 
 VIDEO = [model for model, known in architectures().items() if known.family == "video_diffusion"]

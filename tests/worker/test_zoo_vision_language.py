@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from zoo_examples import METHODS_OF_MODELS, measured, run
 
 from pytest_gputrain import Case
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.records import Crashed
-from pytest_gputrain.worker import checks, recipe, zoo
+from pytest_gputrain.worker import checks, zoo
+from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.zoo.vision_language import LEAD, PatchedImage, TiledImage
 

@@ -3,7 +3,7 @@
 import torch
 
 from pytest_gputrain import Case
-from pytest_gputrain.architectures import architectures
+from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.records import Measurement, Task
 from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker import zoo

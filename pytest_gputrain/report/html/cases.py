@@ -11,11 +11,11 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.loss import failed_curves
-from pytest_gputrain.outcome import detail_of, failure_of
+from pytest_gputrain.gate.loss_trend import failed_curves
+from pytest_gputrain.gate.summary import detail_of, failure_of
 from pytest_gputrain.records import Case, Environment, Measurement, MetricName, Report, Result, knob_text
 from pytest_gputrain.report.results import latest, verdict_of
-from pytest_gputrain.units import (
+from pytest_gputrain.utils.units import (
     format_bytes,
     format_flops,
     format_joules,

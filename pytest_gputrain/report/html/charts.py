@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from pytest_gputrain.units import GiB, KiB, MiB, format_bytes, format_seconds
+from pytest_gputrain.utils.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

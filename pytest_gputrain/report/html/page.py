@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pytest_gputrain.baselines import BaselineError
-from pytest_gputrain.files import write_atomically
-from pytest_gputrain.published import PublishedStore
+from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Course, Report
 from pytest_gputrain.report import studies, terminal
-from pytest_gputrain.sentences import count
-from pytest_gputrain.trend.courses import courses
-from pytest_gputrain.trend.reading import Filter, History, Subject
+from pytest_gputrain.report.trend.reading import Filter, History, Subject
+from pytest_gputrain.report.trend.series import courses
+from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.published import PublishedStore
+from pytest_gputrain.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pytest_gputrain.gate.memory import in_phase
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
-from pytest_gputrain.memory import in_phase
-from pytest_gputrain.published import PublishedStore
 from pytest_gputrain.records import Measurement, Prediction, Published, Result, TrainingPhase
-from pytest_gputrain.report.comparison import FRAMEWORKS, METRICS, Metric, printed
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
+from pytest_gputrain.report.published import FRAMEWORKS, METRICS, Metric, printed
 from pytest_gputrain.report.results import latest
-from pytest_gputrain.scaling import one_worker
-from pytest_gputrain.sentences import count
-from pytest_gputrain.units import format_bytes, format_percent, format_rate, format_seconds
+from pytest_gputrain.storage.published import PublishedStore
+from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

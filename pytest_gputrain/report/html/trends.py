@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from pytest_gputrain.records import Change, Course
 from pytest_gputrain.report.html.charts import Chart, Charts, Step
-from pytest_gputrain.trend.courses import shown
-from pytest_gputrain.trend.reading import History, Subject
-from pytest_gputrain.units import format_percent
+from pytest_gputrain.report.trend.reading import History, Subject
+from pytest_gputrain.report.trend.series import shown
+from pytest_gputrain.utils.units import format_percent
 
 MOST_CARDS: Final = 60
 """Cases whose trends are drawn: a page of more opens slowly, and nobody scrolls through it."""

@@ -21,7 +21,7 @@ import bisect
 from dataclasses import dataclass
 from typing import Final
 
-from pytest_gputrain.units import MiB
+from pytest_gputrain.utils.units import MiB
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 MIN_BLOCK: Final = 512

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pytest_gputrain.records import Case
-from pytest_gputrain.units import format_bytes
+from pytest_gputrain.utils.units import format_bytes
 from pytest_gputrain.worker.checks import CheckFailed, local
 from pytest_gputrain.worker.trace import Trace, peaks
 

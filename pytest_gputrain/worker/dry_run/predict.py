@@ -9,8 +9,8 @@ from typing import Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytest_gputrain.architectures import Architecture, architectures
-from pytest_gputrain.case_libraries import library_versions
+from pytest_gputrain.cases.architectures.facts import Architecture, architectures
+from pytest_gputrain.cases.libraries import library_versions
 from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
 from pytest_gputrain.worker.dry_run.kernels import temporaries
@@ -24,9 +24,9 @@ from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.recipe import StepBuilder, Trainable
 from pytest_gputrain.worker.run import SEED, build, counted_steps, model_bytes, typical_step
 from pytest_gputrain.worker.trace import peaks
+from pytest_gputrain.worker.training import StepBuilder, Trainable
 
 HOST: Final = torch.device("cpu")
 GPU: Final = torch.device("cpu", 0)

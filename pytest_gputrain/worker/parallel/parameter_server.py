@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pytest_gputrain.worker import words
+from pytest_gputrain.worker import messages
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.parallel.data_parallel import averaged
@@ -115,7 +115,7 @@ class Tables:
             for number, server in enumerate(self._servers):
                 shards = {name: weight.detach()[number :: group.servers].cpu() for name, weight in weights.items()}
                 layout: Layout = [(name, *shard.shape, str(shard.dtype)) for name, shard in shards.items()]
-                words.send(layout, server)
+                messages.send(layout, server)
                 for shard in shards.values():
                     dispatch(shard.contiguous(), server, TABLE)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pytest_gputrain.worker import words
+from pytest_gputrain.worker import messages
 from pytest_gputrain.worker.checks import CheckFailed, fingerprint
 from pytest_gputrain.worker.group import Group
 
@@ -56,7 +56,7 @@ class TableServer:
         self._pushes: dict[int, list[Tensor]] = {}
         self._number = group.rank - group.size
         self._shards = []
-        for name, rows, width, dtype in words.receive(Layout, FIRST):
+        for name, rows, width, dtype in messages.receive(Layout, FIRST):
             weight = torch.empty(rows, width, dtype=getattr(torch, dtype.removeprefix("torch.")))
             receive(weight, FIRST, TABLE)
             self._shards.append(Shard(name, weight, make_optimizer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from pytest_gputrain.architectures import Architecture, architectures
+from pytest_gputrain.cases.architectures.facts import Architecture, architectures
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.zoo.click_through import ClickThroughModel
 from pytest_gputrain.worker.zoo.diffusion import image_diffusion

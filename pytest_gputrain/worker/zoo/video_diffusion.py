@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pytest_gputrain.architectures import Architecture
+from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.zoo.workload import Batch, Workload

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gputrain.architectures import Architecture
+from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.flops import checkpoint_contexts

@@ -1,0 +1,1 @@
+"""Declaring and validating cases, and facts about models. Nothing is run here."""

@@ -1,0 +1,53 @@
+"""The training libraries of a case, and their installed versions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Final
+
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.validation import ADAPTING
+from pytest_gputrain.records import Case
+
+LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", "bitsandbytes", "deepspeed", "triton")
+"""Those that train."""
+
+
+def libraries(case: Case) -> tuple[str, ...]:
+    """Training libraries whose code decides what the case allocates and computes; for own code, which nobody knows, all."""
+    if case.code:
+        return LIBRARIES
+    used = {"torch", *(part.library for part in architectures()[case.model].parts.values())}
+    used |= {"peft"} if case.method in ADAPTING else set()
+    used |= {"bitsandbytes"} if case.method == "qlora" else set()
+    used |= {"deepspeed"} if case.parallel.startswith("zero") else set()
+    return tuple(name for name in LIBRARIES if name in used)
+
+
+def versions() -> dict[str, str]:
+    """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
+    from importlib import metadata
+
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def library_versions(case: Case) -> dict[str, str]:
+    """Version of each of the case's libraries that is installed, without local label (``+cu130``), which tells the hardware
+    they were built for."""
+    found = {name: _installed(name) for name in libraries(case)}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+@functools.cache
+def _installed(name: str) -> str | None:
+    """Its version. Reading one takes 7 ms, and a run asks several times for each case."""
+    from importlib import metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name).partition("+")[0]
+    return None

@@ -1,0 +1,91 @@
+"""Knobs given on the command line: from ``batch_size=1,2,4`` to values, and over the cases of the tests. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.identity import ALWAYS_IN_ID
+from pytest_gputrain.cases.validation import VOCABULARY, bad_number
+from pytest_gputrain.records import Case, knob_text
+from pytest_gputrain.records.settings import Axes
+from pytest_gputrain.utils.suggest import did_you_mean
+from pytest_gputrain.utils.units import Whole
+
+_TYPES: Final = {
+    field.name: field.type
+    for field in msgspec.structs.fields(Case)
+    if field.name not in ("platforms", "named", "code")  # they say what a case is for and called, not what it does
+}
+
+
+_KINDS: Final[dict[Any, str]] = {
+    Whole: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    bool | float: "true, false or a share from 0 to 1",
+    bool | None: "true, false or null",
+}
+
+
+def parse_axes(text: str) -> Axes:
+    """The knobs of ``text``, one ``KNOB=A,B,C`` a line; blank lines count for nothing.
+
+    Raises:
+        ValueError: one sentence that names the knob or the value, and what would be accepted.
+    """
+    axes: dict[str, tuple[Any, ...]] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        knob, equals, values = (part.strip() for part in line.partition("="))
+        if not equals or not values:
+            raise ValueError(f"{line!r} is not a knob with its values; write it as batch_size=1,2,4")
+        if knob not in _TYPES:
+            raise ValueError(f"{knob!r} is no knob of a case{did_you_mean(knob, _TYPES)}; known: {', '.join(_TYPES)}")
+        if knob in axes:
+            raise ValueError(f"{knob} is given twice; give all of its values at once, as {knob}=A,B")
+        axes[knob] = tuple(_value(knob, value.strip()) for value in values.split(","))
+        if len(set(axes[knob])) != len(axes[knob]):
+            raise ValueError(f"{line!r} gives a value twice")
+    return tuple(axes.items())
+
+
+def _value(knob: str, text: str) -> Any:
+    """Raises:
+    ValueError: the text is no value of the knob.
+    """
+    known: Iterable[str] | None = architectures() if knob == "model" else VOCABULARY.get(knob)
+    if known is not None and text not in known:
+        raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, known)}; known: {', '.join(known)}")
+    try:
+        value = msgspec.convert(text, _TYPES[knob], strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{knob}={text!r} is not {_KINDS.get(_TYPES[knob], 'a value of it')}") from error
+    found = bad_number(Case(**{knob: value}))
+    if found:
+        raise ValueError(f"a case {found}")
+    return value
+
+
+def combinations(axes: Axes) -> list[dict[str, Any]]:
+    """The product of the axes, last one fastest."""
+    names = [knob for knob, _ in axes]
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
+
+
+def shown(knobs: Mapping[str, Any]) -> str:
+    """``batch_size=4-cpu_offload=true``, as ids show knobs."""
+    return "-".join(f"{knob}={knob_text(value)}" for knob, value in knobs.items())
+
+
+def override(case: Case, knobs: Mapping[str, Any]) -> Case:
+    """``case`` with other values for some knobs. Those that change appear in its id, so that each has its own baseline."""
+    changed = {knob: value for knob, value in knobs.items() if getattr(case, knob) != value}
+    named: object = case.named
+    if not changed or not isinstance(named, tuple):
+        return case.replace(**changed)  # what is no tuple fails the case's own test later
+    new = [knob for knob in changed if knob not in ALWAYS_IN_ID and knob not in named]
+    return case.replace(**changed, named=(*named, *new))

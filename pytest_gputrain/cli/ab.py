@@ -1,0 +1,109 @@
+"""The command ``gputrain ab``: rounds of both sides, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_gputrain.cli.ab_sides import Side, SideError, opened, run, uncommitted
+from pytest_gputrain.cli.comparison_output import FAILING, tell
+from pytest_gputrain.gate.ab import compare, missing
+from pytest_gputrain.records import MAX_RUNS, Report
+from pytest_gputrain.report import json_report
+from pytest_gputrain.utils import console
+
+_FAILING_WHEN_STRICT = ("new", "inconclusive", "not-comparable")
+_INTERRUPTED = 130
+
+
+def add_to(commands: Any) -> None:
+    ab = commands.add_parser(
+        "ab",
+        allow_abbrev=False,
+        help="judge one version of the code against another by runs that alternate on this machine",
+        description="Judge one version of the code against another by runs that alternate on this machine. What follows is "
+        "passed on to pytest: gputrain ab --base main benchmarks -k lora",
+    )
+    what = "REV|ENV|DIR"
+    ab.add_argument(
+        "--base", required=True, metavar=what, help="git revision, virtual environment or folder to compare with"
+    )
+    ab.add_argument("--head", default=".", metavar=what, help="what to judge (default: this folder as it is)")
+    ab.add_argument(
+        "--rounds", type=_rounds, default=5, metavar="N", help="fresh processes of each case and side (default: 5)"
+    )
+    ab.add_argument("--strict", action="store_true", help="fail cases that are new, inconclusive or not comparable")
+    ab.add_argument("--json", type=Path, metavar="FILE", help="write head's figures and verdicts as a report")
+
+
+def _rounds(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_RUNS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MAX_RUNS}")
+    return int(text)
+
+
+def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run both sides and print; 0, 1 where a case regressed or failed, 2 where there is nothing to judge, 130 on Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that worktrees go
+    try:
+        with contextlib.ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gputrain-ab-")))
+            base, head = (stack.enter_context(opened(name, getattr(options, name), scratch)) for name in ("base", "head"))
+            reports = _alternate(base, head, arguments, options.rounds, scratch)
+        return _conclude(options, base, head, reports, arguments)
+    except SideError as error:
+        console.say(error)
+        return 2
+    except KeyboardInterrupt:
+        console.say("interrupted; nothing was judged")
+        return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _alternate(base: Side, head: Side, arguments: Sequence[str], rounds: int, scratch: Path) -> dict[str, list[Report]]:
+    if uncommitted(Path.cwd()) and base.folder != Path.cwd() != head.folder:
+        console.say("files here differ from the last commit; neither side has these changes")
+    reports: dict[str, list[Report]] = {"base": [], "head": []}
+    for number in range(rounds):
+        # Base first, then head first: a machine that gets slower all the time is so for both.
+        for side in (base, head) if number % 2 == 0 else (head, base):
+            console.say(f"round {number + 1} of {rounds}: {side.name}, {side.told}")
+            reports[side.name].append(run(side, arguments, scratch))
+    return reports
+
+
+def _conclude(
+    options: argparse.Namespace, base: Side, head: Side, reports: dict[str, list[Report]], arguments: Sequence[str]
+) -> int:
+    results = compare(reports["base"], reports["head"], base.told)
+    failing = (*FAILING, *(_FAILING_WHEN_STRICT if options.strict else ()))
+    verdicts = [result.verdict for result in results if result.verdict is not None]
+    lost = missing(reports["base"], reports["head"])
+    some = f"of {options.rounds} rounds, {base.told} in more"
+    notes = tell(results, [f"{key}: {head.told} has it in {rounds} {some}" for key, rounds in lost])
+    status = int(any(verdict.status in failing for verdict in verdicts) or (options.strict and bool(lost)))
+    if options.json is not None:
+        last = reports["head"][-1]
+        settings = {**last.settings, "base": base.told, "head": head.told, "rounds": options.rounds}
+        report = msgspec.structs.replace(
+            last,
+            arguments=("ab", *arguments),
+            settings=settings,
+            exit_status=status,
+            notes=notes,
+            results=tuple(results),
+        )
+        try:
+            json_report.write(report, options.json)
+        except OSError as error:
+            console.say(f"the report {options.json} cannot be written: {error.strerror}")
+            return 2
+    return status

@@ -1,0 +1,174 @@
+"""A side: a git revision, a folder or a virtual environment, and pytest in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pytest_gputrain.records import Report
+from pytest_gputrain.storage.baselines import BaselineError, decode
+
+_USAGE_ERROR: Final = 4
+_NOTHING_SELECTED: Final = 5
+_TAIL_LINES: Final = 15
+_END_SECONDS: Final = 60.0
+"""That a pytest gets to end its workers."""
+
+
+class SideError(Exception):
+    """A side that cannot be run; one sentence, and what pytest said of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """Where pytest runs, and by which interpreter."""
+
+    name: str
+    """``base`` or ``head``."""
+    told: str
+    """As typed, a revision with its commit."""
+    python: str
+    folder: Path
+    environ: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def opened(name: str, what: str, scratch: Path) -> Iterator[Side]:
+    """The side ``what``; a revision is checked out into a worktree below ``scratch``, which is gone in the end.
+
+    Raises:
+        SideError: it is neither a folder nor a revision, or has no pytest-gputrain.
+    """
+    here = Path.cwd()
+    if (Path(what) / "bin" / "python").exists():
+        python = str(Path(what).absolute() / "bin" / "python")
+        side = Side(name=name, told=what, python=python, folder=here, environ=dict(os.environ))
+        asked = [python, "-c", "import pytest, pytest_gputrain.plugin.hooks"]
+        if subprocess.run(asked, cwd=here, capture_output=True, check=False).returncode:
+            raise SideError(f"--{name}: {what} has no pytest-gputrain; install it there")
+        yield side
+    elif Path(what).is_dir():
+        root = _git(here, "rev-parse", "--show-toplevel")
+        folder = Path(what).absolute()
+        environ = _environ(Path(root) if root else here, Path(_git(folder, "rev-parse", "--show-toplevel") or folder))
+        told = f"{what} (with uncommitted changes)" if uncommitted(folder) else what
+        yield Side(name=name, told=told, python=sys.executable, folder=folder, environ=environ)
+    else:
+        with _worktree(name, what, here, scratch) as side:
+            yield side
+
+
+@contextlib.contextmanager
+def _worktree(name: str, revision: str, here: Path, scratch: Path) -> Iterator[Side]:
+    commit = _git(here, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    if not commit:
+        raise SideError(
+            f"--{name}: {revision!r} is neither a folder, a virtual environment nor a revision of a git repository here"
+        )
+    root, tree = Path(_git(here, "rev-parse", "--show-toplevel")), scratch / name
+    added = subprocess.run(
+        ["git", "-C", str(root), "worktree", "add", "--detach", str(tree), commit],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        if added.returncode:
+            raise SideError(
+                f"--{name}: {revision} cannot be checked out: {(added.stderr.strip().splitlines() or ['?'])[-1]}"
+            )
+        folder = tree / here.resolve().relative_to(root.resolve())
+        if not folder.is_dir():
+            raise SideError(f"--{name}: {revision} has no folder {folder.relative_to(tree)}; run this in one that it has")
+        told = f"{revision} ({commit[:12]})"
+        yield Side(name=name, told=told, python=sys.executable, folder=folder, environ=_environ(root, tree))
+    finally:
+        subprocess.run(
+            ["git", "-C", str(root), "worktree", "remove", "--force", str(tree)], capture_output=True, check=False
+        )
+
+
+def _environ(root: Path, tree: Path) -> dict[str, str]:
+    """This environment, with what it imports from ``root`` taken from ``tree``: its packages count before installed ones."""
+    paths = []
+    for path in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        inside = Path(path).resolve().is_relative_to(root.resolve())
+        paths.append(str(tree / Path(path).resolve().relative_to(root.resolve())) if inside else path)
+    own = [str(folder) for folder in (tree / "src", tree) if folder.is_dir()]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *paths]))}
+
+
+def uncommitted(folder: Path) -> bool:
+    """Whether tracked files differ from the commit that is checked out."""
+    return bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+
+
+def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
+    """What one pytest of the side measures, one fresh process of each case, judged by nothing.
+
+    Raises:
+        SideError: pytest gives no report, or one without cases.
+    """
+    report, log, nothing = scratch / f"{side.name}.json", scratch / f"{side.name}.log", scratch / "no-baselines"
+    nothing.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
+    own = [
+        "--gpu-baseline=measured",
+        f"--gpu-baseline-dir={nothing}",
+        "--gpu-runs=1",
+        "--gpu-reruns=0",
+        f"--gpu-json={report}",
+    ]
+    command = [side.python, "-m", "pytest", *arguments, *own, "-o", "gpu_strict=false", "-o", "gpu_history="]
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            command,
+            cwd=side.folder,
+            env=side.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that Ctrl-C reaches it once: a second one would cut its cleaning up short
+        )
+        try:
+            status = child.wait()
+        except BaseException:
+            _end(child)
+            raise
+    if status == _NOTHING_SELECTED:
+        raise SideError(f"{side.told} has no test that {' '.join(arguments) or 'pytest without arguments'} selects")
+    said = "\n".join(log.read_text(errors="replace").rstrip().splitlines()[-_TAIL_LINES:])
+    if status == _USAGE_ERROR or not report.exists():
+        raise SideError(f"pytest of {side.told} ended with status {status} and without a report:\n{said}")
+    try:
+        found = decode(report, Report, "a report of --gpu-json", "both sides need versions that agree on its format")
+    except BaselineError as error:
+        raise SideError(str(error)) from None
+    if any(result.prediction is not None for result in found.results):
+        raise SideError("gputrain ab measures, and a dry run does not; its predictions are compared with recorded ones")
+    if not any(result.search is None and not result.loss_curves for result in found.results):
+        raise SideError(f"no test of {side.told} measured a case:\n{said}")
+    return found
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C for the pytest, so that it ends its workers; at last without asking."""
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(signal.SIGINT)
+    try:
+        child.wait(_END_SECONDS)
+    except BaseException:
+        child.kill()
+        child.wait()
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

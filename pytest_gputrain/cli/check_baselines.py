@@ -1,0 +1,199 @@
+"""The command ``gputrain check-baselines``: a folder of baselines as it is committed, file by file, without running a case.
+
+What merges and editors do to JSON and git does not tell: markers of a conflict, names twice, entries that are half of one
+run and half of another, in another order or form than an update writes, and files where no run looks for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.records import Baseline, Case, Scale, knob_text
+from pytest_gputrain.storage import baselines, predictions, published
+from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.utils import console
+from pytest_gputrain.utils.files import conflicts
+from pytest_gputrain.utils.sanitize import shown
+
+
+class Finding(NamedTuple):
+    """Something about a line of a file."""
+
+    path: Path
+    line: int
+    sentence: str
+    error: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {'' if self.error else 'warning: '}{self.sentence}"
+
+
+def add_to(commands: Any) -> None:
+    check = commands.add_parser(
+        "check-baselines", help="check the files of a folder of baselines: one line for each problem, and exit status 1"
+    )
+    check.add_argument("folder", nargs="?", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print what is found; 0, 1 where something is wrong, 2 where there is no such folder."""
+    folder: Path = options.folder
+    if not folder.is_dir():
+        console.say(f"{folder} is no folder; give the one that --gpu-baseline-dir names")
+        return 2
+    found = list(check(folder))
+    for finding in found:
+        console.put(shown(str(finding)))
+    return int(any(finding.error for finding in found))
+
+
+def check(folder: Path) -> Iterator[Finding]:
+    """All that is to be said of the files below ``folder``, in their order."""
+    tables_are_sound = True
+    for path in sorted(folder.rglob("*.json")):
+        place = path.relative_to(folder).parts[:-1]
+        try:
+            found = _damage(path) or list(_of_kind(folder, path, place))
+        except OSError as error:
+            found = [Finding(path, 1, f"it cannot be read: {error.strerror}")]
+        except BaselineError as error:
+            found = [Finding(path, _line_of(path, str(error)), _without(path, str(error)))]
+        tables_are_sound = tables_are_sound and not (found and place == (published.FOLDER,))
+        yield from found
+    tables = folder / published.FOLDER
+    if tables_are_sound and any(tables.glob("*.json")):
+        try:
+            published.PublishedStore(tables)
+        except BaselineError as error:  # of one table beside another
+            yield Finding(tables, 1, str(error))
+
+
+def _of_kind(folder: Path, path: Path, place: Sequence[str]) -> Iterator[Finding]:
+    """Raises:
+    BaselineError: the file is not sound.
+    """
+    match place:
+        case [published.FOLDER]:
+            published.load(path)
+        case [device] if device != predictions.FOLDER:
+            stored = Store(folder).suite(device, path.stem)
+            yield from _names(path, [(key, entry.case, entry.scale) for key, entry in stored.items()])
+            yield from _form(path, baselines.rewritten(path))
+            yield from _sessions(path, device, list(stored.values()))
+        case [predictions.FOLDER, platform]:
+            recorded = PredictionStore(folder).suite(platform, path.stem)
+            yield from _names(path, [(key, entry.case, entry.scale) for key, entry in recorded.items()])
+            yield from _form(path, predictions.rewritten(path))
+        case _:
+            yield Finding(path, 1, _MISPLACED)
+
+
+_MISPLACED: Final = (
+    "no run looks for a baseline here, but in <device>/, dry-run/<platform>/ and published/; move it, or delete it"
+)
+_RECORD_AGAIN: Final = "record again, or restore it from git"
+
+
+def _damage(path: Path) -> list[Finding]:
+    """What makes the rest meaningless: markers of a merge, and names that stand twice in one object."""
+    data = path.read_bytes()
+    text = data.decode(errors="replace")
+    if markers := conflicts(data):
+        return [Finding(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]
+    twice: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice.extend(name for name in dict.fromkeys(names) if names.count(name) > 1)
+        return dict(pairs)
+
+    try:
+        json.loads(text, object_pairs_hook=note)
+    except json.JSONDecodeError as error:
+        return [Finding(path, error.lineno, f"no JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        return [Finding(path, 1, f"no JSON that can be read: {error}; {_RECORD_AGAIN}")]
+    return [
+        Finding(path, _line_of_name(text, name, last=True), f"{name} stands here a second time; delete one of them")
+        for name in twice
+    ]
+
+
+def _names(path: Path, entries: Sequence[tuple[str, Case, Scale]]) -> Iterator[Finding]:
+    text = path.read_text()
+    for key, case, scale in entries:
+        if not _is_name(key.removesuffix("@tiny") if scale == "tiny" else key, case):
+            sentence = f"{key} is no name of the case in it, {case}, so no run finds it; {_RECORD_AGAIN}"
+            yield Finding(path, _line_of_name(text, key), sentence)
+
+
+def _is_name(key: str, case: Case) -> bool:
+    """Whether ``key`` is the id of ``case`` with any of its knobs named.
+
+    How many steps were run may be in the id, but is not kept with the case.
+    """
+    rest = key.removeprefix(str(case)) if key.startswith(str(case)) else "?"
+    while rest:
+        match = re.match(r"-(\w+)=", rest)
+        if match is None or match[1] not in Case.__struct_fields__:
+            return False
+        value = knob_text(getattr(case, match[1]))
+        named = re.match(rf"-{match[1]}=" + (r"\d+" if match[1] in ("steps", "warmup") else re.escape(value)), rest)
+        if named is None:
+            return False
+        rest = rest[named.end() :]
+    return True
+
+
+def _form(path: Path, expected: bytes) -> Iterator[Finding]:
+    """Raises:
+    OSError: the file cannot be read.
+    """
+    present = path.read_bytes()
+    if present == expected:
+        return
+    lines, wanted = present.splitlines(), expected.splitlines()
+    same = next((at for at, (one, other) in enumerate(zip(lines, wanted, strict=False)) if one != other), None)
+    at = min(len(lines), len(wanted)) if same is None else same
+    instead = wanted[at].decode().strip() if at < len(wanted) else "the end of the file"
+    yield Finding(path, at + 1, f"not as an update writes it, which has {instead} here: was it edited? {_RECORD_AGAIN}")
+
+
+def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[Finding]:
+    """How days differ is not in runs of one session; a CPU's memory is exact, and its time is not judged."""
+    alone = [entry for entry in stored if len(entry.runs) > 1 and len({run.session for run in entry.runs}) == 1]
+    if alone and device != CPU:
+        sentence = (
+            f"all runs of {count(len(alone), 'case')} are of one session each, so they do not tell how much days differ"
+        )
+        yield Finding(path, 1, sentence, error=False)
+
+
+def _line_of_name(text: str, name: str, *, last: bool = False) -> int:
+    """Where ``name`` is the name of a value; 1 where that cannot be told."""
+    found = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(name))}\s*:", text)]
+    return text.count("\n", 0, found[-1 if last else 0]) + 1 if found else 1
+
+
+def _line_of(path: Path, sentence: str) -> int:
+    """The line that a store's sentence tells of, by a name or a byte; 1 where it tells of none."""
+    byte = re.search(r"\(byte (\d+)\)", sentence)
+    if byte:
+        return path.read_bytes().count(b"\n", 0, int(byte[1])) + 1
+    text = path.read_text(errors="replace")
+    names = [match[1] for match in re.finditer(r'^ {2}"([^"]+)": \{$', text, re.MULTILINE)]
+    told = [name for name in names if f" {name}" in sentence]
+    return _line_of_name(text, max(told, key=len)) if told else 1
+
+
+def _without(path: Path, sentence: str) -> str:
+    """A store's sentence less the path, which stands before it."""
+    return re.sub(rf"^(the (baseline file|published table) )?{re.escape(str(path))} ", "", sentence)

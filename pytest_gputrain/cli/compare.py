@@ -1,0 +1,122 @@
+"""The command ``gputrain compare``: one report judged against another."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from pytest_gputrain.cli.comparison_output import tell
+from pytest_gputrain.gate import prediction as foretold
+from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
+from pytest_gputrain.gate.regression import Circumstances, judge
+from pytest_gputrain.gate.suite_noise import Suites, whole_suite
+from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.records import Baseline, Report, Result, Status, Verdict
+from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.reports import read_report, to_baseline
+from pytest_gputrain.utils import console
+
+
+def add_to(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="judge a report against an earlier one",
+        description="Judges the cases of the report B against those of the report A, by the rule of the gate and the "
+        "tolerances of B.",
+    )
+    compare.add_argument("base", type=Path, metavar="A", help="report of --gpu-json to compare with")
+    compare.add_argument("head", type=Path, metavar="B", help="report of --gpu-json to judge")
+    compare.add_argument(
+        "--fail-on",
+        type=_statuses,
+        default=(),
+        metavar="VERDICT,...",
+        help="exit with 1 where a case has one of these verdicts, as regressed,failed",
+    )
+
+
+def _statuses(text: str) -> tuple[str, ...]:
+    named = tuple(part.strip() for part in text.split(","))
+    for name in named:
+        if name not in get_args(Status):
+            raise argparse.ArgumentTypeError(f"{name!r} is no verdict; known: {', '.join(get_args(Status))}")
+    return named
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the comparison; 0, 1 where ``--fail-on`` names a verdict that a case has, 2 for bad input."""
+    try:
+        base, head = (read_report(path) for path in (options.base, options.head))
+        tolerance = _tolerance(options.head, head)
+    except BaselineError as error:
+        console.say(error)
+        return 2
+    results = compare(base, head, options.base.name, tolerance)
+    if not results:
+        console.say(f"{options.head} has no case to compare")
+        return 2
+    all_slower, sentence = whole_suite(results, tolerance.time)
+    only = [f"{key}: only {options.base.name} has it" for key, _ in missing([base], [head])]
+    tell(results, [*only, *filter(None, [sentence])])
+    found = {result.verdict.status for result in results if result.verdict} | ({"regressed"} if all_slower else set())
+    return int(bool(found & set(options.fail_on)))
+
+
+def _tolerance(path: Path, report: Report) -> Tolerance:
+    """Raises:
+    BaselineError: the report does not say what passes.
+    """
+    try:
+        return tolerance_of(report.settings)
+    except (KeyError, TypeError, ValueError):
+        raise BaselineError(f"{path} has no tolerances in its settings; give the file that --gpu-json wrote") from None
+
+
+def compare(base: Report, head: Report, told: str, tolerance: Tolerance) -> list[Result]:
+    """Head's results, each with what it means against base.
+
+    Args:
+        told: how to name base.
+    """
+    before, after = by_case(base), by_case(head)
+    baselines = {
+        key: to_baseline(result, date=base.created, session=base.session, commit=base.commit)
+        for key, result in before.items()
+    }
+    suites = Suites()
+    by_suite = {suite: {key: one for (of, key), one in baselines.items() if of == suite and one.runs} for suite, _ in after}
+    for (suite, key), result in after.items():
+        known = by_suite[suite].get(key)
+        if known is not None and result.replies:
+            circumstances = Circumstances(
+                most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite])
+            )
+            suites.add(suite, key, judge(result.case, result.replies, known, tolerance, circumstances=circumstances).first)
+    results = []
+    for (suite, key), result in after.items():
+        if result.prediction is not None:
+            verdict = _foretold(result, before.get((suite, key)), tolerance.memory, told)
+        else:
+            circumstances = Circumstances(
+                most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite]), shift=suites.shift
+            )
+            baseline: Baseline | None = baselines.get((suite, key))
+            verdict = verdict_of(result.case, result.replies, baseline, tolerance, circumstances, told)
+        results.append(msgspec.structs.replace(result, verdict=verdict, published=None))
+    return results
+
+
+def _foretold(result: Result, before: Result | None, tolerance: MemoryTolerance, told: str) -> Verdict:
+    assert result.prediction is not None
+    if before is None:
+        return Verdict(status="new", sentence=f"{result.case}: {told} has no such case")
+    if before.prediction is None:
+        return Verdict(status="not-comparable", sentence=f"{result.case}: {told} has no prediction of it")
+    known = Recorded(case=before.case, scale=before.scale, predictions=(before.prediction,))
+    platform = PLATFORMS.get(result.platform)
+    return foretold.judge(result.case, result.prediction, known, tolerance, platform.title if platform else result.platform)

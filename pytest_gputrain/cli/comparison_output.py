@@ -1,0 +1,26 @@
+"""A comparison, printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from pytest_gputrain.records import Result
+from pytest_gputrain.report import terminal
+from pytest_gputrain.utils import console
+from pytest_gputrain.utils.sanitize import shown
+
+FAILING: Final = ("regressed", "failed")
+
+
+def tell(results: Sequence[Result], more: Iterable[str]) -> tuple[str, ...]:
+    """Print the table, what changed, and what was not compared; the last of these is returned, too."""
+    width, colour = console.paper()
+    changed = [
+        result.verdict.sentence
+        for result in results
+        if result.verdict is not None and result.verdict.status in (*FAILING, "improved")
+    ]
+    notes = (*terminal.explain(results), *more)
+    console.put("\n".join([terminal.render(results, width=width, colour=colour), *map(shown, changed), *map(shown, notes)]))
+    return notes

@@ -1,0 +1,105 @@
+"""The command ``gputrain devices``: the GPUs of this machine, and recordings of what their drivers say."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pytest_gputrain.gate import contention
+from pytest_gputrain.hardware import drivers, recording
+from pytest_gputrain.hardware.catalog import marker_of
+from pytest_gputrain.hardware.devices import Gpu, HardwareError, Reading
+from pytest_gputrain.report import tables
+from pytest_gputrain.utils import console
+from pytest_gputrain.utils.files import write_atomically
+from pytest_gputrain.utils.units import format_bytes, format_percent
+
+_READINGS: Final = 5
+"""In a recording, so that counters are seen to count."""
+_SECONDS_BETWEEN: Final = 0.2
+
+
+def add_to(commands: Any) -> None:
+    devices = commands.add_parser(
+        "devices",
+        help="list the GPUs here: names, markers, who holds them, and what their drivers tell",
+        description="List the GPUs of this machine as their drivers describe them, whatever CUDA_VISIBLE_DEVICES says.",
+    )
+    what = devices.add_mutually_exclusive_group()
+    what.add_argument(
+        "--record", type=Path, metavar="FILE", help="write every reply of the drivers' libraries, for a report of a problem"
+    )
+    what.add_argument("--replay", type=Path, metavar="FILE", help="list the GPUs of such a file instead")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the table; 0, or 2 where a driver fails or a file cannot be read or written."""
+    try:
+        with contextlib.ExitStack() as stack:
+            recordings: list[dict[str, Any]] = []
+            if options.replay is not None:
+                stack.enter_context(recording.replayed(options.replay))
+            elif options.record is not None:
+                recordings = stack.enter_context(recording.recorded())
+            gpus = drivers.gpus()
+            readings = [_read(gpu, 1 if options.record is None else _READINGS) for gpu in gpus]
+            for vendor in dict.fromkeys(gpu.vendor for gpu in gpus):
+                drivers.paths([gpu for gpu in gpus if gpu.vendor == vendor])
+            rows = [_row(gpu, reading) for gpu, reading in zip(gpus, readings, strict=True)]
+        if options.record is not None:
+            write_atomically(options.record, json.dumps(recordings, indent=1).encode() + b"\n")
+    except (HardwareError, ValueError) as error:
+        console.say(error)
+        return 2
+    except OSError as error:
+        console.say(
+            f"{options.replay or options.record} cannot be {'read' if options.replay else 'written'}: {error.strerror}"
+        )
+        return 2
+    if not gpus:
+        console.put("no GPU is seen here; cases train on the CPU, at tiny scale")
+        return 0
+    width, colour = console.paper()
+    table = tables.Sheet(title=f"GPUs, driver {_drivers(gpus)}", headers=_HEADERS, rows=tuple(rows), keys=())
+    console.put(tables.render([table], "terminal", width=width, colour=colour))
+    return 0
+
+
+_HEADERS: Final = ("GPU", "Name", "Marker", "Memory", "Free", "Power", "Clock", "Busy", "Slowed by", "Held by")
+
+
+def _read(gpu: Gpu, times: int) -> Reading:
+    with drivers.driver(gpu.vendor) as driver:
+        assert driver is not None, "it has just told of this GPU"
+        for _ in range(times - 1):
+            driver.read(gpu)
+            time.sleep(_SECONDS_BETWEEN)
+        return driver.read(gpu)
+
+
+def _row(gpu: Gpu, reading: Reading) -> tuple[str, ...]:
+    free, holders = drivers.occupancy([gpu])
+    power = "" if reading.power_watts is None else f"{reading.power_watts:.0f} W"
+    if power and gpu.power_limit_watts is not None:
+        power = f"{power} of {gpu.power_limit_watts:.0f} W"
+    return (
+        str(gpu.index),
+        gpu.name,
+        marker_of(gpu.name) or "none: unknown to the catalog",
+        format_bytes(gpu.memory_bytes),
+        "" if free is None else format_bytes(free),
+        power,
+        "" if reading.clock_mhz is None else f"{reading.clock_mhz} MHz",
+        "" if reading.utilization is None else format_percent(reading.utilization, signed=False),
+        ", ".join(sorted(reading.throttling or ())),
+        "not told" if holders is None else contention.named(holders),
+    )
+
+
+def _drivers(gpus: Sequence[Gpu]) -> str:
+    return ", ".join(dict.fromkeys(gpu.driver for gpu in gpus))

@@ -1,0 +1,165 @@
+"""The command ``gputrain trend``: histories in, changes and their commits out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.records import Change, Course, Moment, Trends
+from pytest_gputrain.report import tables
+from pytest_gputrain.report.html import page
+from pytest_gputrain.report.trend.reading import METRICS, Filter, History
+from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER, courses, shown
+from pytest_gputrain.storage.history import HistoryError
+from pytest_gputrain.utils import console
+from pytest_gputrain.utils.units import format_percent, parse_ratio
+
+DEFAULT_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
+
+
+def add_to(commands: Any) -> None:
+    trend = commands.add_parser(
+        "trend",
+        help="at which commits a case became slower or bigger, from a history",
+        description="Tells at which commits the figures of a case changed, from the files that --gpu-history appended to.",
+    )
+    trend.add_argument("history", nargs="+", type=Path, metavar="HISTORY", help="file of --gpu-history; several are one")
+    trend.add_argument(
+        "--metric",
+        action="append",
+        choices=METRICS,
+        metavar="KEY",
+        help=f"key of the history, may be given several times (default: {', '.join(DEFAULT_METRICS)})",
+    )
+    trend.add_argument("--case", action="append", default=[], metavar="TEXT", help="only cases with this in their id")
+    trend.add_argument("--device", action="append", default=[], metavar="TEXT", help="only devices with this in their name")
+    trend.add_argument("--branch", metavar="NAME", help="'*' for all (default: main or master if the history has it)")
+    trend.add_argument("--least", type=_ratio, default=0.0, metavar="RATIO", help="leave out smaller changes (default: 0)")
+    trend.add_argument("--newest", type=_whole, metavar="N", help="only changes among the last N runs of their case")
+    trend.add_argument("--format", choices=("terminal", "markdown", "json"), default="terminal", help="default: terminal")
+    trend.add_argument("--html", type=Path, metavar="FILE", help="draw the trends in an HTML file, too")
+    trend.add_argument(
+        "--fail-on", choices=("regressed", "changed"), help="exit with 1 where a change is told: one for the worse, or any"
+    )
+
+
+def _ratio(text: str) -> float:
+    try:
+        return parse_ratio(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print what the histories tell; 0, 1 where ``--fail-on`` says so, 2 for bad input."""
+    if options.html is not None and (lacking := page.missing()):
+        console.say(f"--html: {lacking}")
+        return 2
+    metrics = tuple(dict.fromkeys(options.metric or DEFAULT_METRICS))
+    wanted = Filter(cases=options.case, devices=options.device, branch=options.branch)
+    try:
+        history = History(options.history, metrics, wanted, console.say)
+        told = tuple(_told(course, options) for course in courses(history, metrics))
+    except HistoryError as error:
+        console.say(error)
+        return 2
+    if options.format == "json":
+        console.put(msgspec.json.format(msgspec.json.encode(Trends(courses=told)), indent=1).decode())
+    else:
+        width, colour = console.paper()
+        console.put(tables.render(_sheets(told), options.format, width=width, colour=colour))
+    if options.html is not None:
+        try:
+            page.write(options.html, [], page.Past(history, told), baseline_dir=Path("baselines"))
+        except (HistoryError, OSError) as error:
+            console.say(f"{options.html} cannot be written: {error}")
+            return 2
+    changes = [change for course in told for change in course.changes]
+    return int(bool(options.fail_on) and any(change.worse or options.fail_on == "changed" for change in changes))
+
+
+def _told(course: Course, options: argparse.Namespace) -> Course:
+    """The course with the changes that are wanted."""
+    wanted = [
+        change
+        for change in course.changes
+        if abs(change.share) >= options.least and (options.newest is None or change.runs_since <= options.newest)
+    ]
+    return msgspec.structs.replace(course, changes=tuple(wanted))
+
+
+_TITLES: Final = {"median_step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
+
+
+def _sheets(told: Sequence[Course]) -> list[tables.Sheet]:
+    """Where each case stands, and then, next to the prompt, what changed."""
+    now = [
+        (
+            *_names(course),
+            str(course.runs),
+            shown(course.metric, course.level),
+            format_percent(course.noise, signed=False),
+            shown(course.metric, course.latest),
+            f"{course.since.date[:10]} {course.since.commit}".rstrip(),
+        )
+        for course in told
+    ]
+    changed = [
+        (
+            *_names(course),
+            f"{format_percent(change.share)} {_word(course.metric, change)}",
+            f"{shown(course.metric, change.before)} -> {shown(course.metric, change.after)}",
+            _commits(change.base, change.first),
+            " .. ".join(dict.fromkeys((change.base.date[:10], change.first.date[:10]))),
+            ", ".join(change.differences),
+        )
+        for course in told
+        for change in course.changes
+    ]
+    found = sum(bool(course.changes) for course in told)
+    summary = f"{count(len(changed), 'change')} in {found} of {len(told)} series"
+    if not changed:
+        summary = f"no change in {len(told)} series"
+    return [
+        tables.Sheet(title="Now", headers=(*_NAMES, "Runs", "Level", "Noise", "Latest", "Since"), rows=tuple(now), keys=()),
+        tables.Sheet(
+            title="Changes",
+            headers=(*_NAMES, "Change", "From", "Commits", "Between", "Changed with it"),
+            rows=tuple(changed),
+            keys=(),
+            notes=(summary,),
+        ),
+    ]
+
+
+_NAMES: Final = ("Case", "Device", "Metric")
+
+
+def _names(course: Course) -> tuple[str, str, str]:
+    return f"{course.suite} {course.key}", course.device, _TITLES.get(course.metric, course.metric)
+
+
+def _word(metric: str, change: Change) -> str:
+    if metric.endswith("_seconds"):
+        return "slower" if change.worse else "faster"
+    if metric in HIGHER_IS_BETTER:
+        return "worse" if change.worse else "better"
+    return "more" if change.worse else "less"
+
+
+def _commits(base: Moment, first: Moment) -> str:
+    """As git takes it: ``git log base..first``."""
+    if base.commit == first.commit:
+        return f"{first.commit} (the same)" if first.commit else ""
+    return f"{base.commit or '?'}..{first.commit or '?'}"

@@ -1,0 +1,48 @@
+"""About how long a run of a case trains: as its history has it, or at least, as its prediction has it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from msgspec import Struct
+
+from pytest_gputrain.cases.identity import key_of
+from pytest_gputrain.records import Task
+from pytest_gputrain.storage.forecast import Forecast
+from pytest_gputrain.storage.history import HistoryError, read
+
+
+class _Line(Struct):
+    suite: str
+    key: str
+    platform: str
+    median_step_seconds: float | None = None
+
+
+class Durations:
+    """Seconds of the steps of a task, warm-up included; what comes before them is not known.
+
+    Args:
+        platform: catalog marker that the cases run on.
+        history: that earlier runs appended to; None for none.
+        forecast: predictions for the platform; None for none.
+    """
+
+    def __init__(self, platform: str, history: Path | None, forecast: Forecast | None) -> None:
+        self._forecast = forecast
+        self._steps: dict[tuple[str, str], float] = {}
+        # What cannot be read, its own readers tell; the order of cases can do without.
+        with contextlib.suppress(HistoryError):
+            for _, line in read(history, _Line, lambda warning: None) if history is not None and history.exists() else ():
+                if line.platform == platform and line.median_step_seconds is not None:
+                    self._steps[line.suite, line.key] = line.median_step_seconds
+
+    def of(self, suite: str, task: Task) -> float:
+        """Of the latest run, or else the least that is predicted; 0 where nothing is known."""
+        case = task.case
+        seconds = self._steps.get((suite, key_of(case, task.scale)))
+        if seconds is None and self._forecast is not None and task.scale == "full":
+            known = self._forecast.of(suite, case)
+            seconds = known.roofline_seconds if known else None
+        return (seconds or 0.0) * (case.steps + case.warmup)

@@ -1,0 +1,73 @@
+"""``python -m pytest_gputrain.execution.fleet.job FOLDER [HOST [seat]]``: does the order in a folder, and leaves the
+delivery there.
+
+HOST is this node as the others reach it, where the scheduler starts no agents; ``seat`` makes it one of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER
+from pytest_gputrain.execution.launch.node_service import serve
+from pytest_gputrain.execution.local import Here, refused
+from pytest_gputrain.hardware.devices import HardwareError
+from pytest_gputrain.records import Delivery, Host, Order
+from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.linux import die_with_parent
+
+
+def deliver(folder: Path, rendezvous: str = "") -> None:
+    """Do the order in ``folder``.
+
+    Args:
+        rendezvous: this node as the others of the case reach it, where no scheduler starts their agents.
+
+    Raises:
+        OSError, msgspec.DecodeError: the order cannot be read, or the delivery not be written.
+    """
+    order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
+    delivery = _done(order, folder, rendezvous)
+    with contextlib.suppress(FileNotFoundError):  # nobody waits any more
+        tell(folder / DELIVERY, delivery)
+
+
+def _done(order: Order, folder: Path, rendezvous: str) -> Delivery:
+    conditions = order.conditions
+    conditions = msgspec.structs.replace(conditions, shared=str(folder), rendezvous=rendezvous or conditions.rendezvous)
+    here = Here(conditions)
+    unknown = Host(name=socket.gethostname(), platform=conditions.platform or "unknown", device="", gpus=0)
+    try:
+        host = here.machine.host
+    except HardwareError as error:
+        return Delivery(host=unknown, unfit=str(error))
+    if host.gpus < order.gpus:
+        return Delivery(host=host, unfit=f"the case takes {order.gpus} GPUs of a node, and it sees {host.gpus}")
+    try:
+        return Delivery(host=host, reply=here.run(order.task, nodes=order.nodes, watch=lambda event: None))
+    except BadCase as error:
+        return Delivery(host=host, refusal=str(error))
+    except OSError as error:
+        return Delivery(host=host, refusal=refused(order.task.case, error))
+
+
+def main(folder: Path, host: str = "", seat: str = "") -> None:
+    # A scheduler ends a job so. What is open is then closed, and no folder of the case stays on the node.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if host:  # started by a process of the scheduler's that may be killed, which srun and its kin look after
+        die_with_parent()
+    if seat:
+        serve(folder, host, print)
+    else:
+        deliver(folder, host)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,355 @@
+"""The jobs of one pytest process: submitted in the order of the tests' need, watched, and told apart when they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER, OUTPUT, Engine, Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.records import Cause, Delivery, Lost, Order
+from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.utils.files import UNREADABLE
+from pytest_gputrain.utils.signals import undisturbed
+from pytest_gputrain.utils.units import format_seconds
+
+LOOK_SECONDS: Final = 0.25
+"""Between looks for the delivery that a test waits for."""
+
+ASK_SECONDS: Final = 4.0
+"""Between questions to the scheduler, at most, and between attempts to submit to a full queue."""
+
+GRACE_SECONDS: Final = 75.0
+"""From the end of a job until its delivery must be seen: network file systems look again after up to a minute."""
+
+LEAST_WAITING: Final = 8
+"""Jobs that may wait in the scheduler's queue however few run."""
+
+_AGAIN: Final = "pytest --lf runs it again"
+
+_DETAIL_BYTES: Final = 8_000
+
+_NOT_BEGUN: Final = ("waiting", "held")
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """An order on its way."""
+
+    order: Order
+    folder: Path
+    job: str = ""
+    """Empty before it is submitted."""
+    since: float = 0.0
+    """When it was submitted, or began to wait again."""
+    seen: Job | None = None
+    """What the scheduler said last."""
+    ended: float | None = None
+    outcome: Delivery | Lost | None = None
+
+
+class Fleet:
+    """Runs orders through an engine, as many at once as the scheduler should hold.
+
+    Args:
+        shared: folder that all machines see.
+        most_jobs: that the scheduler's queue is to hold of this pytest process.
+        wait_seconds: that a job may wait while nothing of the fleet gets on.
+        on_arrival: called, while a test waits, with an order of which something is known before a test has asked for it.
+        now, sleep: the clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        shared: Path,
+        *,
+        most_jobs: int,
+        wait_seconds: float,
+        on_arrival: Callable[[Order], object] = lambda order: None,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._engine = engine
+        self._shared = shared
+        self._folder: Path | None = None
+        self._most_jobs = most_jobs
+        self._wait_seconds = wait_seconds
+        self._on_arrival = on_arrival
+        self._now = now
+        self._sleep = sleep
+        self._open: dict[bytes, deque[_Ticket]] = {}
+        """Tickets that no test has asked for yet, by order."""
+        self._asked: Counter[bytes] = Counter()
+        """Tickets that a test has asked for, likewise."""
+        self._arrivals: deque[Order] = deque()
+        self._to_submit: deque[_Ticket] = deque()
+        self._live: list[_Ticket] = []
+        self._dropped: list[str] = []
+        """Jobs that were to be cancelled."""
+        self._progress = now()
+        """When a job last began, ended, or was taken by the scheduler."""
+        self._refused: NotNow | Unreachable | None = None
+        self._silent_since: float | None = None
+        self._ask_at = self._submit_at = -math.inf
+        self._number = 0
+
+    def expect(self, orders: Iterable[Order], *, soon: bool = False) -> None:
+        """Have these done, one after the other as there is room for them; `run` will ask for them.
+
+        Args:
+            soon: before those that were expected earlier.
+        """
+        tickets = [self._ticket(order) for order in orders]
+        if soon:
+            self._to_submit.extendleft(reversed(tickets))
+        else:
+            self._to_submit.extend(tickets)
+        self.step()
+
+    def ordered(self, order: Order) -> int:
+        """How often it was expected, or asked for; not what was dropped."""
+        key = _key(order)
+        return self._asked[key] + len(self._open.get(key, ()))
+
+    def arrived(self, order: Order) -> list[Delivery | Lost]:
+        """What came of those that no test has asked for, up to the first of which that is not known."""
+        outcomes: list[Delivery | Lost] = []
+        for ticket in self._open.get(_key(order), ()):
+            if ticket.outcome is None:
+                break
+            outcomes.append(ticket.outcome)
+        return outcomes
+
+    def run(self, order: Order) -> Delivery | Lost:
+        """What comes of an order; waits until that is known."""
+        key = _key(order)
+        if not self._open.get(key):
+            self._ticket(order)
+        ticket = self._open[key].popleft()
+        self._asked[key] += 1
+        if not ticket.job and ticket.outcome is None:
+            with contextlib.suppress(ValueError):
+                self._to_submit.remove(ticket)
+            self._to_submit.appendleft(ticket)  # a test waits
+        while True:
+            self.step()
+            while self._arrivals:
+                if not self._asked[_key(arrival := self._arrivals.popleft())]:
+                    self._on_arrival(arrival)
+            if ticket.outcome is None and ticket.job:
+                self._collect(ticket)
+            if ticket.outcome is not None:
+                shutil.rmtree(ticket.folder, ignore_errors=True)
+                return ticket.outcome
+            self._sleep(LOOK_SECONDS)
+
+    def drop(self, order: Order) -> None:
+        """Cancel what was expected of this order and not asked for. What has an outcome keeps it."""
+        self._drop([_key(order)])
+
+    def only(self, orders: Iterable[Order]) -> None:
+        """Drop all others."""
+        self._drop(self._open.keys() - {_key(order) for order in orders})
+
+    def _drop(self, keys: Iterable[bytes]) -> None:
+        dropped = set[_Ticket]()
+        for key in keys:
+            known = self._open.pop(key, deque())
+            self._open[key] = deque(ticket for ticket in known if ticket.outcome is not None)
+            dropped.update(ticket for ticket in known if ticket.outcome is None)
+        if dropped:
+            jobs = [ticket.job for ticket in dropped if ticket.job]
+            self._dropped += jobs
+            self._to_submit = deque(ticket for ticket in self._to_submit if ticket not in dropped)
+            self._live = [ticket for ticket in self._live if ticket not in dropped]
+            self._engine.cancel(jobs)
+
+    def close(self) -> None:
+        """Cancel what has not ended, and what was dropped once more: Ctrl-C or a silent scheduler may have kept it."""
+        jobs, self._live, self._dropped = [*(ticket.job for ticket in self._live), *self._dropped], [], []
+        self._to_submit.clear()
+        self._open.clear()
+        if jobs:
+            self._engine.cancel(jobs)
+        self._engine.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def step(self) -> None:
+        """Submit what there is room for, and see what has become of the rest."""
+        now = self._now()
+        if now >= self._ask_at:
+            self._ask_at = now + min(ASK_SECONDS, self._engine.ask_seconds)
+            self._ask()
+        if now >= self._submit_at:
+            self._submit()
+
+    def _ticket(self, order: Order) -> _Ticket:
+        self._number += 1
+        if self._folder is None:
+            self._shared.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=self._shared))
+            self._folder.chmod(0o755)  # a node's job may be another user's, or root's without rights
+        ticket = _Ticket(order, self._folder / str(self._number))
+        self._open.setdefault(_key(order), deque()).append(ticket)
+        return ticket
+
+    def _submit(self) -> None:
+        while self._to_submit and self._has_room():
+            ticket = self._to_submit[0]
+            try:
+                with undisturbed():  # what the scheduler has taken has to be known, or nobody cancels it
+                    ticket.folder.mkdir(exist_ok=True)
+                    tell(ticket.folder / ORDER, ticket.order)
+                    ticket.job = self._engine.submit(ticket.order, ticket.folder)
+                    self._live.append(ticket)
+            except OSError as error:
+                self._to_submit.popleft()
+                self._lose(ticket, "not_scheduled", f"its order cannot be written: {error}; see the folder of --gpu-shared")
+                continue
+            except NeverSo as refusal:
+                self._to_submit.popleft()
+                self._lose(ticket, "not_scheduled", f"{refusal}; {self._engine.remedies['refused']}")
+                continue
+            except (NotNow, Unreachable) as refusal:
+                self._put_off(refusal)
+                return
+            self._to_submit.popleft()
+            self._refused = None
+            ticket.since = self._progress = self._now()
+
+    def _has_room(self) -> bool:
+        """Whether the scheduler's queue should hold another job.
+
+        As many may wait as run: that keeps the machines busy. With more, a test that asks for a further run would wait for
+        all cases of the tests after it. What is held waits for no turn, and must not keep others from theirs.
+        """
+        doing = Counter(ticket.seen.doing for ticket in self._live if ticket.seen is not None)
+        most = doing["held"] + doing["running"] + max(doing["running"], LEAST_WAITING)
+        return len(self._live) < min(self._most_jobs, most)
+
+    def _put_off(self, refusal: NotNow | Unreachable) -> None:
+        """Try again later, unless nothing has got on for too long: all that wait have waited as long then."""
+        now = self._now()
+        self._submit_at = now + ASK_SECONDS
+        if self._refused is None and not self._live:
+            self._progress = now
+        self._refused = refusal
+        if now - self._progress < self._wait_seconds:
+            return
+        cause: Cause = "queue_full" if isinstance(refusal, NotNow) else "unreachable"
+        what = "takes no further job" if isinstance(refusal, NotNow) else "does not answer"
+        remedy = "--gpu-fleet-jobs asks for fewer at once" if isinstance(refusal, NotNow) else self._unreachable
+        while self._to_submit:
+            ticket = self._to_submit.popleft()
+            self._lose(ticket, cause, f"{self._engine.name} {what} for {self._waited} ({refusal}); {remedy}")
+
+    @property
+    def _waited(self) -> str:
+        return f"{format_seconds(self._wait_seconds)} (--gpu-fleet-wait)"
+
+    @property
+    def _unreachable(self) -> str:
+        return self._engine.remedies["unreachable"]
+
+    def _ask(self) -> None:
+        """See what the scheduler says of the jobs."""
+        if not self._live:
+            return
+        now = self._now()
+        try:
+            jobs = self._engine.jobs([ticket.job for ticket in self._live])
+        except Unreachable as silence:
+            self._silent_since = now if self._silent_since is None else self._silent_since
+            if now - self._silent_since >= self._wait_seconds:
+                for ticket in list(self._live):
+                    sentence = f"{self._engine.name} does not answer for {self._waited} ({silence}); {self._unreachable}"
+                    self._lose(ticket, "unreachable", sentence)
+        else:
+            self._silent_since = None
+            for ticket in list(self._live):
+                self._heed(ticket, jobs.get(ticket.job, Job("forgotten")))
+
+    def _heed(self, ticket: _Ticket, job: Job) -> None:
+        """Draw the conclusion from what a job does."""
+        now, before = self._now(), ticket.seen
+        if before is None or before.doing != job.doing:
+            self._progress = now if job.doing not in _NOT_BEGUN else self._progress
+            had_begun = before is not None and before.doing not in _NOT_BEGUN
+            ticket.since = now if had_begun else ticket.since
+        ticket.seen = job if job.host or before is None else job._replace(host=before.host)
+        scheduler, named = self._engine.name, f"{self._engine.name}'s job {ticket.job}"
+        why = f" ({job.why})" if job.why else ""
+        on = f" on {ticket.seen.host}" if ticket.seen.host else ""
+        told = ", ".join(filter(None, (ticket.seen.host, job.why)))
+        there = f" ({told})" if told else ""
+        if job.doing in _NOT_BEGUN:
+            # What waits for its turn waits for others of this fleet, too, as long as these get on.
+            if now - (max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since) < self._wait_seconds:
+                return
+            self._engine.cancel([ticket.job])
+            held = self._engine.remedies["held"]
+            self._lose(ticket, "not_scheduled", f"{scheduler} did not start it within {self._waited}{why}; {held}")
+        elif job.doing != "running":
+            self._collect(ticket)
+            if ticket.outcome is not None:
+                return
+            ticket.ended = now if ticket.ended is None else ticket.ended
+            if job.doing == "node_died":
+                self._lose(ticket, "node_died", f"the node died that {named} ran on{there}; {_AGAIN}")
+            elif job.doing == "preempted":
+                self._lose(ticket, "preempted", f"{named} was ended for the sake of another{on}{why}; {_AGAIN}")
+            elif job.doing == "cancelled":
+                self._lose(ticket, "cancelled", f"{named} was cancelled{on}{why}; {_AGAIN}")
+            elif job.doing == "forgotten" and now - ticket.ended >= GRACE_SECONDS:
+                unknown = "there is no delivery, and how it ended nobody knows"
+                self._lose(
+                    ticket,
+                    "no_delivery",
+                    f"{scheduler} does not know its job {ticket.job}{on} any more; {unknown}; {_AGAIN}",
+                )
+            elif job.doing == "ended" and (job.final or now - ticket.ended >= GRACE_SECONDS):
+                remedy = self._engine.remedies["undelivered"]
+                self._lose(ticket, "no_delivery", f"{named} ended{on}{why} without a delivery; {remedy}")
+
+    def _collect(self, ticket: _Ticket) -> None:
+        """Take the delivery in, if it is there."""
+        try:
+            delivery = msgspec.json.decode((ticket.folder / DELIVERY).read_bytes(), type=Delivery)
+        except OSError:  # not there yet, or a network file system is not
+            return
+        except UNREADABLE as error:
+            self._lose(ticket, "no_delivery", f"its delivery cannot be read: {error}; is the same version on all machines?")
+            return
+        self._progress = self._now()
+        if delivery.unfit:
+            sentence = f"the node {delivery.host.name} is not fit for it: {delivery.unfit}"
+            self._lose(ticket, "unfit_node", f"{sentence}; {self._engine.remedies['refused']}")
+        else:
+            self._settle(ticket, delivery)
+
+    def _lose(self, ticket: _Ticket, cause: Cause, sentence: str) -> None:
+        host, output = ticket.seen.host if ticket.seen else "", ""
+        with contextlib.suppress(OSError):
+            output = (ticket.folder / OUTPUT).read_bytes()[-_DETAIL_BYTES:].decode(errors="replace")
+        self._settle(ticket, Lost(cause=cause, sentence=sentence, job=ticket.job, host=host, detail=output))
+
+    def _settle(self, ticket: _Ticket, outcome: Delivery | Lost) -> None:
+        ticket.outcome = outcome
+        self._arrivals.append(ticket.order)
+        self._live = [live for live in self._live if live is not ticket]
+
+
+def _key(order: Order) -> bytes:
+    """What tells an order from others."""
+    return msgspec.json.encode(order)

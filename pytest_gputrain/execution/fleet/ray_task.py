@@ -1,0 +1,92 @@
+"""What Ray runs on a node: the very command of every engine, in a process of its own. Texts and bytes go in and come out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER, OUTPUT
+
+_LOOK_SECONDS: Final = 0.1
+_END_SECONDS: Final = 20.0
+"""For a process to close what is open when it is told to end."""
+_OUTPUT_BYTES: Final = 8_000
+
+
+def do(python: str, order: bytes, shared: str) -> Iterator[str | bytes]:
+    """Do an order.
+
+    Args:
+        shared: folder of the order on all nodes that it takes; empty for one on this node alone.
+
+    Yields:
+        The id of the node and its name, as soon as it has begun; then the delivery, empty for none; how the process ended,
+        empty for well; the end of what it printed.
+    """
+    import ray
+
+    yield f"{ray.get_runtime_context().get_node_id()} {socket.gethostname()}"
+    folder = Path(shared or tempfile.mkdtemp(prefix="gputrain-"))
+    try:
+        (folder / ORDER).write_bytes(order)
+        with open(folder / OUTPUT, "wb") as output:
+            process = _start(python, [str(folder), _address()], output.fileno())
+            _wait(process, lambda: False)
+        delivery = folder / DELIVERY
+        yield delivery.read_bytes() if delivery.exists() else b""
+        yield f"exit code {process.returncode}" if process.returncode else ""
+        yield (folder / OUTPUT).read_bytes()[-_OUTPUT_BYTES:]
+    finally:
+        if not shared:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def sit(python: str, shared: str) -> None:
+    """Take part in the order in ``shared``, on another node than its first, until it is delivered."""
+    process = _start(python, [shared, _address(), "seat"], subprocess.DEVNULL)
+    _wait(process, lambda: not Path(shared).exists() or Path(shared, DELIVERY).exists())
+
+
+def _start(python: str, arguments: list[str], output: int) -> subprocess.Popen[bytes]:
+    # Ray tells its tasks how many threads to compute with; a case of a local run is not told.
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS" and name[:4] != "RAY_"}
+    return subprocess.Popen(
+        [python, "-P", "-m", "pytest_gputrain.execution.fleet.job", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], over: object) -> None:
+    """Until it ends, or is to; ends it where this task is cancelled."""
+    assert callable(over)
+    try:
+        # Ray cancels by an exception in this thread, which must not sit in a system call for long.
+        while process.poll() is None and not over():
+            time.sleep(_LOOK_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _address() -> str:
+    """Of this node, as Ray's other nodes reach it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,93 @@
+"""What a fleet asks of a scheduler. Each engine translates its own words once, here everything is the same for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, Protocol
+
+from pytest_gputrain.records import Order
+
+SPARE_SECONDS: Final = 600.0
+"""That a job may run beyond the time limit of its case: to start, to wait for devices, to end."""
+
+Doing = Literal["waiting", "held", "running", "ended", "node_died", "preempted", "cancelled", "forgotten"]
+"""What a job does.
+
+waiting     its turn has not come, or its machines are busy
+held        something else than its turn keeps it from starting; it may never start
+running     on its nodes, or about to leave them
+ended       by itself, whether well or not
+node_died   it was running on a node that is gone
+preempted   ended for the sake of another job
+cancelled   ended by the scheduler or by somebody, for another reason
+forgotten   the scheduler does not know it, or not any more
+"""
+
+
+class Job(NamedTuple):
+    """A job as its scheduler tells of it."""
+
+    doing: Doing
+    why: str = ""
+    """The scheduler's own words for it: a reason, an exit code."""
+    host: str = ""
+    """Where it runs or ran; empty where that is not known."""
+    final: bool = False
+    """Of one that ended: whether a delivery that is not there will not come any more."""
+
+
+class NotNow(Exception):
+    """The scheduler takes no job at the moment, because its queue is full; its own words."""
+
+
+class NeverSo(Exception):
+    """The scheduler will not take this job as it is asked for; its own words."""
+
+
+class Unreachable(Exception):
+    """The scheduler does not answer; what happened instead."""
+
+
+class Engine(Protocol):
+    """A scheduler of one kind. It is asked from one thread."""
+
+    name: str
+    """As sentences call it."""
+    ask_seconds: float
+    """Between questions, at least: what the scheduler bears."""
+    remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str]
+    """What to do about jobs that do not start, are not taken, nobody answers for, or end without a delivery: ends of
+    sentences."""
+
+    def submit(self, order: Order, folder: Path) -> str:
+        """Have ``python -P -m pytest_gputrain.execution.fleet.job folder`` run once, on the first of as many nodes as the
+        order takes, with the GPUs and CPUs that it takes of each.
+
+        Args:
+            folder: shared by all machines. It holds the order; the delivery has to appear in it, whole, before the job
+                ends. What the job writes to its standard streams belongs into `OUTPUT` there.
+
+        Returns:
+            What the scheduler calls the job.
+
+        Raises:
+            NotNow, NeverSo, Unreachable: the job was not taken.
+        """
+
+    def jobs(self, ids: Sequence[str]) -> Mapping[str, Job]:
+        """What each of these jobs does; one that the scheduler has forgotten is left out.
+
+        Raises:
+            Unreachable
+        """
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """End these jobs, without waiting for that. Those that are over already, or cannot be reached, are passed over."""
+
+    def close(self) -> None:
+        """Leave the scheduler; every job is over or cancelled by now."""
+
+
+ORDER, DELIVERY, OUTPUT = "order.json", "delivery.json", "output.txt"
+"""Files in the folder of a job."""

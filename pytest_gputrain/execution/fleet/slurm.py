@@ -1,0 +1,211 @@
+"""Slurm, through its own commands: sbatch, squeue, scancel. Accounting (sacct) is not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from pytest_gputrain.execution.fleet.scheduler import OUTPUT, SPARE_SECONDS, Doing, Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.execution.launch.environment import CHOOSING
+from pytest_gputrain.records import Order
+from pytest_gputrain.utils.linux import PARENT
+
+_COMMAND_SECONDS: Final = 60.0
+
+_MOST_IDS: Final = 500
+"""In one command."""
+
+_JOB: Final = '#!/bin/sh\nexec "$@"\n'
+
+_QUEUE_FULL: Final = ("sleeping and retrying", "job submit limit", "queue full", "temporarily unable to accept")
+"""Parts of what sbatch says where a job may be taken later."""
+
+_NO_ANSWER: Final = ("contact slurm controller", "socket timed out", "unable to establish controller", "zero bytes were")
+
+_ITS_TURN: Final = frozenset({"None", "Priority", "Resources"})
+"""Reasons of a job that only waits for others."""
+
+_OF_ALL_JOBS: Final = re.compile(r"Licenses|(?:QOS|Assoc)(?!.*Per(?:Job|Node))")
+"""Likewise: a limit on what a user or an account runs at once, but not one on what a job may ask for."""
+
+_STATES: Final[Mapping[str, Doing]] = {
+    **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING"), "running"),
+    **dict.fromkeys(("COMPLETED", "FAILED", "OUT_OF_MEMORY"), "ended"),
+    **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL"), "node_died"),
+    **dict.fromkeys(("CANCELLED", "TIMEOUT", "DEADLINE", "REVOKED"), "cancelled"),
+    "PREEMPTED": "preempted",
+}
+"""Those that are not here, pending and its kin, are told apart by their reasons."""
+
+
+class Slurm:
+    """
+    Args:
+        arguments: of sbatch, for this site: ``{gpus}``, ``{cpus}`` and ``{nodes}`` stand for what a case takes, the first
+            two of each node.
+
+    Raises:
+        ValueError: Slurm's commands are not here, or the arguments make no sense.
+    """
+
+    name = "Slurm"
+    ask_seconds = 4.0
+    remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str] = {
+        "held": "see `scontrol show partition`, and --gpu-fleet-args for what is asked",
+        "refused": "see --gpu-fleet-args for what is asked of the site",
+        "unreachable": "see `scontrol ping`",
+        "undelivered": (
+            "all machines need the folder of --gpu-shared, and the same Python environment, under the same path"
+        ),
+    }
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        lacking = [command for command in ("sbatch", "squeue", "scancel") if shutil.which(command) is None]
+        if lacking:
+            raise ValueError(
+                f"--gpu-fleet=slurm: {', '.join(lacking)} not found on PATH; start pytest on a machine that submits jobs"
+            )
+        self._arguments = tuple(arguments)
+        for argument in arguments:
+            try:
+                argument.format(gpus=1, cpus=1, nodes=1)
+            except (KeyError, IndexError, ValueError):
+                raise ValueError(
+                    f"--gpu-fleet-args: {argument!r} has braces around something else than gpus, cpus or nodes"
+                ) from None
+        self._known: set[str] = set()
+        dropped = (*CHOOSING, PARENT, "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+        self._environment = {
+            # pytest itself may run in a job, whose variables would be taken for wishes of this one.
+            name: value
+            for name, value in os.environ.items()
+            if name not in dropped and (not name.startswith(("SLURM_", "SBATCH_")) or name == "SLURM_CONF")
+        }
+
+    def submit(self, order: Order, folder: Path) -> str:
+        script = folder.parent / "job.sh"
+        if not script.exists():
+            script.write_text(_JOB)
+        name = f"gputrain-{folder.parent.name}"
+        command = ["sbatch", "--parsable", "--no-requeue", f"--job-name={name}", f"--output={folder / OUTPUT}"]
+        python = [sys.executable, "-P", "-m", "pytest_gputrain.execution.fleet.job"]
+        command += [*self._asked(order), str(script), *python, str(folder)]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C must not end it between submitting and telling the job
+        ) as process:
+            answer = self._answer(process, name)
+        self._known.add(answer)
+        return answer
+
+    def _answer(self, process: subprocess.Popen[bytes], name: str) -> str:
+        """The id of the job that sbatch submits. Where the queue is full it would sleep for minutes, so it is ended."""
+        began = time.monotonic()
+        while True:
+            try:
+                said, complaint = (text.decode(errors="replace").strip() for text in process.communicate(timeout=0.5))
+                break
+            except subprocess.TimeoutExpired as still:
+                said, complaint = "", (still.stderr or b"").decode(errors="replace").strip()
+                if _has(complaint, _QUEUE_FULL) or time.monotonic() - began > _COMMAND_SECONDS:
+                    process.kill()
+                    process.wait()
+                    break
+        if process.returncode == 0:
+            return said.partition(";")[0]
+        if process.returncode < 0:
+            for job in self._by_name(name) - self._known:  # taken in the very moment it was ended
+                return job
+        words = " ".join(complaint.replace("sbatch: ", "").replace("error: ", "").split()) or f"sbatch: {process.returncode}"
+        if _has(complaint, _QUEUE_FULL):
+            raise NotNow(words)
+        if process.returncode < 0 or _has(complaint, _NO_ANSWER):
+            raise Unreachable(words)
+        raise NeverSo(f"Slurm refuses it: {words}")
+
+    def _asked(self, order: Order) -> list[str]:
+        """Options of sbatch for what the order takes: ours, without those that the site asks for in its own words."""
+        minutes = math.ceil((order.conditions.timeout_seconds + SPARE_SECONDS) / 60)
+        site = " ".join(self._arguments)
+        asked = [f"--nodes={order.nodes}", "--ntasks-per-node=1", f"--time={minutes}"]
+        if order.gpus and "{gpus}" not in site:
+            asked.append(f"--gpus-per-node={order.gpus}")
+        if "{cpus}" not in site:
+            asked.append(f"--cpus-per-task={order.cpus}")
+        values = {"gpus": order.gpus, "cpus": order.cpus, "nodes": order.nodes}
+        return [*asked, *(argument.format(**values) for argument in self._arguments)]
+
+    def jobs(self, ids: Sequence[str]) -> Mapping[str, Job]:
+        found: dict[str, Job] = {}
+        for at in range(0, len(ids), _MOST_IDS):
+            some = ids[at : at + _MOST_IDS]
+            found |= _read(self._squeue(f"--jobs={','.join(some)}"))
+        return found
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        for at in range(0, len(ids), _MOST_IDS):
+            with contextlib.suppress(Unreachable, OSError):
+                self._run(["scancel", "--quiet", *ids[at : at + _MOST_IDS]])
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+    def _by_name(self, name: str) -> set[str]:
+        try:
+            return set(_read(self._squeue(f"--name={name}")))
+        except Unreachable:
+            return set()
+
+    def _squeue(self, which: str) -> str:
+        # Jobs that ended stay known for some minutes (MinJobAge); asked for one that does not any more, squeue complains.
+        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%N|%r", which]
+        done = self._run(command)
+        if done.returncode and "Invalid job id" not in done.stderr:
+            raise Unreachable(" ".join(done.stderr.replace("error: ", "").split()))
+        return done.stdout
+
+    def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Raises:
+        Unreachable: it does not come to its end.
+        """
+        try:
+            return subprocess.run(
+                command, env=self._environment, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise Unreachable(f"{command[0]} took more than {_COMMAND_SECONDS:g} s") from None
+
+
+def _has(text: str, parts: Sequence[str]) -> bool:
+    return any(part in text.lower() for part in parts)
+
+
+def _read(lines: str) -> dict[str, Job]:
+    """Jobs by id, of what squeue printed."""
+    jobs = {}
+    for line in lines.splitlines():
+        job, _, rest = line.partition("|")
+        state, _, rest = rest.partition("|")
+        nodes, _, reason = rest.partition("|")
+        jobs[job] = _job(state, nodes, reason)
+    return jobs
+
+
+def _job(state: str, nodes: str, reason: str) -> Job:
+    if state not in _STATES:
+        return Job("waiting" if reason in _ITS_TURN or _OF_ALL_JOBS.match(reason) else "held", reason)
+    why = state if reason in ("", "None") else f"{state}, {reason}"
+    return Job(_STATES[state], "" if state == "COMPLETED" else why, nodes)

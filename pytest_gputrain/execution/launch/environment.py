@@ -1,0 +1,117 @@
+"""Environment variables of the processes of a case."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.records import Task
+from pytest_gputrain.utils.linux import PARENT
+
+CHOOSING: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+"""Which GPUs a process sees, for the vendors' runtimes."""
+
+_OF_LAUNCHERS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Left over from a launcher that pytest itself runs under, they would confuse the ranks."""
+
+_OF_PYTEST: Final = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "PYTEST_XDIST_")
+"""How the variables begin that pytest and xdist change by themselves."""
+
+
+class SessionEnvironment:
+    """The environment variables that this process had when the session began, and what has changed since."""
+
+    def __init__(self) -> None:
+        self.began: dict[str, str] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the variables of this moment for those of the session."""
+        self.began.clear()
+        self.began |= os.environ
+        self.collected()
+
+    def collected(self) -> None:
+        """Take the variables of this moment for those that tests will find, as far as anybody knows before they run."""
+        self._collected = dict(os.environ)
+
+    def changes(self, task: Task, *, inline: bool = False, foreseen: bool = False) -> dict[str, str | None]:
+        """The variables that are others now, by name; None for one that is there no more.
+
+        Args:
+            inline: the task runs in this process; a worker does not see what launching sets or drops.
+            foreseen: no test has asked for the task yet, and the running one is none of its own.
+        """
+        now: Mapping[str, str] = self._collected if foreseen else os.environ
+        own = () if inline else (*CHOOSING, PARENT, *_fixed(task))
+        return {
+            name: now.get(name)
+            for name in sorted({*self.began, *now})
+            if self.began.get(name) != now.get(name)
+            and name not in own
+            and not name.startswith(_OF_PYTEST)
+            and (inline or not _is_dropped(name))
+        }
+
+
+def refuse_recursion() -> None:
+    """Raises:
+    RuntimeError: this process is itself a worker.
+    """
+    if PARENT in os.environ:
+        raise RuntimeError("a worker of pytest-gputrain must not start workers: do not measure at a module's top level")
+
+
+def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment that the task's test has, with what must not vary fixed.
+
+    Args:
+        gpus: the only ones that the worker may see.
+        environ: variables that the task's own changes add to; those of this process by default.
+    """
+    variables: dict[str, str | None] = {**(os.environ if environ is None else environ), **task.variables}
+    environment = {name: value for name, value in variables.items() if value is not None and not _is_dropped(name)}
+    environment |= {
+        PARENT: str(os.getpid()),
+        # The interpreter's folder holds the tools of its environment (ninja), whether or not that is activated.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),
+        **_fixed(task),
+    }
+    environment |= _visible(gpus, environment)
+    return environment
+
+
+def _is_dropped(name: str) -> bool:
+    # pytest's variable of the running test would make every environment another one.
+    return name in (*_OF_LAUNCHERS, "PYTEST_CURRENT_TEST") or name.startswith("TORCHELASTIC_")
+
+
+def _fixed(task: Task) -> dict[str, str]:
+    """Variables that are the same in every worker of the task, whatever a test sets."""
+    fixed = {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not task.case.code:
+        # The zoo's models are built, never fetched; an attempt to reach a hub would only cost its time-out.
+        fixed["HF_HUB_OFFLINE"] = "1"
+    if task.device_type == "cpu" or task.target is not None:
+        fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return fixed
+
+
+def _visible(gpus: Sequence[Gpu], environment: dict[str, str]) -> dict[str, str]:
+    """The variables that show ``gpus`` to the vendor's runtime, and nothing else to any."""
+    names = ",".join(gpu.uuid for gpu in gpus)
+    # HIP's own choose among what ROCm's leaves, by numbers of another list; empty ones it takes for unset.
+    for name in CHOOSING:
+        environment.pop(name, None)
+    if any(gpu.vendor == "amd" for gpu in gpus):
+        return {"ROCR_VISIBLE_DEVICES": names}
+    return {"CUDA_VISIBLE_DEVICES": names, "ROCR_VISIBLE_DEVICES": ""}

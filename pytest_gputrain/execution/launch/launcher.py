@@ -1,0 +1,122 @@
+"""A task in, a reply out: the case runs in processes of its own, and whatever becomes of them is a reply.
+
+The ranks of a case on this node are started directly: that gives a true exit code for each, and half the start-up time of
+torchrun. They meet through a file in the case's folder, so no port is taken that another case might want. A case that takes
+several nodes is started by torchrun's agents, one a node (`on_nodes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_gputrain.execution.launch.environment import refuse_recursion, worker_environment
+from pytest_gputrain.execution.launch.fork_server import Preloaded
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER, Process, start
+from pytest_gputrain.execution.launch.ranks import Rank, folder_of, follow
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.records import Crashed, Event, Lost, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
+from pytest_gputrain.utils.signals import undisturbed
+
+Watch = Callable[[Event], None]
+
+
+def in_process(
+    task: Task,
+    *,
+    gpus: Sequence[Gpu],
+    timeout_seconds: float,
+    watch: Watch = lambda event: None,
+    preloaded: Preloaded | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Reply:
+    """Run ``task`` in processes of its own, one a rank.
+
+    Args:
+        gpus: the only GPUs the processes will see; none hides them all.
+        timeout_seconds: the processes and their children are killed after this time.
+        watch: called with every progress event of the first rank, on this thread.
+        preloaded: where the processes are forked from; fresh interpreters without it.
+        environ: variables of the processes, with those that the task changes; by default those of this one.
+    """
+    reply = _launched(task, gpus, timeout_seconds, watch, preloaded, environ)
+    assert not isinstance(reply, Prediction), "nobody asked for one"
+    return reply
+
+
+def predict(
+    task: Task,
+    *,
+    timeout_seconds: float,
+    watch: Watch = lambda event: None,
+    preloaded: Preloaded | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Prediction | OutOfMemory | Crashed | TimedOut:
+    """Run ``task``, which names a target, on fake tensors in a process of its own: it may abort, and it patches libraries.
+
+    Args:
+        timeout_seconds, watch, preloaded, environ: as in `in_process`.
+
+    Returns:
+        The prediction; another reply where there is none.
+    """
+    assert task.target is not None, "a prediction is for a device"
+    reply = _launched(task, (), timeout_seconds, watch, preloaded, environ)
+    assert not isinstance(reply, Measurement | Lost), "nothing was trained, and not by a fleet"
+    return reply
+
+
+def _launched(
+    task: Task,
+    gpus: Sequence[Gpu],
+    timeout_seconds: float,
+    watch: Watch,
+    preloaded: Preloaded | None,
+    environ: Mapping[str, str] | None,
+) -> Prediction | Reply:
+    refuse_recursion()
+    environment = worker_environment(task, gpus, environ)
+
+    def process(folder: Path, rank: int) -> Process:
+        forked = preloaded.fork(task, folder, rank, environment, timeout_seconds) if preloaded else None
+        return forked or start(folder, rank, {**environment, CASE_FOLDER: str(folder)})
+
+    with folder_of(task) as folder:
+        ranks: list[Rank] = []
+        try:
+            for number in range(task.processes + task.servers if task.target is None else 1):
+                ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
+            return follow(ranks, timeout_seconds, watch)
+        finally:
+            with undisturbed():
+                for rank in ranks:
+                    rank.process.end()
+
+
+def inline(task: Task, builder: Any = None) -> Reply:
+    """Run ``task`` in this process, for closures and debuggers: imports torch here, shares its state, knows no time-out."""
+    import gc
+
+    import torch
+
+    from pytest_gputrain.worker.progress import Progress
+    from pytest_gputrain.worker.run import run
+
+    threads, random_state = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        figures: list[Any] = []
+        reply = run(task, Progress(None), builder, keep=figures.append)
+        assert not isinstance(reply, Served), "the only process of a case serves nobody"
+        return msgspec.structs.replace(reply, measured=figures[0]) if isinstance(reply, Crashed) and figures else reply
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(random_state)
+        gc.unfreeze()
+        # What a failed case left in cycles with its traceback, and what the allocator keeps, is the next one's.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,133 @@
+"""Worker processes: started, asked for their stacks, ended with all that they started."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from pytest_gputrain.hardware.lease import held_locks
+from pytest_gputrain.utils.linux import oom_kills
+
+CASE_FOLDER: Final = "GPUTRAIN_CASE_FOLDER"
+"""Environment variable by which whatever a fresh worker started is known, wherever it has gone."""
+
+
+class Process(abc.ABC):
+    """One worker."""
+
+    @abc.abstractmethod
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
+
+    @abc.abstractmethod
+    def killed_for_memory(self, kills_before: int) -> bool:
+        """Whether the kernel's OOM killer ended the worker.
+
+        Args:
+            kills_before: `oom_kills` of this host before the worker started.
+        """
+
+    @abc.abstractmethod
+    def ask_for_stacks(self) -> None:
+        """Have the worker's faulthandler write its Python stacks."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Kill the worker and what it started."""
+
+
+class Local(Process):
+    """A worker on this machine, leader of a process group of its own."""
+
+    pid: int
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Until the process has ended."""
+
+    def killed_for_memory(self, kills_before: int) -> bool:
+        return self.poll() == -signal.SIGKILL and oom_kills() > kills_before
+
+    def ask_for_stacks(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+
+    def end(self) -> None:
+        """Not covered: a grandchild in a session of its own whose parent, the worker, has ended by itself (`end_all_of`)."""
+        import psutil
+
+        family: list[Any] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self.pid).children(recursive=True)
+        # The group's id is the worker's; it stays taken as long as any process of the group lives.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for child in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self.wait()
+
+
+class Fresh(Local):
+    """An interpreter of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self) -> None:
+        self._process.wait()
+
+
+def end_all_of(folder: Path) -> None:
+    """Kill what workers of the case in ``folder`` have left: daemons, in sessions of their own and with other parents."""
+    mark = os.fsencode(f"{CASE_FOLDER}={folder}\0")
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            if mark in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+
+
+def start(folder: Path, rank: int, environment: Mapping[str, str]) -> Fresh:
+    """A fresh interpreter that runs rank ``rank`` of the case in ``folder``."""
+    own = folder / f"rank{rank}"
+    # To append: these files are cut while the worker writes to them.
+    with open(own / "stdout.txt", "ab") as stdout, open(own / "stderr.txt", "ab") as stderr:
+        return run_module("pytest_gputrain.worker", [str(folder), str(rank)], environment, stdout, stderr)
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    below: Sequence[str] = (),
+) -> Fresh:
+    """A fresh interpreter that runs ``module``.
+
+    Args:
+        below: the command, with its arguments, that starts the interpreter; none does by default.
+    """
+    process = subprocess.Popen(
+        # -P: a file of the user's named like one of the standard library must not shadow it inside `import torch`.
+        [*below, sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        start_new_session=True,
+        # Should pytest be killed, its devices are lent to others only when this worker has left them.
+        pass_fds=held_locks(),
+    )
+    return Fresh(process)

@@ -1,0 +1,323 @@
+"""The ranks of a case: what each leaves in its folder while it runs and when it has ended."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from pytest_gputrain.execution.launch.merge import merge
+from pytest_gputrain.execution.launch.processes import Process, end_all_of
+from pytest_gputrain.records import (
+    FORMAT,
+    Crashed,
+    Event,
+    Measurement,
+    OutOfMemory,
+    Phase,
+    Prediction,
+    Reply,
+    Served,
+    Task,
+    TimedOut,
+)
+from pytest_gputrain.utils.files import UNREADABLE
+from pytest_gputrain.utils.linux import oom_kills
+from pytest_gputrain.utils.signals import undisturbed
+from pytest_gputrain.utils.units import format_bytes
+
+_POLL_SECONDS: Final = 0.02
+_STACKS_SECONDS: Final = 1.0
+_TAIL_BYTES: Final = 8_000
+_MOST_OUTPUT_BYTES: Final = 1 << 20
+"""Of what a worker prints; looked at as often as its progress."""
+_AFTER_THE_STEPS: Final[frozenset[Phase]] = frozenset({"check", "reply"})
+"""Phases in which to run out of memory says nothing of the steps, which have fitted."""
+_SCARCE_BYTES: Final = 1 << 20
+"""With less free than this, a worker may not have been able to reply."""
+
+
+@contextlib.contextmanager
+def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
+    """A folder for the case, with the task in it, that is gone afterwards, and with it all that its workers started.
+
+    Args:
+        shared: where to make it; a place of this machine for temporary files by default.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="gputrain-", dir=shared))
+    _running.add(folder)
+    try:
+        (folder / "case.json").write_bytes(msgspec.json.encode(task))
+        yield folder
+    finally:
+        with undisturbed():
+            _clear(folder)
+
+
+_running: Final[set[Path]] = set()
+"""Folders of cases that are not over."""
+
+
+def _clear(folder: Path) -> None:
+    end_all_of(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    _running.discard(folder)
+
+
+os.register_at_fork(after_in_child=_running.clear)
+
+
+@atexit.register
+def _clear_all() -> None:
+    """For cases whose end was itself interrupted: a second Ctrl-C may come at any moment."""
+    for folder in list(_running):
+        _clear(folder)
+
+
+class Rank:
+    """One process of a case and the folder that it leaves its traces in.
+
+    Args:
+        folder: the case's.
+        process: starts rank number so-and-so of the case in that folder.
+    """
+
+    def __init__(self, number: int, folder: Path, process: Callable[[Path, int], Process]) -> None:
+        self.number = number
+        self.folder = folder / f"rank{number}"
+        self.folder.mkdir(exist_ok=True)
+        self.progress = _ProgressFile(self.folder / "progress.jsonl")
+        self._outputs = [_Output(self.folder / name) for name in ("stdout.txt", "stderr.txt")]
+        self._kills_before = oom_kills()
+        self.process = process(folder, number)
+
+    def failed(self) -> bool:
+        """Whether the ended process left no figures."""
+        return not isinstance(self.reply(), Measurement | Served | Prediction)
+
+    def order(self) -> tuple[bool, bool, int]:
+        """Sorts failed ranks by how likely each is the cause of the others' failures.
+
+        A rank that died without a word comes first, then one out of memory: others, who lose their partner, reply with an
+        exception. Among equals the earlier.
+        """
+        reply = self.folder / "reply.json"
+        written = reply.stat().st_mtime_ns if reply.exists() else 0
+        return bool(written), not isinstance(self.reply(), OutOfMemory), written
+
+    def reply(self) -> Reply | Served | Prediction:
+        """What the ended process left behind."""
+        self.progress.read()
+        killed_for_memory = self.process.killed_for_memory(self._kills_before)
+        output = "".join([*(output.end() for output in self._outputs), tail(self.folder / "stacks.txt")])
+        return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory, output)
+
+    def figures(self) -> Measurement | Served | None:
+        """What it measured, though it may have failed since; None where it has not got so far."""
+        with contextlib.suppress(*UNREADABLE, FileNotFoundError):
+            return msgspec.json.decode((self.folder / "figures.json").read_bytes(), type=Measurement | Served)
+        return None
+
+    def limit_output(self) -> None:
+        """Keep the disk from filling with what the worker prints."""
+        for output in self._outputs:
+            output.limit()
+
+    def stacks(self) -> str:
+        """The running worker's Python stacks; empty where it does not answer."""
+        path = self.folder / "stacks.txt"
+        self.process.ask_for_stacks()
+        deadline = time.monotonic() + _STACKS_SECONDS
+        while time.monotonic() < deadline and not tail(path):
+            self.limit_output()
+            time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
+        return tail(path)
+
+
+def follow(
+    ranks: Sequence[Rank],
+    timeout_seconds: float,
+    watch: Callable[[Event], None],
+    *,
+    trouble: Callable[[], Crashed | None] = lambda: None,
+    grace_seconds: float = 0.0,
+) -> Prediction | Reply:
+    """The case's reply, once its ranks have ended. One rank's failure is the case's: the others would wait for it.
+
+    Args:
+        timeout_seconds: from now on.
+        watch: called with every progress event of the first rank.
+        trouble: asked again and again for what ends the case although no rank tells of it.
+        grace_seconds: time after the first bad news in which worse may come: of several ranks that fail, the cause need not
+            be the first one heard of.
+    """
+    began = time.monotonic()
+    over = math.inf
+    cause: Crashed | None = None
+    while True:
+        ended = [rank for rank in ranks if rank.process.poll() is not None]
+        # Only now: what a rank told in its last moment would else be read, and lost, by the look at its reply.
+        for event in ranks[0].progress.read():
+            watch(event)
+        for rank in ranks:
+            rank.limit_output()
+        failed = [rank for rank in ended if rank.failed()]
+        wrong = trouble()
+        now = time.monotonic()
+        if over == math.inf and (failed or wrong):
+            # Trouble that comes after a rank's failure is one of its consequences, and the other way round.
+            over, cause = now + grace_seconds, wrong
+        if len(ended) == len(ranks) or now >= over:
+            break
+        if now >= began + timeout_seconds:
+            return _with_figures(timed_out(ranks, timeout_seconds), ranks)
+        time.sleep(_POLL_SECONDS)
+    for event in ranks[0].progress.read():
+        watch(event)
+    if cause and len(ended) < len(ranks):
+        return _with_figures(cause, ranks)
+    if failed:
+        first = min(failed, key=Rank.order)
+        reply = first.reply()
+        assert not isinstance(reply, Served | Prediction)
+        return _with_figures(reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number), ranks)
+    replies = [rank.reply() for rank in ranks]
+    return replies[0] if isinstance(replies[0], Prediction) else merge(replies)
+
+
+def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
+    """The reply of a case that failed, with what was measured where all of its ranks had been by then."""
+    figures = [rank.figures() for rank in ranks] if isinstance(reply, Crashed | TimedOut) else []
+    known = [one for one in figures if one is not None]
+    return msgspec.structs.replace(reply, measured=merge(known)) if known and len(known) == len(ranks) else reply
+
+
+def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
+    """The reply for ranks that are all alive or have measured; their stacks tell who waits for whom."""
+    stacks = {rank.number: rank.stacks() for rank in ranks}
+    for rank in ranks:
+        rank.progress.read()
+    last = ranks[0].progress.last
+    several = len(ranks) > 1
+    detail = "\n".join(f"rank {number}:\n{text}" if several else text for number, text in stacks.items())
+    return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail)
+
+
+def _read_reply(
+    folder: Path, exit_code: int, last: Event, killed_for_memory: bool, output: str
+) -> Reply | Served | Prediction:
+    """What the ended process left behind, as a reply.
+
+    Args:
+        output: the end of what it printed.
+    """
+
+    def crashed(sentence: str) -> Crashed:
+        return Crashed(sentence=sentence, phase=last.phase, step=last.step, detail=output, exit_code=exit_code)
+
+    reply_file = folder / "reply.json"
+    if reply_file.exists():
+        try:
+            data = reply_file.read_bytes()
+            if (found := msgspec.json.decode(data, type=_Versioned).format) != FORMAT:
+                return crashed(
+                    f"the worker's reply has format {found}, this version reads format {FORMAT}: the worker imports another "
+                    "pytest-gputrain than pytest does; look at PYTHONPATH"
+                )
+            reply = msgspec.json.decode(data, type=Reply | Served | Prediction)
+        except UNREADABLE as error:
+            return crashed(f"the worker's reply cannot be read: {error}")
+        if exit_code != 0:
+            return crashed(f"the worker replied, then ended {exit_text(exit_code)}")
+        # The traceback last: it is what the end of a long detail should show.
+        return msgspec.structs.replace(reply, detail=output + reply.detail) if isinstance(reply, Crashed) else reply
+    if killed_for_memory and last.phase in _AFTER_THE_STEPS:
+        return crashed("the kernel's OOM killer ended the worker after its timed steps")
+    if killed_for_memory:
+        return OutOfMemory(where="host", phase=last.phase, step=last.step, message="killed by the kernel's OOM killer")
+    why = ""
+    with contextlib.suppress(OSError):  # the folder may be gone
+        free = shutil.disk_usage(folder).free
+        why = f"; {format_bytes(free)} is free in {folder.parent.parent}" if free < _SCARCE_BYTES else ""
+    return crashed(f"the worker ended {exit_text(exit_code)} without a reply{why}")
+
+
+class _Versioned(Struct):
+    format: int = FORMAT
+
+
+def exit_text(exit_code: int) -> str:
+    """How a process ended, as sentences say it."""
+    if exit_code >= 0:
+        return f"with exit code {exit_code}"
+    try:
+        return f"by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"by signal {-exit_code}"
+
+
+class _Output:
+    """A file that a worker prints to, of which the end counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before = ""
+
+    def limit(self) -> None:
+        """Empty the file where it has grown too long; its end is remembered."""
+        with contextlib.suppress(OSError):  # not there yet
+            if self._path.stat().st_size > _MOST_OUTPUT_BYTES:
+                self._before = tail(self._path)
+                os.truncate(self._path, 0)
+
+    def end(self) -> str:
+        return (self._before + tail(self._path))[-_TAIL_BYTES:]
+
+
+class _ProgressFile:
+    """Reads what has been added to the progress file; a line still being written waits for the next time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.last = Event(phase="start")
+
+    def read(self) -> list[Event]:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        events = []
+        for line in whole.splitlines():
+            with contextlib.suppress(*UNREADABLE):
+                events.append(msgspec.json.decode(line, type=Event))
+        if events:
+            self.last = events[-1]
+        return events
+
+
+def tail(path: Path) -> str:
+    """The end of a file; empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

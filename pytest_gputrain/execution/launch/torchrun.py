@@ -1,0 +1,251 @@
+"""Cases over several nodes: torch's elastic agent on each, which starts that node's ranks (torchrun).
+
+The nodes share a folder: the case's lies in it, and pytest and the agents talk through files there (`nodes`). Inside a Slurm
+allocation srun starts the agents; elsewhere pytest starts that of its own node, and ``gputrain node`` (`serve`) those of the
+others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from pytest_gputrain.execution.launch.environment import CHOOSING, refuse_recursion, worker_environment
+from pytest_gputrain.execution.launch.processes import Fresh, Process, run_module
+from pytest_gputrain.execution.launch.ranks import Rank, exit_text, folder_of, follow, tail
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.records import Crashed, Event, Prediction, Reply, Task
+from pytest_gputrain.records.node_protocol import (
+    EXIT,
+    JOINED,
+    LEFT,
+    NODES,
+    OUTPUT,
+    WORD,
+    WORD_EVERY_SECONDS,
+    Joined,
+    Left,
+    Nodes,
+    RankExit,
+    Word,
+    seat_folder,
+    tell,
+    told,
+)
+from pytest_gputrain.utils.linux import PARENT
+
+JOIN_SECONDS: Final = 300.0
+"""From a case's start until all its nodes must be there; at most half of the case's time-out."""
+
+_GRACE_SECONDS: Final = 2.0
+"""A rank that lost its partner tells so at once; that the partner was killed comes from an agent, a moment later."""
+
+_CLOSING_SECONDS: Final = 15.0
+"""What agents may take to end when they are told to."""
+
+_POLL_SECONDS: Final = 0.1
+
+_AGENT: Final = "pytest_gputrain.worker.torchrun_agent"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Where cases of several nodes run."""
+
+    nodes: int
+    """That the case takes."""
+    shared: Path
+    """Folder that all nodes see."""
+    rendezvous: str = ""
+    """``HOST`` or ``HOST:PORT`` of this node as the others reach it; empty for its name and any free port."""
+
+    @property
+    def by_slurm(self) -> bool:
+        """Whether this is an allocation of several nodes."""
+        return not self.rendezvous and int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
+
+
+def on_nodes(
+    task: Task,
+    *,
+    gpus: Sequence[Gpu],
+    timeout_seconds: float,
+    cluster: Cluster,
+    watch: Callable[[Event], None] = lambda event: None,
+    environ: Mapping[str, str] | None = None,
+) -> Reply:
+    """Run ``task`` with its processes spread over several nodes.
+
+    Args:
+        gpus: of this node, the only ones that its processes will see; none hides them all.
+        timeout_seconds: the processes and their children are killed after this time.
+        watch: called with every progress event of the first rank, on this thread.
+        environ: variables of the processes that this node starts, with those that the task changes; by default those of
+            this one.
+    """
+    refuse_recursion()
+    nodes = Nodes(count=cluster.nodes, processes=task.processes, join_seconds=min(JOIN_SECONDS, timeout_seconds / 2))
+    cluster.shared.mkdir(parents=True, exist_ok=True)
+    with (
+        folder_of(task, cluster.shared) as folder,
+        _agents(folder, nodes, cluster, worker_environment(task, gpus, environ)) as agents,
+    ):
+        ranks = [Rank(number, folder, agents.rank) for number in range(task.processes)]
+        agents.start()
+        reply = follow(ranks, timeout_seconds, watch, trouble=agents.trouble, grace_seconds=_GRACE_SECONDS)
+        assert not isinstance(reply, Prediction), "nobody asked for one"
+        return reply
+
+
+@contextlib.contextmanager
+def _agents(folder: Path, nodes: Nodes, cluster: Cluster, environment: dict[str, str]) -> Iterator[_Agents]:
+    agents = _Agents(folder, nodes, cluster, environment)
+    try:
+        yield agents
+    finally:
+        agents.close()
+
+
+class _Agents:
+    """The agents of one case, seen from pytest."""
+
+    def __init__(self, folder: Path, nodes: Nodes, cluster: Cluster, environment: dict[str, str]) -> None:
+        self._folder = folder
+        self._nodes = nodes
+        self._cluster = cluster
+        self._environment = environment
+        self._seats = [seat_folder(folder, seat) for seat in range(nodes.count)]
+        self._process: Fresh | None = None
+        self._word = Word(number=0, wish="train")
+        self._spoke = self._began = time.monotonic()
+
+    def start(self) -> None:
+        """Let the nodes begin."""
+        self._say("train")
+        self._began = time.monotonic()
+        if self._cluster.by_slurm:
+            self._process = _start_by_slurm(self._folder, self._nodes.count, self._environment)
+        else:
+            self._seats[0].mkdir()
+            host = self._cluster.rendezvous or socket.gethostname()
+            self._process = start_agent(self._folder, 0, host, self._environment)
+        # Whoever waits for cases finds everything else in place.
+        tell(self._folder / NODES, self._nodes)
+
+    def rank(self, folder: Path, number: int) -> Process:
+        """A rank of the case, which one of the agents starts."""
+        return _Distant(folder / f"rank{number}", self)
+
+    def trouble(self) -> Crashed | None:
+        """What ends the case although no rank tells of it. Asked again and again: it also tells the agents to go on."""
+        if time.monotonic() - self._spoke >= WORD_EVERY_SECONDS:
+            self._say(self._word.wish)
+        left = [told(seat / LEFT, Left) for seat in self._seats]
+        for agent in left:
+            if agent and agent.failure:
+                return self._crashed(agent.failure)
+        exit_code = self._process.poll() if self._process else None
+        if exit_code is not None and (self._cluster.by_slurm or left[0] is None):
+            what = "srun" if self._cluster.by_slurm else "the agent of this node"
+            return self._crashed(f"{what} ended {exit_text(exit_code)} before the case was over", exit_code)
+        if time.monotonic() - self._began < self._nodes.join_seconds:
+            return None
+        hosts = [joined.host for joined in (told(seat / JOINED, Joined) for seat in self._seats) if joined]
+        missing = self._nodes.count - len(hosts)
+        if not missing:
+            return None
+        remedy = (
+            "see whether srun could start there"
+            if self._cluster.by_slurm
+            else f"leave `gputrain node {self._cluster.shared}` running on each other node"
+        )
+        return self._crashed(
+            f"{missing} of {self._nodes.count} nodes did not join within {self._nodes.join_seconds:g} s "
+            f"(there: {', '.join(hosts) or 'none'}); {remedy}"
+        )
+
+    def ask_for_stacks(self) -> None:
+        """Have all ranks write theirs."""
+        self._say("stacks")
+
+    def close(self) -> None:
+        """End the agents, and with them all ranks."""
+        with contextlib.suppress(FileNotFoundError):
+            self._say("over")
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while time.monotonic() < deadline and not self._gone():
+            time.sleep(_POLL_SECONDS)
+        if self._process:
+            self._process.end()
+
+    def _gone(self) -> bool:
+        taken = [seat for seat in self._seats if seat.exists()]
+        ended = self._process is None or self._process.poll() is not None
+        # The agent of this node may have been killed without a word; srun has waited for those that it started.
+        told_by = [] if self._cluster.by_slurm else taken[1:]
+        return ended and all((seat / LEFT).exists() for seat in told_by)
+
+    def _say(self, wish: Literal["train", "stacks", "over"]) -> None:
+        self._word = Word(number=self._word.number + 1, wish=wish)
+        self._spoke = time.monotonic()
+        tell(self._folder / WORD, self._word)
+
+    def _crashed(self, sentence: str, exit_code: int | None = None) -> Crashed:
+        output = "".join(map(tail, sorted(self._folder.glob(f"**/{OUTPUT}"))))
+        return Crashed(sentence=sentence, phase="start", detail=output, exit_code=exit_code)
+
+
+class _Distant(Process):
+    """A worker that an agent started, perhaps on another node: known by what lies in its folder."""
+
+    def __init__(self, folder: Path, agents: _Agents) -> None:
+        self._folder = folder
+        self._agents = agents
+
+    def poll(self) -> int | None:
+        how = told(self._folder / EXIT, RankExit)
+        if how is not None:
+            return how.exit_code
+        return 0 if (self._folder / "reply.json").exists() else None
+
+    def killed_for_memory(self, kills_before: int) -> bool:
+        how = told(self._folder / EXIT, RankExit)
+        return how is not None and how.killed_for_memory
+
+    def ask_for_stacks(self) -> None:
+        self._agents.ask_for_stacks()
+
+    def end(self) -> None:
+        """Its agent does it."""
+
+
+def start_agent(folder: Path, seat: int, host: str, environment: Mapping[str, str]) -> Fresh:
+    """The agent of this node for the case in ``folder``, whose seat has been taken."""
+    with open(seat_folder(folder, seat) / OUTPUT, "wb") as output:
+        return run_module(_AGENT, [str(folder), str(seat), host], environment, output, output)
+
+
+def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) -> Fresh:
+    """One agent on each of ``count`` nodes of the allocation."""
+    environment = {name: value for name, value in environment.items() if name != PARENT}
+    if any(environment.get(name) for name in CHOOSING):
+        # GPUs go by other names on other nodes: there Slurm shows them, or what the shell said before pytest started.
+        environment = {name: value for name, value in environment.items() if name not in CHOOSING}
+        environment |= {name: value for name, value in os.environ.items() if name in CHOOSING}
+    srun = [
+        "srun",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",
+        "--overlap",
+        "--kill-on-bad-exit=1",
+    ]
+    with open(folder / OUTPUT, "wb") as output:
+        return run_module(_AGENT, [str(folder)], environment, output, output, below=srun)

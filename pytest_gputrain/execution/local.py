@@ -1,0 +1,192 @@
+"""This machine: what it is, and a case that runs on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.execution.launch.fork_server import Preloaded
+from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
+from pytest_gputrain.gate import contention
+from pytest_gputrain.hardware import drivers
+from pytest_gputrain.hardware.devices import Gpu, HardwareError, Occupancy
+from pytest_gputrain.hardware.lease import lease, lease_cores
+from pytest_gputrain.hardware.machine import Machine, detect
+from pytest_gputrain.hardware.watch import Watch as GpuWatch
+from pytest_gputrain.hardware.watch import watching
+from pytest_gputrain.records import Case, Conditions, Crashed, Event, Measurement, OutOfMemory, Reply, Task, TimedOut
+from pytest_gputrain.utils.errors import BadCase
+
+_SETTLING_SECONDS: Final = 0.5
+_SETTLING_LOOKS: Final = 4
+"""At who is on the GPUs, before whoever is there counts."""
+
+
+class Here:
+    """This machine, under the conditions that the options set.
+
+    Args:
+        preloaded: where a case's processes are forked from; fresh interpreters without it.
+        environ: variables of a case's processes, with those that its task changes; by default those of this one.
+    """
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        preloaded: Preloaded | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._conditions = conditions
+        self._preloaded = preloaded
+        self._environ = environ
+        self._machine: Machine | None = None
+
+    @property
+    def machine(self) -> Machine:
+        """Found out when the first case asks: collecting needs no driver.
+
+        Raises:
+            HardwareError: the hardware is not what the options ask for.
+        """
+        if self._machine is None:
+            self._machine = detect(platform=self._conditions.platform, gpu_ids=self._conditions.gpu_ids)
+        return self._machine
+
+    def run(
+        self, task: Task, *, nodes: int, watch: Callable[[Event], None], inline: bool = False, builder: Any = None
+    ) -> Reply:
+        """Run a case with the devices lent to it, in processes of its own unless ``inline``.
+
+        Args:
+            nodes: that it takes; this one is the first of several.
+
+        Raises:
+            BadCase: the devices cannot be had.
+        """
+
+        def noted(event: Event) -> None:
+            watched.note(event)
+            watch(event)
+
+        visible = self.machine.gpus
+        count = min(task.case.gpus, len(visible)) if visible else task.processes + task.servers
+        with _lent(visible[:1] if inline else visible, count) as gpus:
+            if len(gpus) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
+                raise BadCase(f"{task.case} takes several GPUs, and the parts of a partitioned one do not reach each other")
+            between, before = drivers.paths(gpus), self._before(task.case, gpus, inline)
+            # An inline case has no events, and trains in this process, where the thread that watches would take its time; of
+            # several nodes the others cannot be seen from here.
+            with watching(() if inline or nodes > 1 else gpus, _family) as watched:
+                timeout_seconds = self._conditions.timeout_seconds
+                if inline:
+                    reply = launcher.inline(task, builder)
+                elif nodes > 1:
+                    shared, rendezvous = Path(self._conditions.shared), self._conditions.rendezvous
+                    cluster = Cluster(nodes=nodes, shared=shared, rendezvous=rendezvous)
+                    reply = on_nodes(
+                        task,
+                        gpus=gpus,
+                        timeout_seconds=timeout_seconds,
+                        cluster=cluster,
+                        watch=noted,
+                        environ=self._environ,
+                    )
+                else:
+                    reply = launcher.in_process(
+                        task,
+                        gpus=gpus,
+                        timeout_seconds=timeout_seconds,
+                        watch=noted,
+                        preloaded=self._preloaded,
+                        environ=self._environ,
+                    )
+            return self._with_hardware(reply, gpus[0], between, before, watched) if gpus else reply
+
+    def _before(self, case: Case, gpus: tuple[Gpu, ...], inline: bool) -> Occupancy:
+        """What is on the GPUs before a case starts.
+
+        Raises:
+            BadCase: somebody, and that is not allowed.
+        """
+        if not gpus:
+            return Occupancy(None, None)
+        before = drivers.occupancy(gpus, _family())
+        if inline:  # on a GPU that this process may have used before, under a number that it does not know
+            return Occupancy(before.free_bytes, None)
+        for _ in range(_SETTLING_LOOKS):
+            if not before.holders or self._conditions.foreign == "ignore":
+                break
+            time.sleep(_SETTLING_SECONDS)  # a process that has just ended is listed for a moment
+            before = drivers.occupancy(gpus, _family())
+        if before.holders is None and self._conditions.foreign == "error":
+            raise BadCase(
+                f"{case} was not measured: the driver does not tell who is on its GPUs; leave --gpu-foreign=error out"
+            )
+        if before.holders and self._conditions.foreign == "error":
+            raise BadCase(
+                f"{case} was not measured: {contention.named(before.holders)} is there already; end that, choose other GPUs "
+                "with --gpu-ids, or measure beside it with --gpu-foreign=warn"
+            )
+        return before
+
+    def _with_hardware(
+        self, reply: Reply, gpu: Gpu, between: tuple[tuple[str, ...], ...], before: Occupancy, watched: GpuWatch
+    ) -> Reply:
+        """The reply with what only the parent knows of the machine."""
+        if isinstance(reply, Crashed | TimedOut) and reply.measured is not None:
+            measured = self._with_hardware(reply.measured, gpu, between, before, watched)
+            return msgspec.structs.replace(reply, measured=measured)
+        if not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None:
+            return reply
+        environment = msgspec.structs.replace(
+            reply.environment, driver=gpu.driver, power_limit_watts=gpu.power_limit_watts, topology=between
+        )
+        reply = msgspec.structs.replace(reply, environment=environment, free_bytes=before.free_bytes)
+        counts = self._conditions.foreign != "ignore"
+        if counts and before.holders is not None:
+            # Who came later may have taken the memory that ran out.
+            there = before.holders if isinstance(reply, Measurement) else (*before.holders, *watched.others)
+            seen = {holder.pid for holder in there} - {None}
+            reply = msgspec.structs.replace(reply, other_processes=len(seen), holders=there)
+        if not isinstance(reply, Measurement) or (telemetry := watched.telemetry()) is None:
+            return reply
+        others = watched.others if counts else ()
+        return msgspec.structs.replace(reply, telemetry=msgspec.structs.replace(telemetry, others=others))
+
+
+@contextlib.contextmanager
+def _lent(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
+    """So many of the GPUs, or turns on as many cores of a machine that has none."""
+    if not gpus:
+        with lease_cores(count):
+            yield ()
+        return
+    try:
+        with lease(gpus, count) as lent:
+            yield lent
+    except HardwareError as error:
+        raise BadCase(str(error)) from None
+
+
+def _family() -> set[int]:
+    """This process and those below it; under xdist those of all its workers, which measure inline cases at times."""
+    import psutil
+
+    me = psutil.Process()
+    root = (me.parent() or me) if "PYTEST_XDIST_WORKER" in os.environ else me
+    return {me.pid, root.pid, *(child.pid for child in root.children(recursive=True))}
+
+
+def refused(case: Case, error: OSError) -> str:
+    """Why no process of a case could be started, as a sentence."""
+    return (
+        f"{case} was not measured, because its process could not be started: {error}; is there room in the folder for "
+        "temporary files (TMPDIR), and do the limits of this user (ulimit -a) allow it?"
+    )

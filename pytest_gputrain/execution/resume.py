@@ -1,0 +1,165 @@
+"""What an earlier run measured already, for one that picks up what is missing."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pytest_gputrain.cases.libraries import versions
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.records import (
+    Case,
+    Environment,
+    Host,
+    Measurement,
+    Origin,
+    OutOfMemory,
+    Reply,
+    Report,
+    Result,
+    Scale,
+    Task,
+)
+from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.reports import read_report
+from pytest_gputrain.utils.git import Session
+
+
+class Taken(NamedTuple):
+    """What there is of one case."""
+
+    replies: tuple[Reply, ...] = ()
+    """As fresh processes gave them: without what one worker alone took."""
+    one_worker_seconds: tuple[float, ...] = ()
+    """Of the first of them."""
+    origins: tuple[Origin, ...] = ()
+    host: Host | None = None
+    """That the first is of."""
+
+    @property
+    def environments(self) -> list[Environment]:
+        figures = (reply for reply in self.replies if isinstance(reply, Measurement | OutOfMemory))
+        return [reply.environment for reply in figures if reply.environment is not None]
+
+
+class Resumption:
+    """The figures of an earlier report that hold for this run, too.
+
+    What concerns the code refuses the report as a whole: the commit, what is not committed, versions of libraries, and how
+    others on the GPUs were seen. What concerns a case leaves that one to be measured: other steps, scale, device, processes.
+    """
+
+    def __init__(self, path: Path, report: Report) -> None:
+        self.path = path
+        self.report = report
+        self._found: defaultdict[bytes, list[Taken]] = defaultdict(list)
+        for result in report.results:
+            if result.search is None and not result.loss_curves and (taken := _taken(result, report)).replies:
+                self._found[_key(result.case, result.scale, result.inline, result.variables_digest)].append(taken)
+
+    @classmethod
+    def read(cls, path: Path, settings: Settings) -> Resumption:
+        """Raises:
+        BaselineError: the file is no report, or its figures are not those that this run would measure.
+        """
+        try:
+            report = read_report(path)
+        except BaselineError as error:
+            raise BaselineError(f"--gpu-resume: {error}") from None
+        for why in _refusals(report, settings):
+            raise BaselineError(f"--gpu-resume: {path} {why}, or leave --gpu-resume out to measure all cases")
+        return cls(path, report)
+
+    def of(self, task: Task, *, inline: bool, host: Host, nodes: int) -> Taken:
+        """Replies of the case that stand for as many fresh processes; those of the test that has most.
+
+        Args:
+            host: the machine that would run it; one without a name may turn out to be any device of its platform.
+            nodes: that it would take there.
+        """
+        fitting = [
+            taken
+            for taken in self._found.get(_key(task.case, task.scale, inline, task.variables_digest), ())
+            if taken.host is not None
+            and taken.host.platform == host.platform
+            and (taken.host.device == host.device or not host.name)
+            and all(_shape(one) == (task.processes + task.servers, nodes) for one in taken.environments)
+        ]
+        return max(fitting, key=lambda one: (len(one.replies), len(one.one_worker_seconds)), default=Taken())
+
+    def beyond(self, results: Iterable[Result]) -> Iterator[Result]:
+        """What the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses nothing."""
+        there = {_place(result) for result in results}
+        for result in self.report.results:
+            taken = _taken(result, self.report)
+            if taken.replies and _place(result) not in there:
+                replies = result.replies[: len(taken.replies)]
+                yield msgspec.structs.replace(result, replies=replies, verdict=None, to_come=0, resumed=taken.origins)
+
+
+def _key(case: Case, scale: Scale, inline: bool, variables_digest: str) -> bytes:
+    return msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline, variables_digest))
+
+
+def _place(result: Result) -> tuple[str, str, str, str]:
+    return result.nodeid, result.key, result.device, result.variables_digest
+
+
+def _shape(environment: Environment) -> tuple[int, int]:
+    """Processes and nodes."""
+    return environment.device_count, len(environment.hosts) or 1
+
+
+def _taken(result: Result, report: Report) -> Taken:
+    """The result's replies up to the first without figures."""
+    known = list(itertools.takewhile(_has_figures, result.replies))
+    alone = itertools.takewhile(
+        lambda seconds: seconds is not None, (getattr(reply, "one_worker_seconds", None) for reply in known)
+    )
+    earlier = sum(origin.runs for origin in result.resumed)
+    here = Origin(
+        session=report.session, date=report.created, commit=report.commit, branch=report.branch, runs=len(known) - earlier
+    )
+    bare = [
+        msgspec.structs.replace(reply, one_worker_seconds=None) if isinstance(reply, Measurement) else reply
+        for reply in known
+    ]
+    origins = (*result.resumed, here) if here.runs else result.resumed
+    taken = Taken(tuple(bare), tuple(filter(None, alone)), origins)
+    name = next((one.host for one in taken.environments), "")
+    return taken._replace(
+        host=Host(name=name, platform=result.platform, device=result.device, gpus=int(result.platform != CPU))
+    )
+
+
+def _has_figures(reply: Reply) -> bool:
+    """Whether it measured or ran out of memory, and tells where: a worker that the kernel killed may not."""
+    return isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None
+
+
+def _refusals(report: Report, settings: Settings) -> Iterator[str]:
+    """What would make its figures a lie, were they given for this run's."""
+    now = Session.begin(settings.root, settings.written)
+    there, here = report.commit.removesuffix("+dirty"), now.commit.removesuffix("+dirty")
+    if there and here and there != here:
+        yield f"is of commit {there}, and this is {here}; check that out"
+    if there and here and report.changes != now.changes:
+        yield f"is of {there} with other uncommitted changes than there are now; restore those"
+    foreign = report.settings.get("foreign", settings.foreign)
+    if foreign != settings.foreign:
+        yield f"was measured with --gpu-foreign={foreign}; give the same"
+    made_with = report.generator.rpartition(" ")[2]
+    installed = {"python": platform.python_version(), "pytest-gputrain": metadata.version("pytest-gputrain"), **versions()}
+    for environment in (one for result in report.results for one in _taken(result, report).environments):
+        before = {"python": environment.python, "pytest-gputrain": made_with, **environment.packages}
+        for name in before.keys() & installed.keys():
+            if before[name] != installed[name]:
+                yield f"was measured with {name} {before[name]}, and here is {installed[name]}; install that"

@@ -1,0 +1,174 @@
+"""The runs of head judged against those of base, round by round. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from pytest_gputrain.gate.messages import finding
+from pytest_gputrain.gate.regression import Circumstances, judge
+from pytest_gputrain.gate.statistics import levelled, suite_prior
+from pytest_gputrain.records import (
+    Baseline,
+    BaselineRun,
+    Case,
+    Crashed,
+    Lost,
+    Measurement,
+    Reply,
+    Report,
+    Result,
+    Summary,
+    TimedOut,
+    Verdict,
+)
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.storage.reports import to_baseline
+
+_Run = TypeVar("_Run", BaselineRun, Measurement)
+
+_Key = tuple[str, str]
+"""Suite and key of a case."""
+
+
+def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
+    """What passes, from a report's settings.
+
+    Raises:
+        KeyError, TypeError, ValueError: they do not say so.
+    """
+    return Tolerance(
+        time=float(settings["time_tolerance"]),
+        memory=msgspec.convert(settings["memory_tolerance"], MemoryTolerance),
+        cpu_time=bool(settings.get("judge_cpu_time")),
+    )
+
+
+def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[Result]:
+    """Head's results with all their runs and what these mean against base.
+
+    Args:
+        base: a report a round, as ``head``.
+        told: how to name base.
+    """
+    before, after = [by_case(report) for report in base], [by_case(report) for report in head]
+    keys = list(dict.fromkeys(key for round_ in after for key in round_))
+    baselines = {key: _baseline(key, base, before) for key in keys}
+    sides = {key: _level(baselines[key], [round_[key] for round_ in after if key in round_]) for key in keys}
+    prior = suite_prior([_medians(baseline) for baseline, _ in sides.values() if baseline and baseline.runs])
+    # Time on a CPU is judged, too: both sides are of one host and of the same minutes.
+    tolerance = dataclasses.replace(tolerance_of(head[-1].settings), cpu_time=True)
+    results = []
+    for key, (baseline, results_of) in sides.items():
+        replies = tuple(reply for result in results_of for reply in result.replies)
+        circumstances = Circumstances(most=len(replies), prior=prior)
+        verdict = verdict_of(results_of[0].case, replies, baseline, tolerance, circumstances, told)
+        raw = tuple(reply for round_ in after if key in round_ for reply in round_[key].replies)
+        results.append(msgspec.structs.replace(_over_all(results_of), replies=raw, verdict=verdict))
+    return results
+
+
+def missing(base: Sequence[Report], head: Sequence[Report]) -> list[tuple[str, int]]:
+    """Cases that head has in fewer rounds than base, and in how many."""
+    before, after = (Counter(key for report in reports for key in by_case(report)) for reports in (base, head))
+    return [(key, after[suite, key]) for (suite, key), rounds in before.items() if after[suite, key] < rounds]
+
+
+def _over_all(results: Sequence[Result]) -> Result:
+    """The last one with medians over the rounds that measured; what there is one of in a round is that of the last."""
+    measured = [result for result in results if result.summary is not None]
+    if not measured:
+        return results[-1]
+    figures: dict[str, Any] = {}
+    for name in Summary.__struct_fields__:
+        values = [getattr(result.summary, name) for result in measured]
+        known = [value for value in values if isinstance(value, int | float)]
+        median = statistics.median_high if isinstance(values[-1], int) else statistics.median
+        figures[name] = median(known) if known else values[-1]
+    return msgspec.structs.replace(measured[-1], summary=Summary(**figures))
+
+
+def verdict_of(
+    case: Case,
+    replies: Sequence[Reply],
+    baseline: Baseline | None,
+    tolerance: Tolerance,
+    circumstances: Circumstances,
+    told: str,
+) -> Verdict:
+    """What the replies mean against a side that nobody records.
+
+    Args:
+        told: how to name that side.
+    """
+    crashed = any(isinstance(reply, Crashed | TimedOut | Lost) for reply in replies)
+    if baseline is None and not crashed:
+        return Verdict(status="new", sentence=f"{case}: {told} has no such case")
+    if baseline is not None and not baseline.runs and not crashed:
+        return Verdict(status="not-comparable", sentence=f"{case}: {told} has no figures of it")
+    verdict = judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
+    if verdict.status == "improved" and verdict.metrics:
+        better = " and ".join(finding(metric) for metric in verdict.metrics if metric.status == "improved")
+        verdict = msgspec.structs.replace(verdict, sentence=f"{case} {better}")
+    return verdict
+
+
+def by_case(report: Report) -> dict[_Key, Result]:
+    """The first result of each case: another test may have measured it again, or asked for its figures.
+
+    A test that has changed nothing in the environment comes before one that has.
+    """
+    found: dict[_Key, Result] = {}
+    for result in sorted(report.results, key=lambda one: bool(one.variables)):
+        if result.search is None and not result.loss_curves:
+            found.setdefault((result.suite, result.key), result)
+    return found
+
+
+def _baseline(key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Result]]) -> Baseline | None:
+    found = [
+        to_baseline(round_[key], date=report.created, session=report.session, commit=report.commit)
+        for report, round_ in zip(reports, rounds, strict=True)
+        if key in round_
+    ]
+    return msgspec.structs.replace(found[0], runs=tuple(run for one in found for run in one.runs)) if found else None
+
+
+def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseline | None, list[Result]]:
+    """Both sides without what their rounds have in common, where every round has figures of both."""
+    runs = baseline.runs if baseline else ()
+    replies = [reply for result in results for reply in result.replies]
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    if (
+        baseline is None
+        or not runs
+        or not len(runs) == len(measured) == len(replies)
+        or not all(run.step_seconds for run in runs)
+    ):
+        return baseline, list(results)
+    known, found = levelled(_medians(baseline), [reply.median_step_seconds for reply in measured])
+    level = tuple(_at(run, seconds) for run, seconds in zip(runs, known, strict=True))
+    new = [
+        msgspec.structs.replace(result, replies=(_at(reply, seconds),))
+        for result, reply, seconds in zip(results, measured, found, strict=True)
+    ]
+    return msgspec.structs.replace(baseline, runs=level), new
+
+
+def _at(run: _Run, seconds: float) -> _Run:
+    """The run as if its median step took so long."""
+    factor, alone = seconds / statistics.median(run.step_seconds), run.one_worker_seconds
+    return msgspec.structs.replace(
+        run,
+        step_seconds=tuple(step * factor for step in run.step_seconds),
+        one_worker_seconds=None if alone is None else alone * factor,
+    )
+
+
+def _medians(baseline: Baseline) -> list[float]:
+    return [statistics.median(run.step_seconds) for run in baseline.runs if run.step_seconds]

@@ -1,0 +1,136 @@
+"""Absolute limits of a case's figures, whatever its baseline says. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pytest_gputrain.gate.contention import beside
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.gate.statistics import exceeds
+from pytest_gputrain.records import (
+    Case,
+    Crashed,
+    LimitVerdict,
+    Lost,
+    Measurement,
+    Prediction,
+    Reply,
+    Scale,
+    TimedOut,
+    Verdict,
+)
+from pytest_gputrain.records.tolerance import Cap
+from pytest_gputrain.utils.units import format_bytes, format_seconds
+
+
+class Limited(NamedTuple):
+    limits: tuple[LimitVerdict, ...]
+    settled: bool
+    """Whether further fresh processes could not change them."""
+
+
+def against(
+    caps: Sequence[Cap], case: Case, replies: Sequence[Reply], *, scale: Scale, cpu_time: bool, most: int
+) -> Limited:
+    """What ``replies`` (one per fresh process) mean for each of ``caps``.
+
+    A figure is over its limit if it is in every one of three processes: one that is bad must not fail a case. Where bytes
+    are counted exactly, all of them count the same.
+
+    Args:
+        cpu_time: whether time on a CPU is judged.
+        most: processes that there may be.
+    """
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    lost = len(replies) - len(measured)
+    limits, settled = [], True
+    for cap in caps:
+        values = [_value(cap, reply) for reply in measured]
+        reason = "there are no figures" if not values else _why_not_judged(cap, case, measured[0], scale, cpu_time)
+        over: bool | None = False
+        if not reason:
+            exact = cap.metric == "peak_allocated_bytes" and all(run.counts_exactly for run in measured)
+            over = exceeds(values, cap.most, 1 if exact else most - lost)
+            if over and cap.metric == "step_seconds" and (others := beside(measured)):
+                reason = f"it is over, but was measured {others}"
+        limits.append(
+            LimitVerdict(
+                metric=cap.metric,
+                status="not-judged" if reason else "pass" if over is False else "over-limit",
+                value=statistics.median_high(values) if values else None,
+                limit=cap.most,
+                stated=cap.stated,
+                note=reason,
+                runs=len(values),
+            )
+        )
+        settled = settled and over is not None
+    # After a crash no further process is started.
+    return Limited(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut, Lost)) for reply in replies))
+
+
+def foretold(caps: Sequence[Cap], case: Case, prediction: Prediction, *, scale: Scale) -> tuple[LimitVerdict, ...]:
+    """What a prediction means for each of ``caps``."""
+    limits = []
+    for cap in caps:
+        timed = cap.metric == "step_seconds"
+        reason = "a dry run predicts no time" if timed else _why_not_of_this_scale(case, scale)
+        over = not reason and prediction.peak_allocated_bytes > cap.most
+        limits.append(
+            LimitVerdict(
+                metric=cap.metric,
+                status="not-judged" if reason else "over-limit" if over else "pass",
+                value=None if timed else prediction.peak_allocated_bytes,
+                limit=cap.most,
+                stated=cap.stated,
+                note=reason,
+            )
+        )
+    return tuple(limits)
+
+
+def _value(cap: Cap, reply: Measurement) -> float:
+    return reply.median_step_seconds if cap.metric == "step_seconds" else reply.peak_allocated_bytes
+
+
+def _why_not_judged(cap: Cap, case: Case, reply: Measurement, scale: Scale, cpu_time: bool) -> str:
+    """Why a limit says nothing of what was measured; empty where it does. Own code has the size that it has."""
+    if reason := _why_not_of_this_scale(case, scale):
+        return reason
+    if cap.metric == "step_seconds" and reply.environment.device_type == "cpu" and not cpu_time:
+        return "time on a CPU is shown, not judged"
+    return ""
+
+
+def _why_not_of_this_scale(case: Case, scale: Scale) -> str:
+    return "it is for the model, and this is the tiny scale" if scale == "tiny" and not case.code else ""
+
+
+def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict, ...]) -> Verdict | None:
+    """``verdict`` with what the limits add to it; None for a case without either."""
+    if not limits:
+        return verdict
+    over = " and ".join(_told(limit) for limit in limits if limit.status == "over-limit")
+    if verdict is None:
+        judged = any(limit.status != "not-judged" for limit in limits)
+        sentence = f"{case} is within its limits" if judged else f"{case} has no limit that was judged: {limits[0].note}"
+        verdict = Verdict(status="pass", sentence=sentence)
+    if not over:
+        return msgspec.structs.replace(verdict, limits=limits)
+    if verdict.status in ("failed", "regressed"):
+        return msgspec.structs.replace(verdict, sentence=f"{verdict.sentence}; it also {over}", limits=limits)
+    return msgspec.structs.replace(verdict, status="over-limit", sentence=f"{case} {over}", limits=limits)
+
+
+def _told(limit: LimitVerdict) -> str:
+    assert limit.value is not None
+    if limit.metric == "step_seconds":
+        what = f"takes {format_seconds(limit.value)} a step, over its limit of {format_seconds(limit.limit)}"
+    else:
+        what = f"needs {format_bytes(limit.value)} peak allocated, over its limit of {format_bytes(limit.limit)}"
+    runs = f"in {count(limit.runs, 'fresh run')}" if limit.runs else "by prediction"
+    return f"{what} {runs} ({limit.stated})"

@@ -1,0 +1,281 @@
+"""Peaks of memory against those of a baseline: of training, of each of its phases, and the tensors behind a change. Pure.
+
+Phases are those of counted and of predicted memory; a GPU's allocator keeps no peak of theirs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from pytest_gputrain.gate.contention import GPU_MEMORY_FLOOR_BYTES
+from pytest_gputrain.gate.messages import finding, other_count
+from pytest_gputrain.gate.statistics import exceeds
+from pytest_gputrain.records import (
+    BaselineRun,
+    LiveTensor,
+    Measurement,
+    MetricName,
+    MetricVerdict,
+    Status,
+    TrainingPhase,
+)
+from pytest_gputrain.records.tolerance import MemoryTolerance
+from pytest_gputrain.utils.units import format_bytes, format_percent
+
+SHARED_CPU_RATIO: Final = 0.1
+"""Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
+the peak of tiny models under FSDP2 by up to 6 % from run to run, and a phase by up to 7 % of that peak."""
+
+PHASES: Final[dict[MetricName, TrainingPhase]] = {
+    "build_peak_bytes": "build",
+    "forward_peak_bytes": "forward",
+    "backward_peak_bytes": "backward",
+    "between_peak_bytes": "between",
+    "optimizer_peak_bytes": "optimizer",
+}
+
+_MOST_TENSORS_TOLD: Final = 3
+_MOST_LINES_TOLD: Final = 3
+
+
+class ByPhase(Protocol):
+    """What has a peak of each phase."""
+
+    @property
+    def phase_peak_bytes(self) -> Mapping[TrainingPhase, int]: ...
+    @property
+    def largest(self) -> Mapping[TrainingPhase, Sequence[LiveTensor]]: ...
+
+
+class JudgedPeak(NamedTuple):
+    metric: MetricVerdict
+    settled: bool = True
+    """Whether further fresh processes could not change it."""
+
+
+class _Rule(NamedTuple):
+    """How much more memory passes, in how many runs."""
+
+    ratio: float
+    slack: int
+    exact: bool
+    """Whether another process would only count the same."""
+    most: int
+
+    def judge(self, name: MetricName, values: Sequence[int], peaks: Sequence[int]) -> JudgedPeak:
+        """The peaks of runs against those of a baseline."""
+        value, highest, lowest = statistics.median_high(values), max(peaks), min(peaks)
+        limit = highest * (1 + self.ratio) + self.slack
+        above = exceeds(values, limit, 1 if self.exact else self.most)
+        status: Status = "pass"
+        if above is not False:
+            status = "regressed"
+        elif all(peak < lowest / (1 + self.ratio) - self.slack for peak in values):
+            status = "improved"
+        # Where the peak is an exact count, within the limit a change still says that something changed.
+        changed = self.exact and status == "pass" and not lowest <= value <= highest
+        note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
+        metric = MetricVerdict(
+            metric=name, status=status, value=value, baseline=highest, limit=limit, note=note, runs=len(values)
+        )
+        return JudgedPeak(metric, above is not None)
+
+
+def judge_memory(
+    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int
+) -> list[JudgedPeak]:
+    """The peak of training against the highest of the baseline's, and likewise those of its phases.
+
+    Args:
+        most: runs that there may be.
+    """
+    values = [run.peak_allocated_bytes for run in measured]
+    peaks = [run.peak_allocated_bytes for run in fitted if run.peak_allocated_bytes is not None]
+    here = measured[0].environment
+    foreign = next((run.environment for run in fitted if run.environment.device_type != here.device_type), None)
+    reason = other_count(here, fitted)
+    if foreign:
+        reason = f"recorded on {foreign.device_name}, here {here.device_name}"
+    elif not peaks:
+        reason = "the baseline has no peak"
+    if reason:
+        value = statistics.median_high(values)
+        metric = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
+        return [JudgedPeak(metric)]
+    on_cpu, alone = here.device_type == "cpu", here.device_count == 1
+    rule = _Rule(
+        ratio=tolerance.ratio if alone or not on_cpu else max(tolerance.ratio, SHARED_CPU_RATIO),
+        slack=tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES),
+        exact=all(run.counts_exactly for run in measured),
+        most=most,
+    )
+    whole = rule.judge("peak_allocated_bytes", values, peaks)
+    if on_cpu and not alone:
+        # A buffer that outlives its phase is as large in a phase that needs little.
+        rule = rule._replace(ratio=0.0, slack=rule.slack + round(rule.ratio * max(peaks)))
+    return [whole, *_phases(whole.metric, measured, fitted, rule)]
+
+
+def _phases(
+    whole: MetricVerdict, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], rule: _Rule
+) -> Iterator[JudgedPeak]:
+    for name, phase in PHASES.items():
+        values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
+        peaks = [run.phase_peak_bytes[phase] for run in fitted if phase in run.phase_peak_bytes]
+        if values and peaks:
+            found = rule.judge(name, values, peaks)
+            # What is told of the whole needs no telling for each phase.
+            known = found.metric.note == whole.note
+            yield found._replace(metric=msgspec.structs.replace(found.metric, note="")) if known else found
+        elif values:
+            value = statistics.median_high(values)
+            yield JudgedPeak(MetricVerdict(metric=name, status="new", value=value, note="the baseline has none"))
+        elif peaks:
+            metric = MetricVerdict(metric=name, status="not-comparable", baseline=max(peaks), note="no step has it")
+            yield JudgedPeak(metric)
+
+
+def unknown_phases(metrics: Sequence[MetricVerdict], status: Status) -> str:
+    """The phases that only one side has, by the status that they have then: ``no peak in forward and optimizer``."""
+    names = [PHASES[metric.metric] for metric in metrics if metric.metric in PHASES and metric.status == status]
+    return f"no peak {_in_phases(names)}" if names else ""
+
+
+def is_of_memory(metric: MetricVerdict) -> bool:
+    """Whether it is one that `told_of_memory` tells of."""
+    return metric.metric == "peak_allocated_bytes" or metric.metric in PHASES
+
+
+def of_phase(metric: MetricVerdict) -> str:
+    """``forward ``, to begin the note of a phase with; empty for what is no phase's."""
+    phase = PHASES.get(metric.metric)
+    return f"{phase} " if phase else ""
+
+
+def told_of_memory(metrics: Sequence[MetricVerdict], measured: Measurement, fitted: Sequence[BaselineRun]) -> Iterator[str]:
+    """What peaks that are worse, or better, say of their case: the peak of training, and the phases behind it."""
+    peak = next((metric for metric in metrics if metric.metric == "peak_allocated_bytes"), None)
+    phases = [metric for metric in metrics if metric.metric in PHASES]
+    main = main_phase(phases, measured, lambda phase: _highest(fitted, phase))
+    if main is None:
+        if peak is not None:
+            yield finding(peak)
+        return
+    phase = PHASES[main.metric]
+    behind = tensors_behind(phase, measured, _highest(fitted, phase)) + others(main, phases)
+    if peak is not None and (peak.value, peak.baseline) == (main.value, main.baseline):
+        yield f"{finding(peak)}, {in_phase(phase)}{behind}"
+        return
+    if peak is not None:
+        yield finding(peak)
+    yield phase_finding(main) + behind
+
+
+def _highest(fitted: Sequence[BaselineRun], phase: TrainingPhase) -> BaselineRun:
+    """The run of a baseline whose peak is the limit's."""
+    return max(fitted, key=lambda run: run.phase_peak_bytes.get(phase, -1))
+
+
+def main_phase(
+    metrics: Sequence[MetricVerdict], now: ByPhase, before: Callable[[TrainingPhase], ByPhase]
+) -> MetricVerdict | None:
+    """Of changed phases the one to tell in full: one whose change has a cause with a name; that of the peak, else the one
+    that changed most."""
+    trained = {phase: size for phase, size in now.phase_peak_bytes.items() if phase != "build"}
+    peak = max(trained, key=trained.__getitem__, default=None)
+
+    def weight(metric: MetricVerdict) -> tuple[bool, bool, float]:
+        phase = PHASES[metric.metric]
+        value, known = _ends(metric)
+        return bool(tensors_behind(phase, now, before(phase))), phase == peak, abs(value - known)
+
+    return max(metrics, key=weight, default=None)
+
+
+def others(main: MetricVerdict, metrics: Sequence[MetricVerdict]) -> str:
+    """``, and more in backward and optimizer``: the changed phases beside the one that is told in full."""
+    by_word: dict[str, list[TrainingPhase]] = {}
+    for metric in metrics:
+        if metric is not main:
+            by_word.setdefault(_word(metric), []).append(PHASES[metric.metric])
+    return "".join(f", and {word} {_in_phases(names)}" for word, names in by_word.items())
+
+
+def phase_finding(metric: MetricVerdict) -> str:
+    """``needs 12.0 MiB (50.0 %) more in forward, 36.0 MiB against 24.0 MiB allocated``."""
+    value, known = _ends(metric)
+    share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
+    size, ends = format_bytes(abs(value - known)), (format_bytes(value), format_bytes(known))
+    text = f"of {ends[0]} allocated" if ends[0] == ends[1] else f"{ends[0]} against {ends[1]} allocated"
+    limited = metric.limit is not None and known < metric.limit < value
+    limit = f", limit {format_bytes(metric.limit)}" if metric.limit is not None and limited else ""
+    return f"needs {size}{share} {_word(metric)} {in_phase(PHASES[metric.metric])}, {text}{limit}"
+
+
+def tensors_behind(phase: TrainingPhase, now: ByPhase, before: ByPhase) -> str:
+    """The largest tensors at the phase's peak that were not there, or are not any more."""
+    old = {_kind(row): row for row in before.largest.get(phase, ())}
+    new = {_kind(row): row for row in now.largest.get(phase, ())}
+    if phase in before.phase_peak_bytes and not old:
+        return ""  # nobody knows which ones were there
+    change = now.phase_peak_bytes.get(phase, 0) - before.phase_peak_bytes.get(phase, 0)
+    sign = 1 if change > 0 else -1
+    moved = {
+        kind: sign * ((new[kind].bytes if kind in new else 0) - (old[kind].bytes if kind in old else 0))
+        for kind in {**old, **new}
+    }
+    kinds = sorted((kind for kind in moved if moved[kind] > 0), key=lambda kind: (moved[kind], kind), reverse=True)
+    if not kinds or not change:
+        return ""
+    first = kinds[0]
+    named = new.get(first) or old[first]
+    if named.bytes > abs(change):  # it took the place of something else, or grew
+        return f", {'now' if first in new else 'before'} {tensor(named)}"
+    if 2 * moved[first] > abs(change):
+        return f", most of it {'' if first in new else 'was '}{tensor(named)}"
+    some = [kind for kind in kinds if (kind in new) == (first in new)][:_MOST_TENSORS_TOLD]
+    return f", among it {'' if first in new else 'was '}{_listed([tensor(new.get(kind) or old[kind]) for kind in some])}"
+
+
+def tensor(row: LiveTensor) -> str:
+    """``14.0 GiB (224 x bfloat16[4096, 4096] by mm in backward at train.py:41)``, shorter where it is one or nameless."""
+    times = f"{row.count} x " if row.count > 1 else ""
+    shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype
+    more = len(row.lines) - _MOST_LINES_TOLD
+    lines = [*row.lines[:_MOST_LINES_TOLD], *([f"{more} more lines"] if more > 0 else [])]
+    at = f" at {_listed(lines)}" if lines else ""
+    return f"{format_bytes(row.bytes)} ({times}{shape} by {row.operator.removeprefix('aten.')} {in_phase(row.phase)}{at})"
+
+
+def in_phase(phase: TrainingPhase) -> str:
+    """``in forward``."""
+    return "between backward passes" if phase == "between" else f"in {phase}"
+
+
+def _in_phases(names: Sequence[TrainingPhase]) -> str:
+    inside = [name for name in names if name != "between"]
+    parts = [f"in {inside[0]}", *inside[1:]] if inside else []
+    return _listed([*parts, *(in_phase(name) for name in names if name == "between")])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _kind(row: LiveTensor) -> tuple[str, str, tuple[int, ...], str]:
+    return row.operator, row.phase, row.shape, row.dtype
+
+
+def _ends(metric: MetricVerdict) -> tuple[int, int]:
+    assert metric.value is not None
+    assert metric.baseline is not None
+    return int(metric.value), int(metric.baseline)
+
+
+def _word(metric: MetricVerdict) -> str:
+    value, known = _ends(metric)
+    return "more" if value > known else "less"

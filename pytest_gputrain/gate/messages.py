@@ -1,0 +1,169 @@
+"""What verdicts say: the parts of their sentences. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from pytest_gputrain.records import (
+    Baseline,
+    BaselineRun,
+    Crashed,
+    Environment,
+    Lost,
+    Measurement,
+    MetricName,
+    MetricVerdict,
+    OutOfMemory,
+    TimedOut,
+)
+from pytest_gputrain.utils.units import (
+    format_bytes,
+    format_flops,
+    format_percent,
+    format_seconds,
+    format_spread,
+    format_topology,
+)
+
+
+def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str = "measurement") -> str:
+    """What went wrong, as the rest of a sentence that begins with the case.
+
+    Args:
+        wanted: of it.
+    """
+    if isinstance(reply, Lost):
+        return f"was lost by the fleet, which says nothing of the case: {reply.sentence}"
+    at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
+    rank = "" if isinstance(reply, TimedOut) or reply.rank is None else f", rank {reply.rank}"
+    place = f"({reply.phase}{at}{rank})"
+    if isinstance(reply, OutOfMemory):
+        return f"ran out of {reply.where} memory {place}: {reply.message}"
+    known = f"was measured ({_in_short(reply.measured)}), but " if reply.measured else ""
+    if isinstance(reply, TimedOut):
+        return f"{known}was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
+    return f"{known}failed afterwards {place}: {reply.sentence}" if known else f"gave no {wanted} {place}: {reply.sentence}"
+
+
+def _in_short(measured: Measurement) -> str:
+    return f"{format_bytes(measured.peak_allocated_bytes)} allocated, {format_seconds(measured.median_step_seconds)} a step"
+
+
+_MEMORY: Final[dict[MetricName, str]] = {
+    "peak_allocated_bytes": "peak allocated",
+    "peak_reserved_bytes": "peak reserved",
+    "device_used_bytes": "in use on the device",
+    "build_peak_bytes": "allocated in build",
+    "forward_peak_bytes": "allocated in forward",
+    "backward_peak_bytes": "allocated in backward",
+    "between_peak_bytes": "allocated between backward passes",
+    "optimizer_peak_bytes": "allocated in optimizer",
+}
+
+
+def finding(metric: MetricVerdict) -> str:
+    """What a metric says of its case, to follow it in a sentence.
+
+    Against runs of one's own ``is 7.2 % slower at 5.04 s a step than baseline 4.70 s +- 0.03 (5 runs); limit 3.0 %; 3 of 3
+    fresh runs slower``, against a figure ``is 7.2 % slower: 5.04 s against 4.70 s a step, limit 4.84 s``.
+    """
+    assert metric.value is not None
+    assert metric.baseline is not None
+    delta = metric.value / metric.baseline - 1 if metric.baseline else math.inf
+    size, more = format_percent(abs(delta), signed=False), delta > 0
+    of = f" in {metric.runs} runs" if metric.runs and metric.runs > 1 else ""
+    match metric.metric:
+        case "step_seconds":
+            word, value = "slower" if more else "faster", format_seconds(metric.value)
+            if metric.baseline_runs is None or metric.sd is None:
+                limit = f", limit {format_seconds(metric.limit)}" if metric.limit is not None and more else ""
+                return f"is {size} {word}: {value} against {format_seconds(metric.baseline)} a step{of}{limit}"
+            alone = metric.baseline_runs == 1
+            known = format_seconds(metric.baseline) if alone else format_spread(metric.baseline, metric.baseline * metric.sd)
+            known += f" ({count(metric.baseline_runs, 'run')})"
+            return f"is {size} {word} at {value} a step than baseline {known}{_limit(metric, more)}{_votes(metric, word)}"
+        case "scaling_efficiency":
+            word = "better" if more else "worse"
+            values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"
+            return f"scales {size} {word}: an efficiency of {values}{_limit(metric, not more)}{_votes(metric, word)}"
+        case "flops_per_step":
+            values = f"{format_flops(metric.value)} against {format_flops(metric.baseline)} a step"
+            return f"computes {size} {'more' if more else 'less'}: {values}{_limit(metric, more)}"
+        case _:
+            limit = f", limit {format_bytes(metric.limit)}" if metric.limit is not None and more else ""
+            values = f"{format_bytes(metric.value)} against {format_bytes(metric.baseline)} {_MEMORY[metric.metric]}"
+            bytes_, word = format_bytes(abs(metric.value - metric.baseline)), "more" if more else "less"
+            return f"needs {bytes_} ({size}) {word} memory: {values}{of}{limit}"
+
+
+def _limit(metric: MetricVerdict, worse: bool) -> str:
+    if metric.limit is None or not metric.baseline or not worse:
+        return ""
+    return f"; limit {format_percent(abs(metric.limit / metric.baseline - 1), signed=False)}"
+
+
+def _votes(metric: MetricVerdict, word: str) -> str:
+    return "" if not metric.runs else f"; {metric.votes} of {count(metric.runs, 'fresh run')} {word}"
+
+
+def counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: bool = True) -> Iterable[str]:
+    """Exact counters that moved too: they tell a changed model from a slower one.
+
+    Args:
+        flops: whether they are to be told here.
+    """
+    computed, before = measured.flops_per_step, fitted[-1].flops_per_step
+    if flops and computed and before and computed != before:
+        yield f"{format_percent(computed / before - 1)} FLOPs per step"
+    if measured.model_bytes and fitted[-1].model_bytes and measured.model_bytes != fitted[-1].model_bytes:
+        yield f"model memory {format_bytes(fitted[-1].model_bytes)} -> {format_bytes(measured.model_bytes)}"
+    alone, alone_before = measured.one_worker_seconds, fitted[-1].one_worker_seconds
+    if alone and alone_before:
+        yield f"one worker alone {format_seconds(alone_before)} -> {format_seconds(alone)}"
+
+
+def changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Sequence[str] = ()) -> str:
+    """What differs between the baseline's latest environment and this one.
+
+    Args:
+        variables: names of the environment variables that the test has changed.
+    """
+    if here is None or not runs:
+        return "environment unknown"
+    there = runs[-1].environment
+    changes = []
+    for name in Environment.__struct_fields__:
+        before, after = getattr(there, name), getattr(here, name)
+        if name == "packages":
+            changes += [
+                f"{package} {before.get(package, 'absent')} -> {after.get(package, 'absent')}"
+                for package in sorted({*before, *after})
+                if before.get(package) != after.get(package)
+            ]
+        elif name == "topology" and before != after:
+            changes.append(f"topology {format_topology(before)} -> {format_topology(after)}")
+        elif name == "power_limit_watts":
+            if before != after and before is not None and after is not None:
+                changes.append(f"power limit {before:.0f} W -> {after:.0f} W")
+        elif before != after:
+            changes.append(f"{name.replace('_', ' ')} {before} -> {after}")
+    recorded = runs[-1].variables
+    changes += [f"{name} changed by this test" for name in variables if name not in recorded]
+    changes += [f"{name} not changed by this test" for name in recorded if name not in variables]
+    return f"since then: {', '.join(changes)}" if changes else "same environment"
+
+
+def other_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
+    """How many processes a baseline was recorded with, where that is not as here; empty where it is."""
+    counts = {run.environment.device_count for run in fitted} - {here.device_count}
+    return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
+
+
+def dates(baseline: Baseline) -> str:
+    return max((run.date[:10] for run in baseline.runs), default="an unknown day")
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,195 @@
+"""Predictions against recorded ones: a verdict with its sentence and what caused it. Pure.
+
+Nothing here is noisy, so that every change of an exact counter is told and every growth is a regression: the peak of each
+phase, FLOPs, and bytes moved. What the caching allocator holds is a replay whose packing a small change can tip, so it has
+the tolerance of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from pytest_gputrain.cases.identity import differences
+from pytest_gputrain.gate.memory import (
+    PHASES,
+    in_phase,
+    main_phase,
+    others,
+    phase_finding,
+    tensor,
+    tensors_behind,
+    unknown_phases,
+)
+from pytest_gputrain.records import (
+    Case,
+    MetricName,
+    MetricVerdict,
+    Prediction,
+    Status,
+    Verdict,
+)
+from pytest_gputrain.records.recorded import Recorded, conditions
+from pytest_gputrain.records.tolerance import MemoryTolerance
+from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent
+
+_WORK: Final[dict[MetricName, str]] = {
+    "flops_per_step": "computes",
+    "recomputed_flops_per_step": "recomputes",
+    "bytes_per_step": "moves",
+}
+_RECORD: Final = "record it with --gpu-dry-run --gpu-baseline-update"
+
+
+def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:
+    """What ``prediction`` means against what is recorded of its case.
+
+    Args:
+        tolerance: of what the allocator holds.
+        title: of the platform, as sentences name it.
+    """
+    same = known is not None and known.case.identity() == case.identity()
+    before = known.like(prediction) if known is not None and same else None
+    nearest = before or (_nearest(known, prediction) if known is not None and same else None)
+    if prediction.fits is False and before is None and (nearest is None or nearest.fits is not False):
+        sentence = f"{case} {what_does_not_fit(prediction, title)}; if that is expected, {_RECORD}"
+        return Verdict(status="failed", sentence=sentence)
+    if known is None:
+        return Verdict(status="new", sentence=f"{case} has no recorded prediction for {title}; {_RECORD}")
+    if nearest is None:
+        change = differences(known.case, case)
+        sentence = f"{case} is not what its recorded prediction was made for ({change}); {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence)
+    if before is None:
+        changed = ", ".join(_changed_conditions(nearest, prediction))
+        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")]
+        fits = [f"it fits {title} now"] if prediction.fits and nearest.fits is False else []
+        moved = "; ".join([*fits, *_findings(told, nearest, prediction)])
+        sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence)
+    metrics = tuple(_metrics(before, prediction, tolerance))
+    worse, better = (
+        _findings([metric for metric in metrics if metric.status == status], before, prediction)
+        for status in ("regressed", "improved")
+    )
+    if before.fits and prediction.fits is False:
+        worse.insert(0, what_does_not_fit(prediction, title, "no longer fits"))
+    elif prediction.fits and before.fits is False:
+        better.insert(0, f"fits {title} now")
+    gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes and phase != "between"]
+    if gone or (before.flops_per_step and not prediction.flops_per_step):
+        worse.insert(0, f"trains no more: it has no {' and no '.join(gone) or 'arithmetic'}")
+    if not worse and (unknown := unknown_phases(metrics, "new")):
+        sentence = f"{case} has {unknown} in its recorded prediction; {_RECORD}"
+        return Verdict(status="new", sentence=sentence, metrics=metrics)
+    status: Status = "regressed" if worse else "improved" if better else "pass"
+    said = worse or better
+    if not said:
+        return Verdict(status=status, sentence=f"{case} predicts what is recorded", metrics=metrics)
+    remedy = f"; {_RECORD}" if status == "improved" else ""
+    return Verdict(status=status, sentence=f"{case} {'; '.join(said)}{remedy}", metrics=metrics)
+
+
+def _nearest(known: Recorded, prediction: Prediction) -> Prediction:
+    """Of the recorded ones, the one whose libraries are most alike, and of several the latest."""
+    return max(reversed(known.predictions), key=lambda one: len(one.packages.items() & prediction.packages.items()))
+
+
+def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not fit") -> str:
+    """``does not fit H100 (79.1 GiB): ...``, to follow the case in a sentence."""
+    target, refused = prediction.target, prediction.refused
+    assert target.memory_bytes is not None
+    assert refused is not None
+    # What the build takes alone is no peak of a step.
+    phase = refused.phase if refused.phase == "build" else prediction.peak_phase
+    largest = prediction.largest.get(phase, ())
+    needed = format_bytes(needed_bytes(prediction))
+    return (
+        f"{what} {title} ({format_bytes(target.memory_bytes)}): it needs {needed}, and runs out in "
+        f"{refused.phase} for {tensor(refused)}; largest at the peak, {in_phase(phase)}: "
+        f"{', '.join(map(tensor, largest[:3]))}"
+    )
+
+
+def needed_bytes(prediction: Prediction) -> int:
+    """Of the platform's memory, building included."""
+    held = prediction.peak_reserved_bytes or 0
+    return max(held, *prediction.phase_peak_bytes.values(), 0) + prediction.target.context_bytes
+
+
+def _metrics(before: Prediction, now: Prediction, tolerance: MemoryTolerance) -> Iterator[MetricVerdict]:
+    for name, phase in PHASES.items():
+        if phase not in before.phase_peak_bytes and phase in now.phase_peak_bytes:
+            yield MetricVerdict(metric=name, status="new", value=now.phase_peak_bytes[phase])
+        elif phase in before.phase_peak_bytes:
+            yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes.get(phase, 0))
+    for name in _WORK:
+        yield _compared(name, getattr(before, name), getattr(now, name))
+    if now.peak_reserved_bytes is not None and before.peak_reserved_bytes is not None:
+        held, was = now.peak_reserved_bytes, before.peak_reserved_bytes
+        limit = was * (1 + tolerance.ratio) + tolerance.bytes
+        least = was / (1 + tolerance.ratio) - tolerance.bytes
+        status: Status = "regressed" if held > limit else "improved" if held < least else "pass"
+        yield MetricVerdict(metric="peak_reserved_bytes", status=status, value=held, baseline=was, limit=limit)
+
+
+def _compared(name: MetricName, before: int, now: int) -> MetricVerdict:
+    status: Status = "regressed" if now > before else "improved" if now < before else "pass"
+    return MetricVerdict(metric=name, status=status, value=now, baseline=before, limit=before)
+
+
+def _findings(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
+    """What changed metrics say. Of the phases, one in full."""
+    phases = [metric for metric in metrics if metric.metric in PHASES]
+    main = main_phase(phases, now, lambda phase: before)
+    found = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
+    if main is None:
+        return found
+    behind = tensors_behind(PHASES[main.metric], now, before)
+    return [f"{phase_finding(main)}{behind}{others(main, phases)}", *found]
+
+
+def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
+    assert metric.value is not None
+    assert metric.baseline is not None
+    value, known = int(metric.value), int(metric.baseline)
+    more = "more" if value > known else "less"
+    share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
+    if metric.metric == "peak_reserved_bytes":
+        text = f"{format_bytes(value)} against {format_bytes(known)}"
+        return f"makes the allocator hold {format_bytes(abs(value - known))}{share} {more}, {text}"
+    form = format_bytes if metric.metric == "bytes_per_step" else format_flops
+    behind = _operators_behind(metric.metric, before, now)
+    return f"{_WORK[metric.metric]} {form(abs(value - known))}{share} {more} a step{behind}"
+
+
+def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -> str:
+    """The operator whose work changed most."""
+    field = "bytes" if metric == "bytes_per_step" else "flops"
+    form = format_bytes if metric == "bytes_per_step" else format_flops
+    changes = {}
+    for name in {*before.operators, *now.operators}:
+        old, new = before.operators.get(name), now.operators.get(name)
+        work = (getattr(new, field) if new else 0) - (getattr(old, field) if old else 0)
+        changes[name] = (work, (new.calls if new else 0) - (old.calls if old else 0))
+    total = getattr(now, metric) - getattr(before, metric)
+    name = (max if total > 0 else min)(changes, key=lambda name: (changes[name][0], name), default="")
+    if not name or changes[name][0] * total <= 0:
+        return ""
+    work, calls = changes[name]
+    much = "most of it" if 2 * abs(work) > abs(total) else "among it"
+    called = f" in {calls:+} calls" if calls else ""
+    sign = "+" if work > 0 else "-"
+    return f", {much} {name.removeprefix('aten.')} ({sign}{form(abs(work))}{called})"
+
+
+def _changed_conditions(before: Prediction, now: Prediction) -> Iterator[str]:
+    old, new = conditions(before), conditions(now)
+    for name in sorted({*old.packages, *new.packages}):
+        if old.packages.get(name) != new.packages.get(name):
+            yield f"{name} {old.packages.get(name, 'absent')} -> {new.packages.get(name, 'absent')}"
+    if old.processes != new.processes:
+        yield f"processes {old.processes or 'all'} -> {new.processes or 'all'}"
+    for field in old.target.__struct_fields__:
+        if getattr(old.target, field) != getattr(new.target, field):
+            yield f"{field.replace('_', ' ')} {getattr(old.target, field)} -> {getattr(new.target, field)}"

@@ -1,0 +1,355 @@
+"""Runs against a baseline: a verdict with its sentence. Pure: no file, clock or hardware.
+
+`pytest_gputrain.gate.statistics` has the rule of times (the median step of a process, and the scaling efficiency where a
+test asks for it) and of what takes several processes to tell; here it meets the records. It wants no more than what a baseline
+stores raw, so a better rule can replace it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from pytest_gputrain.cases.identity import differences
+from pytest_gputrain.gate.contention import crowded, doubted, slowed_down
+from pytest_gputrain.gate.memory import JudgedPeak, is_of_memory, judge_memory, of_phase, told_of_memory, unknown_phases
+from pytest_gputrain.gate.messages import changes, counters, dates, describe_failure, finding, other_count
+from pytest_gputrain.gate.scaling import efficiencies
+from pytest_gputrain.gate.statistics import MOST_RUNS, PRIOR_SD, decide, runs_out
+from pytest_gputrain.records import (
+    Baseline,
+    BaselineRun,
+    Case,
+    Crashed,
+    Environment,
+    Lost,
+    Measurement,
+    MetricName,
+    MetricVerdict,
+    OutOfMemory,
+    Reply,
+    Status,
+    TimedOut,
+    Verdict,
+)
+from pytest_gputrain.records.tolerance import Tolerance
+from pytest_gputrain.utils.units import format_bytes, format_percent
+
+LEAST_RUNS_ON_A_CPU: Final = 5
+"""Of a baseline, for time on a CPU to be judged against it: its processes differ too much for fewer to tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """What is known beside the case."""
+
+    most: int = MOST_RUNS
+    """Runs that there may be."""
+    prior: float = PRIOR_SD
+    """See `pytest_gputrain.gate.statistics.suite_prior`."""
+    shift: float = 0.0
+    """See `pytest_gputrain.gate.statistics.suite_shift`."""
+    variables: tuple[str, ...] = ()
+    """Names of the environment variables that the test has changed."""
+
+
+class Judgement(NamedTuple):
+    verdict: Verdict
+    settled: bool = True
+    """Whether further fresh processes could not change the verdict; if not, it is the one if there are to be none."""
+    first: float | None = None
+    """Logarithm of the first run's step time over the baseline's, where that was compared."""
+
+
+def judge(
+    case: Case,
+    replies: Sequence[Reply],
+    baseline: Baseline | None,
+    tolerance: Tolerance,
+    hint: str = "",
+    no_scaling: str = "",
+    circumstances: Circumstances = Circumstances(),
+) -> Judgement:
+    """What ``replies`` (one per fresh process, at least one) mean against ``baseline``.
+
+    Args:
+        hint: for a missing baseline, what else is known of it.
+        no_scaling: why the scaling efficiency, which was asked for, is not known.
+    """
+    for reply in replies:
+        if isinstance(reply, (Crashed, TimedOut, Lost)):
+            return Judgement(Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}"))
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
+    if baseline is None:
+        return Judgement(_without_baseline(case, out, hint, no_scaling))
+    if baseline.case.identity() != case.identity():
+        change = differences(baseline.case, case)
+        sentence = f"{case} is not what its baseline of {dates(baseline)} measured ({change}); {_RECORD}"
+        return Judgement(Verdict(status="not-comparable", sentence=sentence))
+    here = next(reply.environment for reply in replies if isinstance(reply, (Measurement, OutOfMemory)))
+    foreign = _other_device(here, baseline.runs)
+    fitted = [run for run in baseline.runs if run.outcome == "measured"]
+    # None is recorded of both kinds, but a report may have such a case. One bad process must not lift its limits.
+    baseline_fits = 2 * len(fitted) >= len(baseline.runs)
+    if foreign and (out or not baseline_fits):
+        sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {foreign}; {_RECORD}"
+        return Judgement(Verdict(status="not-comparable", sentence=sentence))
+    if out:
+        return _out_of_memory(case, out, len(replies), baseline, baseline_fits, circumstances)
+    if not baseline_fits:
+        sentence = f"{case} fits in memory now; its baseline of {dates(baseline)} did not; {_RECORD}"
+        return Judgement(Verdict(status="improved", sentence=sentence))
+    found = [
+        _time(measured, fitted, tolerance, circumstances),
+        *map(_of_memory, judge_memory(measured, fitted, tolerance.memory, circumstances.most)),
+    ]
+    if (computed := _flops(measured[0], fitted, tolerance)) is not None:
+        found.append(computed)
+    if no_scaling:
+        found.append(_Found(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling)))
+    elif here_scales := efficiencies(case, measured):
+        known = efficiencies(case, fitted)
+        found.append(_scaling(here_scales, known, measured, fitted, tolerance, circumstances))
+    verdict = _conclude(case, tuple(one.metric for one in found), measured, baseline, fitted, tolerance, circumstances)
+    return Judgement(verdict, all(one.settled for one in found), found[0].first)
+
+
+class _Found(NamedTuple):
+    metric: MetricVerdict
+    settled: bool = True
+    first: float | None = None
+
+
+def _of_memory(peak: JudgedPeak) -> _Found:
+    return _Found(peak.metric, peak.settled)
+
+
+_RECORD: Final = "record it with --gpu-baseline-update"
+
+
+def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scaling: str) -> Verdict:
+    if out:
+        return Verdict(
+            status="failed",
+            sentence=f"{case} {describe_failure(out[0])}; if that is expected, {_RECORD}",
+        )
+    beside = f", and no scaling efficiency ({no_scaling})" if no_scaling else ""
+    return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}{beside}; {_RECORD}")
+
+
+def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
+    """Which other device a run was recorded on; empty where all were recorded on this one, or this one is not known."""
+    for there in (run.environment for run in runs):
+        if here is not None and here.device_name != there.device_name:
+            return f"recorded on {there.device_name}, here {here.device_name}"
+    return ""
+
+
+def _out_of_memory(
+    case: Case, out: Sequence[OutOfMemory], runs: int, baseline: Baseline, baseline_fits: bool, given: Circumstances
+) -> Judgement:
+    what = f"{case} {describe_failure(out[0])}"
+    if not baseline_fits:
+        known = {run.out_of for run in baseline.runs if run.outcome == "out_of_memory"}
+        if out[0].where in known:
+            return Judgement(Verdict(status="pass", sentence=f"{what}, as in its baseline of {dates(baseline)}"))
+        ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, known))} memory"
+        return Judgement(Verdict(status="failed", sentence=f"{what}; {ran_out}"))
+    peak = max(run.peak_allocated_bytes or 0 for run in baseline.runs)
+    if others := next(filter(None, (crowded(reply, baseline.runs) for reply in out)), ""):
+        sentence = f"{what}; {others}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
+        return Judgement(Verdict(status="inconclusive", sentence=sentence))
+    some = f" in {len(out)} of {runs} runs" if runs > 1 else ""
+    decided = runs_out(len(out), runs, given.most)
+    status: Status = "inconclusive" if decided is False else "regressed"
+    sentence = (
+        f"{what}{some}; its baseline of {dates(baseline)} fitted with {format_bytes(peak)} allocated; "
+        f"{changes(out[0].environment, baseline.runs, given.variables)}"
+    )
+    metric = MetricVerdict(metric="peak_allocated_bytes", status=status, baseline=peak)
+    return Judgement(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
+
+
+def _time(
+    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
+) -> _Found:
+    new = [run.median_step_seconds for run in measured]
+    base = [statistics.median(run.step_seconds) for run in fitted]
+    reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
+    if reason:
+        value, known = statistics.median(new), statistics.median(base)
+        return _Found(
+            MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=known, note=reason)
+        )
+    return _decided("step_seconds", base, new, tolerance, circumstances, measured)
+
+
+def _scaling(
+    value: Sequence[float],
+    base: Sequence[float],
+    measured: Sequence[Measurement],
+    fitted: Sequence[BaselineRun],
+    tolerance: Tolerance,
+    circumstances: Circumstances,
+) -> _Found:
+    reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
+    if reason or not base:
+        metric = MetricVerdict(
+            metric="scaling_efficiency",
+            status="not-comparable" if reason else "new",
+            value=statistics.median(value),
+            baseline=statistics.median(base) if base else None,
+            note=reason or "the baseline has none",
+        )
+        return _Found(metric)
+    # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
+    lost, before = [1 / one for one in value], [1 / one for one in base]
+    return _decided("scaling_efficiency", before, lost, tolerance, circumstances, measured)
+
+
+def _decided(
+    name: MetricName,
+    base: Sequence[float],
+    new: Sequence[float],
+    tolerance: Tolerance,
+    circumstances: Circumstances,
+    measured: Sequence[Measurement],
+) -> _Found:
+    """The rule's word on times, one of each run, where that is not others' doing."""
+
+    def by(some: Sequence[int]) -> _Found:
+        most = max(1, circumstances.most - (len(new) - len(some)))
+        return _ruled(name, base, [new[at] for at in some], tolerance, dataclasses.replace(circumstances, most=most))
+
+    found = by(range(len(new)))
+    return found._replace(metric=doubted(found.metric, lambda some: by(some).metric, measured))
+
+
+def _ruled(
+    name: MetricName, base: Sequence[float], new: Sequence[float], tolerance: Tolerance, circumstances: Circumstances
+) -> _Found:
+    """The rule's word on times; an efficiency, whose reciprocals they are then, is shown as such."""
+    decision = decide(
+        base,
+        new,
+        tolerance=tolerance.time,
+        prior=circumstances.prior,
+        most=circumstances.most,
+        shift=circumstances.shift if name == "step_seconds" else 0.0,  # one worker is as slow as several, that day
+    )
+    note = ""
+    if decision.outcome != "pass":
+        note = f"the whole suite is {format_percent(math.expm1(decision.shift))} today" if decision.shift else ""
+    elif len(new) > 1 and decision.suspicious:
+        ratios = ", ".join(format_percent(round(math.expm1(ratio), 6) + 0.0) for ratio in decision.ratios)
+        note = f"measured {len(new)} times: {ratios}"
+    value, known, limit = statistics.median(new), decision.centre, decision.centre * math.exp(decision.limit)
+    if name == "scaling_efficiency":
+        value, known, limit = 1 / value, 1 / known, 1 / limit
+    metric = MetricVerdict(
+        metric=name,
+        status=decision.outcome,
+        value=value,
+        baseline=known,
+        limit=limit,
+        note=note,
+        sd=decision.sd,
+        sensitivity=math.expm1(decision.sensitivity),
+        baseline_runs=len(base),
+        runs=len(new),
+        votes=decision.votes,
+    )
+    return _Found(metric, decision.settled, decision.ratios[0])
+
+
+def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> str:
+    if here.device_type == "cpu":
+        # The same tiny step in fresh processes of one machine differed by up to 26 %, and more beside a busy neighbour.
+        if not tolerance.cpu_time:
+            return "time on a CPU is shown, not judged"
+        if len(fitted) < LEAST_RUNS_ON_A_CPU:
+            return f"time on a CPU is judged against {LEAST_RUNS_ON_A_CPU} runs or more, the baseline has {len(fitted)}"
+    other = _other_device(here, fitted)
+    if other:
+        return other
+    hosts = {run.environment.host for run in fitted} - {here.host}
+    if here.device_type == "cpu" and hosts:
+        return f"recorded on the host {min(hosts)}, here {here.host}"
+    return other_count(here, fitted)
+
+
+def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> _Found | None:
+    """A count, the same on every device and in every process; None where it cannot be compared."""
+    value, known = measured.flops_per_step, fitted[-1].flops_per_step
+    if value is None or not known or other_count(measured.environment, fitted):
+        return None
+    ratio = value / known - 1
+    status: Status = "pass"
+    if abs(ratio) > tolerance.time:
+        status = "regressed" if ratio > 0 else "improved"
+    note = f"changed by {format_percent(ratio)}, within the limit" if ratio and status == "pass" else ""
+    limit = known * (1 + tolerance.time)
+    metric = MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=known, limit=limit, note=note)
+    return _Found(metric)
+
+
+def _conclude(
+    case: Case,
+    metrics: tuple[MetricVerdict, ...],
+    measured: Sequence[Measurement],
+    baseline: Baseline,
+    fitted: Sequence[BaselineRun],
+    tolerance: Tolerance,
+    given: Circumstances,
+) -> Verdict:
+    measures = [metric for metric in metrics if metric.metric != "flops_per_step"]
+    if all(metric.status == "not-comparable" for metric in measures):
+        reasons = "; ".join(dict.fromkeys(metric.note for metric in measures))
+        sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {reasons}; {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
+
+    def told(status: Status) -> str:
+        chosen = [metric for metric in metrics if metric.status == status]
+        parts = [f"{finding(one)}{f'; {one.note}' if one.note else ''}" for one in chosen if not is_of_memory(one)]
+        timed = bool(chosen) and chosen[0].metric == "step_seconds"
+        parts[timed:timed] = told_of_memory(chosen, measured[0], fitted)
+        return f"{case} {', and '.join(parts)}" if parts else ""
+
+    if worse := told("regressed"):
+        told_flops = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
+        since = [changes(measured[0].environment, fitted, given.variables)]
+        since += counters(measured[0], fitted, flops=not told_flops)
+        since += filter(None, [slowed_down(measured)])
+        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}"
+        return Verdict(status="regressed", sentence=sentence, metrics=metrics)
+    if unclear := told("inconclusive"):
+        allowed = format_percent(tolerance.time, signed=False)
+        sentence = f"{unclear}; more than the tolerance of {allowed}, and not surely the case's own"
+        return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
+    # What was asked for and cannot be gated must not pass for gated.
+    if phases := unknown_phases(metrics, "new"):
+        sentence = f"{case} has {phases} in its baseline of {dates(baseline)}; {_RECORD}"
+        return Verdict(status="new", sentence=sentence, metrics=metrics)
+    if phases := unknown_phases(metrics, "not-comparable"):
+        sentence = f"{case} has {phases}, as its baseline of {dates(baseline)} had; {_RECORD}"
+        return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
+    for metric in (metric for metric in metrics if metric.metric == "scaling_efficiency"):
+        if metric.status == "new":
+            sentence = f"{case} has no scaling efficiency in its baseline of {dates(baseline)}; {_RECORD}"
+            return Verdict(status="new", sentence=sentence, metrics=metrics)
+        if metric.value is None:
+            sentence = f"{case} has no scaling efficiency: {metric.note}"
+            return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
+    if better := told("improved"):
+        return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
+    notes = [f"{of_phase(metric)}{metric.note}" for metric in metrics if metric.note]
+    caught = next((metric.sensitivity for metric in metrics if metric.sensitivity is not None), None)
+    if caught is not None:
+        notes.append(f"a slowdown of {format_percent(caught, signed=False)} would be caught 99 times in 100")
+    sentence = f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}"
+    return Verdict(status="pass", sentence=sentence, metrics=metrics)

@@ -1,0 +1,74 @@
+"""What the cases of a run tell of each other: how noisy the machine is, and whether all of it is slower today."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+
+from pytest_gputrain.gate.statistics import MANY_CASES, SHIFT_TOLD, suite_prior, suite_shift
+from pytest_gputrain.records import Baseline, Measurement, Result
+from pytest_gputrain.utils.units import format_percent
+
+
+class Suites:
+    """Grows with the cases of one pytest process."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], float] = {}
+        self._shift: float | None = None
+        """Of the first runs that are known; None until it is asked for."""
+        self._priors: dict[tuple[str, str], float] = {}
+
+    @property
+    def lacking(self) -> int:
+        """Cases that are missing until the shift is known."""
+        return max(0, MANY_CASES - len(self._first))
+
+    @property
+    def shift(self) -> float:
+        """Logarithm of how much slower all cases are today; 0 as long as there are too few to tell."""
+        if self._shift is None:
+            self._shift = suite_shift(list(self._first.values())) or 0.0
+        return self._shift
+
+    def add(self, suite: str, key: str, first: float | None) -> None:
+        """Take in the first run of a case, if it could be compared."""
+        if first is not None and not self.knows(suite, key):
+            self._first[suite, key] = first
+            self._shift = None
+
+    def knows(self, suite: str, key: str) -> bool:
+        return (suite, key) in self._first
+
+    def prior(self, device: str, suite: str, baselines: Mapping[str, Baseline]) -> float:
+        """Standard deviation between processes that a case of the suite is expected to have on the device.
+
+        Args:
+            baselines: of the suite on the device, by key; the same ones each time.
+        """
+        if (device, suite) not in self._priors:
+            self._priors[device, suite] = suite_prior(
+                [
+                    [statistics.median(run.step_seconds) for run in baseline.runs]
+                    for baseline in baselines.values()
+                    if all(run.step_seconds for run in baseline.runs)
+                ]
+            )
+        return self._priors[device, suite]
+
+
+def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]:
+    """Whether cases that were judged regressed all together; and a sentence, where there is one."""
+    suites = Suites()
+    for result in results:
+        metric = result.verdict.metric("step_seconds") if result.verdict else None
+        first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
+        if first and metric and metric.baseline and metric.baseline_runs:
+            suites.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
+    if abs(suites.shift) <= SHIFT_TOLD:
+        return False, ""
+    shift = format_percent(math.expm1(suites.shift))
+    if suites.shift > math.log1p(tolerance):
+        return True, f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
+    return False, f"the median case is {shift} off its baseline: the machine rather than a case"

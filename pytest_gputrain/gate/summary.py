@@ -1,0 +1,86 @@
+"""What became of a case, for readers: derived figures, or why there are none. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from pytest_gputrain.gate import rank_spread
+from pytest_gputrain.gate.loss_trend import failed_curves
+from pytest_gputrain.gate.messages import describe_failure
+from pytest_gputrain.gate.scaling import efficiency
+from pytest_gputrain.hardware import catalog
+from pytest_gputrain.records import Case, Measurement, Reply, Result, Summary
+from pytest_gputrain.utils.sanitize import shown
+
+_DETAIL_LINES: Final = 25
+"""At the beginning of a detail, where own code is in a traceback, and at its end, where it tells what was wrong."""
+
+
+def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary | None:
+    """Figures of the runs that measured; None where none did.
+
+    Args:
+        platform: catalog marker of the machine.
+    """
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    if not measured:
+        return None
+    seconds = statistics.median(run.median_step_seconds for run in measured)
+    first = measured[0]
+    samples = first.batch_size / seconds
+    peak = catalog.peak_flops(platform, case.precision)
+    known = peak is not None and first.flops_per_step is not None
+    return Summary(
+        median_step_seconds=seconds,
+        samples_per_second=samples,
+        tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
+        peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
+        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
+        scaling_efficiency=efficiency(case, measured),
+        ranks=rank_spread.widest(measured),
+        first_step_seconds=_middle(next(iter(run.warmup_seconds), None) for run in measured),
+        **_of_gpus(measured),
+    )
+
+
+def _middle(values: Iterable[float | None]) -> float | None:
+    """Of the runs that have the figure; None where none has."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _of_gpus(measured: Sequence[Measurement]) -> dict[str, Any]:
+    """What telemetry adds to a summary."""
+    seen = [run.telemetry for run in measured if run.telemetry is not None]
+    clocks = [one.clock_mhz for one in seen if one.clock_mhz is not None]
+    joules = _middle(run.joules_per_step for run in measured)
+    return {
+        "joules_per_step": joules,
+        "joules_per_sample": None if joules is None else joules / measured[0].batch_size,
+        "power_watts": _middle(one.power_watts for one in seen),
+        "clock_mhz": statistics.median_low(clocks) if clocks else None,
+        "gpu_utilization": _middle(one.utilization for one in seen),
+    }
+
+
+def failure_of(result: Result) -> str | None:
+    """Why a result is no measurement, None where it is one."""
+    for reply in result.replies:
+        if not isinstance(reply, Measurement):
+            return f"{result.case} {describe_failure(reply)}"
+    return failed_curves(result.case, result.loss_curves)
+
+
+def detail_of(result: Result) -> str:
+    """The traceback, stacks or stderr of a case that failed, without the middle of a long one; empty for others."""
+    for reply in result.replies:
+        detail: str = getattr(reply, "detail", "")
+        if detail:
+            lines = detail.rstrip().splitlines()
+            left_out = len(lines) - 2 * _DETAIL_LINES
+            if left_out > 1:
+                lines[_DETAIL_LINES:-_DETAIL_LINES] = [f"  ... {left_out} lines, which --gpu-json has ..."]
+            return shown("\n".join(lines))
+    return ""

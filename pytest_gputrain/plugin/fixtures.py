@@ -1,0 +1,265 @@
+"""The fixtures: ``gputrain`` measures and judges cases, ``gpu`` lends a GPU to code that runs in the test itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from pytest_gputrain.cases.identity import ALWAYS_IN_ID, suite_of
+from pytest_gputrain.cases.sweep import override
+from pytest_gputrain.gate.loss_trend import diverged
+from pytest_gputrain.gate.summary import detail_of, failure_of
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.plugin.markers import terms_of
+from pytest_gputrain.records import Case, Measurement, Prediction, Result, Scale
+from pytest_gputrain.session.runner import Runner
+from pytest_gputrain.utils.errors import BadCase, CannotRun
+from pytest_gputrain.utils.sanitize import shown
+from pytest_gputrain.utils.suggest import did_you_mean
+
+RUNNER: Final = pytest.StashKey[Runner]()
+RESULTS: Final = pytest.StashKey[list[Result]]()
+
+StepBuilder = Callable[[Any], Callable[[], Any]]
+
+_FAILING_STATUSES: Final = ("failed", "regressed", "over-limit")
+_STRICT_STATUSES: Final = ("new", "inconclusive", "not-comparable")
+
+
+class GpuTrain:
+    """What a test asks for figures. A case is measured once per process, however many tests ask."""
+
+    def __init__(self, item: pytest.Item, runner: Runner, overridden: Mapping[str, Any]) -> None:
+        """
+        Args:
+            overridden: knobs of the command line, which count before those of any case.
+        """
+        self._item = item
+        self._runner = runner
+        self._overridden = overridden
+
+    @property
+    def scale(self) -> Scale:
+        """``full``, or ``tiny`` for the stand-ins that a CPU trains: not all that holds for models holds for them."""
+        try:
+            return self._runner.scale()
+        except BadCase as error:
+            raise _failed(error) from None
+
+    def measure(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement:
+        """The figures of a case, or of a function that builds a step, without judging them.
+
+        Args:
+            what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a
+                `pytest_gputrain.worker.training.Setup`, builds everything, and returns a function that runs one step and may
+                return its loss. It runs in the worker, which finds it by file and name.
+            inline: run in this process: any callable will do, but torch and its state stay.
+            knobs: fields of `Case` to set.
+
+        A case without figures (out of memory, crashed, timed out) fails the test with the reason, one over a ``gpu_limit``
+        of the test, too. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under ``--gpu-dry-run``
+        they are a `Prediction`, which has those of a `Measurement` that can be predicted; a test that asks for another
+        is skipped.
+        """
+        result = self._run(what, inline, knobs, judged=False)
+        failure = failure_of(result)
+        if not failure and result.verdict is not None and result.verdict.status == "over-limit":
+            failure = result.verdict.sentence
+        if failure:
+            raise _failed(failure)
+        return _figures(result)
+
+    def check(
+        self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any
+    ) -> Measurement | None:
+        """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
+
+        Args:
+            scaling: judge the scaling efficiency of a case of several GPUs, too: its throughput over that of as many single
+                workers. One worker alone is measured for it, as often as the case. A case of one GPU is what the others are
+                compared with; it has none.
+
+        Under ``--gpu-find-batch`` and ``--gpu-loss`` nothing is judged: the test fails where there are no figures, or where
+        a precision diverges that should not.
+
+        Returns:
+            The figures of the first process that gave some; None for a case whose baseline is that it runs out of memory.
+        """
+        result = self._run(what, inline, knobs, judged=True, scaling=scaling)
+        verdict = result.verdict
+        if verdict is None:  # of a search or of loss curves, which no baseline knows
+            failure = failure_of(result) or diverged(result.case, result.loss_curves)
+            if failure:
+                raise _failed(failure)
+            return _figures(result)
+        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict(result.device)
+        if verdict.status in _FAILING_STATUSES or strict:
+            raise _failed(f"{verdict.sentence}{' (strict)' if strict else ''}")
+        return _figures(result) if result.summary or result.prediction else None
+
+    def _run(
+        self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool, scaling: bool = False
+    ) -> Result:
+        markers = {mark.name for mark in self._item.iter_markers()}
+        expression = expression_of(self._item.config)
+        suite = suite_of(self._item.path)
+        try:
+            case = self._override(self._case(what, inline, knobs))
+            self._runner.check_selection(case, markers, expression, scaling=scaling)
+            own = None if isinstance(what, Case) else what
+            result = self._runner.run(
+                self._item.nodeid,
+                suite,
+                case,
+                judged=judged,
+                scaling=scaling,
+                inline=inline,
+                builder=own if inline else None,
+                module=getattr(own, "__module__", "") or "",
+                terms=terms_of(self._item),
+            )
+        except CannotRun as reason:
+            raise pytest.skip.Exception(shown(str(reason)), _use_item_location=True) from None
+        except BadCase as error:
+            # Without the cause: pytest would tell the sentence twice.
+            raise _failed(error) from None
+        self._note(result)
+        return result
+
+    def _case(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any]) -> Case:
+        unknown = sorted(set(knobs) - set(Case.__struct_fields__))
+        if unknown:
+            hint = did_you_mean(unknown[0], Case.__struct_fields__)
+            raise BadCase(f"{', '.join(unknown)} is no field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
+        if isinstance(what, Case):
+            return what.replace(**knobs)
+        if not callable(what):
+            raise BadCase(f"{what!r} is neither a Case nor a function that builds a step")
+        name = getattr(what, "__name__", type(what).__name__)
+        if inline:
+            # A closure is known by its test: nothing else tells those of a parametrized test apart.
+            code, callspec = f"inline:{self._item.nodeid}", getattr(self._item, "callspec", None)
+            name += f"[{callspec.id}]" if callspec else ""
+        else:
+            code = _address(what, self._runner.settings.root)
+        shown = tuple(knob for knob in knobs if knob not in (*ALWAYS_IN_ID, "steps", "warmup", "platforms"))
+        return Case(**{"model": name, "method": "custom", "code": code, "named": shown, **knobs})
+
+    def _override(self, case: Case) -> Case:
+        foreign = {"model", "method"} & set(self._overridden)
+        if case.method == "custom" and foreign:
+            raise BadCase(
+                f"{case} is own code, which has no {' or '.join(sorted(foreign))} for --gpu-set; deselect its test"
+            )
+        return override(case, self._overridden)
+
+    def _note(self, result: Result) -> None:
+        """Leave the result where the report of this test finds it."""
+        self._item.stash.setdefault(RESULTS, []).append(result)
+        properties: list[tuple[str, object]] = [("gputrain.case", result.key), ("gputrain.device", result.device)]
+        if result.verdict is not None:
+            properties.append(("gputrain.verdict", result.verdict.status))
+            judged = [metric for metric in result.verdict.metrics if metric.baseline is not None]
+            properties += [(f"gputrain.baseline.{metric.metric}", metric.baseline) for metric in judged]
+            properties += [(f"gputrain.limit.{limit.metric}", limit.limit) for limit in result.verdict.limits]
+        if result.summary is not None:
+            properties.append(("gputrain.median_step_seconds", result.summary.median_step_seconds))
+            properties.append(("gputrain.peak_allocated_bytes", result.summary.peak_allocated_bytes))
+            if result.summary.scaling_efficiency is not None:
+                properties.append(("gputrain.scaling_efficiency", result.summary.scaling_efficiency))
+        if result.prediction is not None:
+            properties.append(("gputrain.predicted_peak_allocated_bytes", result.prediction.peak_allocated_bytes))
+            properties.append(("gputrain.predicted_to_fit", result.prediction.fits))
+        self._item.user_properties += properties
+        detail = detail_of(result)
+        if detail:
+            self._item.add_report_section("call", f"worker of {result.case}", detail)
+
+
+def _failed(why: object) -> BaseException:
+    """What fails the test with this sentence."""
+    return pytest.fail.Exception(shown(str(why)), pytrace=False)
+
+
+def _address(function: StepBuilder, root: Path) -> str:
+    """``tests/test_mine.py::my_step``.
+
+    Raises:
+        BadCase: a worker could not find the function by file and name.
+    """
+    name = getattr(function, "__qualname__", "")
+    if not name.isidentifier():
+        shown = name or repr(function)
+        raise BadCase(
+            f"{shown} is not a function at the top level of a file, so the worker cannot import it; define it there, or "
+            "measure it with inline=True"
+        )
+    try:
+        file = Path(inspect.getfile(inspect.unwrap(function))).resolve()
+        relative = file.relative_to(root.resolve())
+    except (TypeError, ValueError):
+        raise BadCase(f"{name} does not lie in a file below {root}, so the worker may not run it") from None
+    return f"{relative.as_posix()}::{name}"
+
+
+def _figures(result: Result) -> Measurement:
+    if result.prediction is None:
+        return next(reply for reply in result.replies if isinstance(reply, Measurement))
+    fields = {name: getattr(result.prediction, name) for name in Prediction.__struct_fields__}
+    return _Predicted(**fields)  # type: ignore[return-value]  # what it lacks, no test gets to see
+
+
+class _Predicted(Prediction, frozen=True, kw_only=True):
+    """A prediction that is taken for a measurement."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Measurement, name):
+            raise AttributeError(f"a prediction has no {name}")
+        pytest.skip(f"a dry run predicts no {name}")
+
+
+@pytest.fixture
+def gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Knobs that replace those of the test's cases: one combination of ``--gpu-set``, by which the plugin parametrizes."""
+    if request.config.stash[RUNNER].settings.sweep:
+        pytest.fail(
+            "--gpu-set cannot reach a test that asks for gputrain while it runs; name it as an argument", pytrace=False
+        )
+    return {}
+
+
+@pytest.fixture
+def gputrain(request: pytest.FixtureRequest, gputrain_knobs: dict[str, Any]) -> GpuTrain:
+    """Measures training cases in processes of their own and judges them against stored baselines."""
+    item = request.node
+    assert isinstance(item, pytest.Item)
+    return GpuTrain(item, item.config.stash[RUNNER], gputrain_knobs)
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    """A GPU for this test alone, across xdist workers and pytest runs of this host; skips where there is none."""
+    runner = request.config.stash[RUNNER]
+    if runner.settings.dry_run:
+        pytest.skip("a dry run lends no GPU")
+    if runner.settings.fleet is not None:
+        pytest.skip("--gpu-fleet runs cases on other machines, and lends no GPU of this one")
+    try:
+        machine = runner.bench.machine
+    except BadCase as error:
+        raise _failed(error) from None
+    if not machine.gpus:
+        pytest.skip(f"needs a GPU, found {CPU}")
+    with lease(machine.gpus, 1) as (device,):
+        yield device
+
+
+def expression_of(config: pytest.Config) -> str:
+    """Of ``-m``; empty without one, and without the plugin of pytest that has it."""
+    return str(config.getoption("markexpr", "") or "")

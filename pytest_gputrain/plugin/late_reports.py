@@ -1,0 +1,101 @@
+"""What is known only when the tests are over, told to the other plugins of pytest, and the way to xdist's controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.gate.summary import detail_of
+from pytest_gputrain.records import Result
+from pytest_gputrain.report.github import Failure
+from pytest_gputrain.session.interleave import Rounds
+from pytest_gputrain.utils.sanitize import shown
+
+ALL_CASES: Final = "gputrain::all_cases_together"
+"""Id of the failure of a suite that is slower as a whole."""
+
+_OUTPUT: Final = "gputrain"
+
+
+def announce(config: pytest.Config, rounds: Rounds) -> None:
+    """Say why the run goes on after the last test."""
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        terminal.ensure_newline()
+        terminal.write_line(f"gputrain: further runs of {count(len(rounds), 'baseline')}, one of each in turn")
+
+
+def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | None = None) -> None:
+    """Report a failure beside those of the tests: it counts, is shown, and is an entry of its own in JUnit's XML.
+
+    Args:
+        nodeid: of a test that passed, or of none.
+    """
+    path, _, name = nodeid.partition("::")
+    detail = detail_of(result) if result is not None else ""
+    report = pytest.TestReport(
+        nodeid=nodeid,
+        location=(path, None, name.replace("::", ".")),
+        keywords={},
+        outcome="failed",
+        longrepr=shown(sentence),
+        when="call",
+        sections=[(f"worker of {result.case}", detail)] if result is not None and detail else [],
+    )
+    report.gputrain = []  # type: ignore[attr-defined]  # ours, as those of tests are
+    config.hook.pytest_runtest_logreport(report=report)
+
+
+def failure_of(report: pytest.TestReport, root: Path) -> Failure:
+    """The failure that a report of a test tells of.
+
+    Args:
+        root: pytest's own, which the report's path is in.
+    """
+    path, line, name = report.location
+    crash = getattr(report.longrepr, "reprcrash", None)  # the exception, below any traceback
+    text = report.longreprtext if crash is None else crash.message.removeprefix("Failed: ")
+    file = root / path
+    known = file.is_file()
+    return Failure(file if known else None, line + 1 if known and line is not None else None, name, text.partition("\n")[0])
+
+
+def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
+    """Put the cases among those that pytest-benchmark is to save or to compare, where it is asked to.
+
+    Also under xdist, which turns its own benchmarks off: a case has its devices to itself whichever worker asks for it.
+    """
+    session = getattr(config, "_benchmarksession", None)
+    if session is None or not (session.json or session.save or session.autosave or session.compare):
+        return
+    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
+        return
+    from pytest_benchmark.stats import Metadata
+
+    from pytest_gputrain.report.export.points import points
+    from pytest_gputrain.report.export.pytest_benchmark import entry
+
+    for point in points(results, timed=True):
+        fixture = SimpleNamespace(**entry(point), cprofile_stats=None, has_error=False)
+        benchmark = Metadata(fixture, iterations=1, options={})
+        for seconds in point.step_seconds:
+            benchmark.update(seconds)
+        session.benchmarks.append(benchmark)
+
+
+def leave(config: Any, result: Result) -> None:
+    """On a worker of xdist: leave the latest of a case to the controller."""
+    left = config.workeroutput.setdefault(_OUTPUT, {})
+    left[f"{result.nodeid} {result.key} {result.variables_digest}"] = msgspec.json.encode(result).decode()
+
+
+def left_by(node: Any) -> Iterator[Result]:
+    """On the controller: what a worker left; nothing of one that crashed."""
+    for text in getattr(node, "workeroutput", {}).get(_OUTPUT, {}).values():
+        yield msgspec.json.decode(text, type=Result)

@@ -1,0 +1,64 @@
+"""Tests with cases that ``-m`` leaves out because they carry no platform's marker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pytest
+
+from pytest_gputrain.session.selection import platforms_missed
+
+_OUTPUT: Final = "gputrain_left_out"
+_MOST_FILES: Final = 3
+
+
+class LeftOut:
+    """The hooks that find them, in files of which no test with cases is selected.
+
+    Args:
+        expression: of ``-m``; empty for none.
+    """
+
+    def __init__(self, expression: str) -> None:
+        self._expression = expression
+        self._platforms: dict[str, str] = {}
+        """What would have selected a test, by file."""
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        for item in items if self._expression else ():
+            if _has_cases(item):
+                for platform in platforms_missed(self._expression, {mark.name for mark in item.iter_markers()})[:1]:
+                    self._platforms[_file(item)] = platform
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        selected = {_file(item) for item in session.items if _has_cases(item)}
+        if selected and session.config.getoption("keyword", ""):
+            selected |= self._platforms.keys()  # which may be what -k left out
+        for file in selected:
+            self._platforms.pop(file, None)
+        if hasattr(session.config, "workeroutput"):  # of xdist
+            session.config.workeroutput[_OUTPUT] = self._platforms
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._platforms |= getattr(node, "workeroutput", {}).get(_OUTPUT, {})
+
+    def notes(self) -> list[str]:
+        """One sentence; none where nothing was left out."""
+        if not self._platforms:
+            return []
+        files, platform = sorted(self._platforms), next(iter(self._platforms.values()))
+        more = f" and {len(files) - _MOST_FILES} more" if len(files) > _MOST_FILES else ""
+        return [
+            f"-m {self._expression!r} left out the tests in {', '.join(files[:_MOST_FILES])}{more}, which carry no "
+            f"platform's marker: mark them with @pytest.mark.{platform}, or give --gpu-platform={platform} instead of -m"
+        ]
+
+
+def _has_cases(item: pytest.Item) -> bool:
+    return "gputrain" in getattr(item, "fixturenames", ())
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

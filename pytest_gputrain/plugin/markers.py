@@ -1,0 +1,115 @@
+"""The markers by which a test states limits and tolerances of its own cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import pytest
+
+from pytest_gputrain.records import MetricName
+from pytest_gputrain.records.tolerance import Cap, Terms, parse_memory_tolerance
+from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.suggest import did_you_mean
+from pytest_gputrain.utils.units import parse_bytes, parse_ratio, parse_seconds
+
+LIMIT: Final = "gpu_limit"
+TOLERANCE: Final = "gpu_tolerance"
+
+HELP: Final = (
+    f'{LIMIT}(memory="24 GiB", step="0.5 s"): gputrain: fails the test if its case allocates more or takes longer a step',
+    f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB"): gputrain: what passes in this test, instead of '
+    "gpu_time_tolerance and gpu_memory_tolerance of the ini file; growth is what own code may keep more of after every step",
+)
+
+_KEYWORDS: Final[dict[str, dict[str, Callable[[str], Any]]]] = {
+    LIMIT: {"memory": parse_bytes, "step": parse_seconds},
+    TOLERANCE: {"time": parse_ratio, "memory": parse_memory_tolerance, "growth": parse_bytes},
+}
+_METRICS: Final[dict[str, MetricName]] = {"memory": "peak_allocated_bytes", "step": "step_seconds"}
+_EXAMPLES: Final = {
+    LIMIT: '@pytest.mark.gpu_limit(memory="24 GiB", step="0.5 s")',
+    TOLERANCE: '@pytest.mark.gpu_tolerance(time="5 %", memory="3 % + 1 GiB")',
+}
+
+
+def terms_of(item: pytest.Item) -> Terms:
+    """What the markers of a test say; of each keyword the nearest: its parameters', its own, its class's, its file's.
+
+    Raises:
+        BadCase: a marker that makes no sense, or one that is nearly spelt like these.
+    """
+    _refuse_misspelt(item)
+    limit, tolerance = _nearest(item, LIMIT), _nearest(item, TOLERANCE)
+    caps = [Cap(metric=_METRICS[keyword], most=most, stated=stated) for keyword, (most, stated) in limit.items()]
+    return Terms(
+        caps=tuple(caps),
+        time_tolerance=tolerance.get("time", (None,))[0],
+        memory_tolerance=tolerance.get("memory", (None,))[0],
+        growth_bytes=tolerance.get("growth", (0,))[0],
+    )
+
+
+def _nearest(item: pytest.Item, name: str) -> dict[str, tuple[Any, str]]:
+    """Value and place of each keyword that markers of this name give."""
+    found: dict[str, tuple[Any, str]] = {}
+    for where, marks in _levels(item):
+        mine = [mark for mark in marks if mark.name == name]
+        if len(mine) > 1:
+            raise BadCase(f"{len(mine)} markers {name} are {where}; give one with all it shall say")
+        for mark in mine:
+            for keyword, value in _read(mark, f"{name} {where}").items():
+                found.setdefault(keyword, (value, f"{name} {where}"))
+    return found
+
+
+def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
+    """The markers that stand at each place, the nearest first. pytest itself takes those of parameters for the test's."""
+    callspec = getattr(item, "callspec", None)
+    given = list(callspec.marks) if callspec else []
+    if callspec:
+        yield f"of the parameters [{callspec.id}]", given
+    test = getattr(item, "originalname", None) or item.name
+    yield f"on {test}", [mark for mark in item.own_markers if not any(mark is one for one in given)]
+    for node in item.listchain()[-2::-1]:
+        if not isinstance(node, pytest.Class):
+            yield f"in {node.name}", node.own_markers
+            continue
+        # pytest takes those of base classes for the class's own.
+        for kind in node.obj.__mro__:
+            marks = vars(kind).get("pytestmark", [])
+            yield f"on the class {kind.__name__}", marks if isinstance(marks, list) else [marks]
+
+
+def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
+    keywords, example = _KEYWORDS[mark.name], _EXAMPLES[mark.name]
+    if mark.args or not mark.kwargs:
+        raise BadCase(f"{stated} takes {_listed(f'{keyword}=' for keyword in keywords)}, as {example}")
+    values = {}
+    for keyword, text in mark.kwargs.items():
+        if keyword not in keywords:
+            hint = did_you_mean(keyword, keywords)
+            raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {_listed(keywords)}, as {example}")
+        if not isinstance(text, str):
+            raise BadCase(f"{stated}: {keyword}={text!r} is no text with a unit, as {example}")
+        try:
+            values[keyword] = keywords[keyword](text)
+        except ValueError as error:
+            raise BadCase(f"{stated}: {keyword}: {error}") from None
+        if mark.name == LIMIT and not values[keyword]:
+            raise BadCase(f"{stated}: {keyword}={text!r} lets nothing pass; state more than zero, as {example}")
+    return values
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}"
+
+
+def _refuse_misspelt(item: pytest.Item) -> None:
+    """A limit that nobody reads would pass for one that holds; pytest only warns of unknown markers."""
+    registered = {line.partition(":")[0].partition("(")[0].strip() for line in item.config.getini("markers")}
+    for mark in item.iter_markers():
+        hint = did_you_mean(mark.name, (LIMIT, TOLERANCE)) if mark.name.startswith("gpu") else ""
+        if hint and mark.name not in registered:
+            raise BadCase(f"there is no marker {mark.name!r}{hint}")

@@ -1,0 +1,368 @@
+"""Every option once: its flag, its ini twin, its default, its help, and how its text is read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pytest_gputrain.cases.sweep import parse_axes
+from pytest_gputrain.gate.loss_trend import LEAST_STEPS
+from pytest_gputrain.gate.statistics import MOST_RUNS
+from pytest_gputrain.records import MAX_RUNS
+from pytest_gputrain.records.tolerance import parse_memory_tolerance
+from pytest_gputrain.utils.units import parse_ratio, parse_seconds
+
+_LONGEST_NAME: Final = 255
+"""Bytes of a file's name, on any file system that is likely."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option: ``--gpu-name`` and, in the ini file, ``gpu_name``."""
+
+    name: str
+    help: str
+    parse: Callable[[str], Any] = str
+    default: str = ""
+    """As one would type it; empty for none."""
+    metavar: str | None = None
+    switch: bool = False
+    """Takes no value on the command line."""
+    repeated: bool = False
+    """May be given several times; one a line in the ini file."""
+
+    @property
+    def flag(self) -> str:
+        return f"--gpu-{self.name}"
+
+    @property
+    def ini(self) -> str:
+        return "gpu_" + self.name.replace("-", "_")
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+        if number < least or (most is not None and number > most):
+            raise ValueError(f"{text!r} is not a whole number from {least} {'on' if most is None else f'to {most}'}")
+        return number
+
+    return parse
+
+
+def _switch(text: str) -> bool | None:
+    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if text.lower() == "auto":
+        return None
+    if text.lower() not in known:
+        raise ValueError(f"{text!r} is neither true, false nor auto")
+    return known[text.lower()]
+
+
+def _endpoint(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(:[0-9]{1,5})?", text):
+        raise ValueError(f"{text!r} is not a host, or a host and a port, as node1 or node1:29400")
+    return text
+
+
+def _path(text: str) -> Path:
+    longest = max(len(os.fsencode(part)) for part in ("", *text.split("/")))
+    if "\0" in text or longest > _LONGEST_NAME:
+        raise ValueError(
+            f"{text[:40]!r}{'...' if len(text) > 40 else ''} is no path: a name in it is too long, or holds a zero"
+        )
+    return Path(text)
+
+
+def _baseline(text: str) -> str:
+    return text if text in ("measured", "published") else str(_path(text))
+
+
+def _site_arguments(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Catalog marker, empty for all platforms, and arguments of each line."""
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        platform, colon, rest = line.partition(":")
+        if platform.startswith("-") or "=" in platform:
+            platform, rest = "", line
+        elif not colon:
+            raise ValueError(f"{line!r} is neither arguments nor a platform with some, as 'h100: --partition=gpu'")
+        try:
+            found.append((platform.strip(), tuple(shlex.split(rest))))
+        except ValueError as error:
+            raise ValueError(f"{line!r} cannot be split into arguments: {error}") from None
+    return tuple(found)
+
+
+def _summary(text: str) -> Path | str:
+    return text if text in ("auto", "none") else _path(text)
+
+
+def _ids(text: str) -> tuple[str, ...]:
+    ids = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not ids or len(set(ids)) != len(ids):
+        raise ValueError(f"{text!r} is not a list of GPU indices or UUIDs, each once, separated by commas")
+    return ids
+
+
+OPTIONS: Final = (
+    Option(
+        name="baseline-update",
+        switch=True,
+        parse=_switch,
+        help="store today's figures as the baselines (all runs of a case are replaced)",
+    ),
+    Option(
+        name="baseline-update-new-only", switch=True, parse=_switch, help="store figures of cases without a baseline only"
+    ),
+    Option(
+        name="baseline-dir",
+        parse=_path,
+        default="baselines",
+        metavar="DIR",
+        help="folder of the baselines (default: baselines beside the ini file)",
+    ),
+    Option(
+        name="baseline",
+        parse=_baseline,
+        default="measured",
+        metavar="measured|published|REPORT",
+        help=(
+            "what to compare with: the baselines of this device, the tables that others published, or the report of an "
+            "earlier --gpu-json (default: measured)"
+        ),
+    ),
+    Option(
+        name="time-tolerance",
+        parse=parse_ratio,
+        default="3%",
+        metavar="RATIO",
+        help="slowdown of the median step, and loss of scaling efficiency, that passes (default: 3%%)",
+    ),
+    Option(
+        name="memory-tolerance",
+        parse=parse_memory_tolerance,
+        default="2%",
+        metavar="RATIO|BYTES|RATIO+BYTES",
+        help=(
+            "growth of peak allocated memory that passes, as 2%%, 512MiB or 2%%+512MiB; a GPU gets 64 MiB on top "
+            "(default: 2%%)"
+        ),
+    ),
+    Option(
+        name="judge-cpu-time",
+        switch=True,
+        parse=_switch,
+        help=(
+            "judge time on a CPU, too, against a baseline of five runs or more of the same host; they are what an update "
+            "records then"
+        ),
+    ),
+    Option(
+        name="runs",
+        parse=_whole(1, MAX_RUNS),
+        metavar="K",
+        help="fresh processes per case (default: 1; 5 where a baseline is recorded on a GPU)",
+    ),
+    Option(
+        name="reruns",
+        parse=_whole(0, MAX_RUNS - 1),
+        default=str(MOST_RUNS - 1),
+        metavar="N",
+        help=(
+            "most fresh processes more for a case that looks slower, faster, bigger or out of memory, until they agree; "
+            f"0 judges by the first alone, against a wider limit (default: {MOST_RUNS - 1})"
+        ),
+    ),
+    Option(
+        name="strict",
+        switch=True,
+        parse=_switch,
+        default="auto",
+        help=(
+            "fail cases that are new, inconclusive or not comparable (default: where CI is set and there are baselines of "
+            "the device, or a report)"
+        ),
+    ),
+    Option(name="steps", parse=_whole(1), metavar="N", help="timed steps of every case (default: each case's own)"),
+    Option(name="warmup", parse=_whole(0), metavar="N", help="steps before the timed ones (default: each case's own)"),
+    Option(
+        name="timeout",
+        parse=parse_seconds,
+        default="30min",
+        metavar="TIME",
+        help="end a process after this time, as 90s, 15min or 2h (default: 30min)",
+    ),
+    Option(
+        name="scale",
+        parse=_one_of("auto", "full", "tiny"),
+        default="auto",
+        metavar="auto|full|tiny",
+        help="size of the models; auto: full on a GPU, tiny on a CPU (default: auto)",
+    ),
+    Option(
+        name="platform",
+        metavar="MARKER",
+        help=(
+            "what this machine must be (h100, a100, ...), or what a dry run predicts for; a GPU not in the catalog passes "
+            "for it; cpu leaves GPUs alone"
+        ),
+    ),
+    Option(
+        name="processes",
+        parse=_whole(1),
+        default="2",
+        metavar="N",
+        help=(
+            "most processes of a case on a CPU, where a case for several GPUs is run with as many or fewer, and as many "
+            "parameter servers at most; 1 skips those (default: 2)"
+        ),
+    ),
+    Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
+    Option(
+        name="foreign",
+        parse=_one_of("error", "warn", "ignore"),
+        default="warn",
+        metavar="error|warn|ignore",
+        help=(
+            "processes of others on the GPUs of a case: fail it unmeasured (error), measure it but blame no slowdown on it "
+            "and record nothing (warn), or take no notice (ignore) (default: warn)"
+        ),
+    ),
+    Option(
+        name="isolation",
+        parse=_one_of("auto", "process", "inline"),
+        default="auto",
+        metavar="auto|process|inline",
+        help=(
+            "where cases run: each in a fresh interpreter (process), or in the pytest process for a debugger (inline); "
+            "auto: as process, but on a CPU the models' cases are forked from a process that has only imported their "
+            "libraries (default: auto)"
+        ),
+    ),
+    Option(name="nodes", parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
+    Option(
+        name="shared",
+        parse=_path,
+        default=".gputrain",
+        metavar="DIR",
+        help="folder that all nodes share, for cases of several nodes (default: .gputrain beside the ini file)",
+    ),
+    Option(
+        name="rendezvous",
+        parse=_endpoint,
+        metavar="HOST[:PORT]",
+        help="this node as the others reach it, where they are no Slurm allocation (default: its name, any free port)",
+    ),
+    Option(
+        name="fleet",
+        parse=_one_of("slurm", "ray"),
+        metavar="slurm|ray",
+        help="run every case as a job of this scheduler, on machines of the platform that -m or --gpu-platform names",
+    ),
+    Option(
+        name="fleet-args",
+        parse=_site_arguments,
+        repeated=True,
+        metavar="[PLATFORM:] ARGUMENTS",
+        help=(
+            "what the scheduler is to be told beside, such as 'h100: --partition=gpu --gres=gpu:h100:{gpus}', or of Ray "
+            "'h100: h100={gpus}'; without a platform, for all; one a line in the ini file"
+        ),
+    ),
+    Option(name="fleet-gpus", parse=_whole(1), default="8", metavar="N", help="GPUs of each node of the fleet (default: 8)"),
+    Option(
+        name="fleet-jobs",
+        parse=_whole(1),
+        default="256",
+        metavar="N",
+        help="most jobs in the scheduler's queue at once (default: 256)",
+    ),
+    Option(
+        name="fleet-wait",
+        parse=parse_seconds,
+        default="1h",
+        metavar="TIME",
+        help="give a case up as lost that did not start for so long while the others do not get on either (default: 1h)",
+    ),
+    Option(
+        name="summary",
+        parse=_summary,
+        default="auto",
+        metavar="FILE|auto|none",
+        help="write the verdicts to this file as Markdown; auto: to that of GITHUB_STEP_SUMMARY, if any (default: auto)",
+    ),
+    Option(
+        name="json",
+        parse=_path,
+        metavar="FILE",
+        help="write environment, cases, measurements and verdicts to this JSON file",
+    ),
+    Option(
+        name="resume",
+        parse=_path,
+        metavar="REPORT",
+        help="take the figures that an earlier --gpu-json of the same code has, and measure only what it lacks",
+    ),
+    Option(
+        name="history",
+        parse=_path,
+        metavar="FILE",
+        help="append a JSON line for every case to this file, which keeps those of all runs",
+    ),
+    Option(
+        name="html",
+        parse=_path,
+        metavar="FILE",
+        help="write verdicts, figures and charts to this HTML file, with the trends of --gpu-history",
+    ),
+    Option(
+        name="set",
+        parse=parse_axes,
+        repeated=True,
+        metavar="KNOB=A,B",
+        help="run every case with each of these values for a knob of its own; given for several knobs, with their product",
+    ),
+    Option(
+        name="dry-run",
+        switch=True,
+        parse=_switch,
+        help=(
+            "predict memory, FLOPs, bytes and least time of every case on the platform that -m or --gpu-platform names, "
+            "without having one, and judge that against recorded predictions"
+        ),
+    ),
+    Option(
+        name="find-batch",
+        switch=True,
+        parse=_switch,
+        help="find the largest micro-batch of every case that fits and the fastest one, instead of judging it",
+    ),
+    Option(
+        name="find-batch-max",
+        parse=_whole(1),
+        default="1024",
+        metavar="N",
+        help="largest micro-batch that --gpu-find-batch tries (default: 1024)",
+    ),
+    Option(
+        name="loss",
+        parse=_whole(LEAST_STEPS),
+        metavar="STEPS",
+        help="train every case that many steps in each precision and compare the loss curves, instead of judging it",
+    ),
+)

@@ -1,0 +1,159 @@
+"""The frozen object that the rest of the house reads, from the command line, the ini file and the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pytest_gputrain.plugin.options import OPTIONS
+from pytest_gputrain.records.settings import Settings
+
+
+def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
+    """Settings from what was typed and what the ini file says: command line before ini before default.
+
+    Args:
+        options: value of each option's flag by option name; None where it was not given, a list for one that is repeated.
+        ini: value of each option's ini twin by option name; empty where it is not set.
+        root: folder that relative paths of the ini file are in; those of the command line are in the current folder.
+
+    Raises:
+        ValueError: one sentence naming the option, the value, and what would be accepted.
+    """
+    values: dict[str, Any] = {}
+    for option in OPTIONS:
+        typed, written = options.get(option.name), ini.get(option.name, "")
+        typed = "\n".join(typed) if isinstance(typed, list) else typed
+        given = typed not in (None, False)
+        text = ("true" if typed is True else str(typed)) if given else (written or option.default)
+        try:
+            if given and not text:
+                raise ValueError("it was given without a value")
+            value = option.parse(text) if text else None
+        except ValueError as error:
+            raise ValueError(f"{option.flag if given else option.ini}: {error}") from None
+        if isinstance(value, Path) and not given:
+            value = root / value
+        values[option.name] = value
+    if values["baseline-update"] and values["baseline-update-new-only"]:
+        raise ValueError("--gpu-baseline-update and --gpu-baseline-update-new-only contradict each other; give one")
+    update: Literal["no", "new-only", "all"] = (
+        "all" if values["baseline-update"] else "new-only" if values["baseline-update-new-only"] else "no"
+    )
+    baseline = values["baseline"]
+    if baseline == "published" and update != "no":
+        raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a published table")
+    if baseline not in ("measured", "published"):
+        typed = bool(options.get("baseline"))
+        path = Path(baseline) if typed else root / baseline
+        if not path.is_file():
+            name = "--gpu-baseline" if typed else "gpu_baseline"
+            raise ValueError(f"{name}: {baseline!r} is neither 'measured', 'published' nor a report that exists")
+        if update != "no":
+            raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
+        baseline = str(path.absolute())
+    if isinstance(values["summary"], Path) and values["summary"].is_dir():
+        raise ValueError(f"--gpu-summary: {values['summary']} is a folder; give a file")
+    _refuse_contradictions(values)
+    for name in ("json", "history", "html"):
+        if values[name] is not None and values[name].exists() and not values[name].is_file():
+            raise ValueError(f"--gpu-{name}: {values[name]} is not a file")
+    return Settings(
+        baseline_update=update,
+        baseline_dir=values["baseline-dir"].absolute(),
+        baseline_dir_named=bool(options.get("baseline-dir") or ini.get("baseline-dir")),
+        baseline=baseline,
+        time_tolerance=values["time-tolerance"],
+        memory_tolerance=values["memory-tolerance"],
+        judge_cpu_time=bool(values["judge-cpu-time"]),
+        typed=tuple(sorted(name for name, value in options.items() if value not in (None, False))),
+        runs=values["runs"],
+        reruns=values["reruns"],
+        strict=values["strict"],
+        steps=values["steps"],
+        warmup=values["warmup"],
+        timeout_seconds=values["timeout"],
+        scale=values["scale"],
+        platform=values["platform"],
+        processes=values["processes"],
+        gpu_ids=values["ids"],
+        isolation=values["isolation"],
+        foreign=values["foreign"],
+        nodes=values["nodes"],
+        shared=values["shared"].absolute(),
+        rendezvous=values["rendezvous"] or "",
+        summary=values["summary"].absolute() if isinstance(values["summary"], Path) else values["summary"],
+        json=None if values["json"] is None else values["json"].absolute(),
+        resume=None if values["resume"] is None else values["resume"].absolute(),
+        history=None if values["history"] is None else values["history"].absolute(),
+        html=None if values["html"] is None else values["html"].absolute(),
+        sweep=values["set"] or (),
+        fleet=values["fleet"],
+        fleet_args=values["fleet-args"] or (),
+        fleet_gpus=values["fleet-gpus"],
+        fleet_jobs=values["fleet-jobs"],
+        fleet_wait_seconds=values["fleet-wait"],
+        dry_run=bool(values["dry-run"]),
+        find_batch=bool(values["find-batch"]),
+        find_batch_max=values["find-batch-max"],
+        loss_steps=values["loss"],
+        root=root,
+    )
+
+
+def _refuse_contradictions(values: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: two of the values cannot both be meant.
+    """
+    for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
+        if asked and values["nodes"] > 1:
+            raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
+    if values["fleet"]:
+        against = {
+            "--gpu-dry-run": values["dry-run"],
+            "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-ids": values["ids"],
+            "--gpu-rendezvous": values["rendezvous"],
+        }
+        for other in (flag for flag, asked in against.items() if asked):
+            raise ValueError(
+                f"--gpu-fleet and {other} contradict each other: cases run on machines that a scheduler chooses"
+            )
+    if values["dry-run"]:
+        against = {
+            "--gpu-find-batch": values["find-batch"],
+            "--gpu-loss": values["loss"],
+            f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
+            f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
+            "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-resume": values["resume"] is not None,
+        }
+        for other in (flag for flag, asked in against.items() if asked):
+            raise ValueError(
+                f"--gpu-dry-run and {other} contradict each other: it trains nothing, and compares with recorded predictions"
+            )
+    swept = dict(values["set"] or ())
+    studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
+    if len(studies) > 1:
+        raise ValueError(f"{' and '.join(studies)} contradict each other; give one")
+    for study in studies:
+        against = {
+            "--gpu-baseline-update": values["baseline-update"],
+            "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
+            f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
+            "--gpu-isolation=inline": values["isolation"] == "inline",
+            "--gpu-resume": values["resume"] is not None,
+        }
+        for other in (flag for flag, asked in against.items() if asked):
+            raise ValueError(
+                f"{study} and {other} contradict each other: it starts the processes that it needs and records no baseline"
+            )
+    both = {
+        "batch_size": "--gpu-find-batch" if values["find-batch"] else "",
+        "steps": "--gpu-loss" if values["loss"] else "--gpu-steps" if values["steps"] is not None else "",
+        "warmup": "--gpu-loss" if values["loss"] else "--gpu-warmup" if values["warmup"] is not None else "",
+    }
+    for knob, flag in both.items():
+        if flag and knob in swept:
+            raise ValueError(f"--gpu-set {knob} and {flag} contradict each other: both say what {knob} is; give one")

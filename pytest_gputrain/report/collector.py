@@ -1,0 +1,314 @@
+"""The results of a whole run, gathered where there is one view of them: the only process, or xdist's controller."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from pytest_gputrain.cases.identity import same_id
+from pytest_gputrain.execution.resume import Resumption
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.gate.suite_noise import whole_suite
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.records import Baseline, Case, Report, Result, Verdict
+from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.report import history_lines, json_report
+from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.history import HistoryError, append
+from pytest_gputrain.storage.predictions import FOLDER, PredictionStore
+from pytest_gputrain.storage.reports import to_baseline
+from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.spill import Cabinet, Shelf
+
+_SAVE_EVERY_SECONDS: Final = 30.0
+_LEAST_PAUSE: Final = 20
+"""Times what the last saving took: files grow with the run, and every saving writes all of them."""
+_NOT_ENDED: Final = 2
+"""pytest's exit status of a run that was interrupted."""
+
+
+class _Stored(NamedTuple):
+    """A case that becomes a baseline, as a test ran it."""
+
+    case: Case
+    nodeid: str
+    key: str
+    variables: tuple[str, ...]
+    digest: str
+
+
+class Book:
+    """Collects results, stores baselines under the update options, writes the reports and the history.
+
+    Baselines and the report are saved now and then and at the end, so that a run that is killed loses half a minute of
+    cases, or a few where saving takes seconds.
+    """
+
+    def __init__(self, settings: Settings, resumption: Resumption | None = None) -> None:
+        self.settings = settings
+        self._resumption = resumption
+        self.results: Shelf[Result] = Shelf(Result)
+        self.notes: list[str] = []
+        self.failed = False
+        """Whether something could not be saved."""
+        self._session: Session | None = None
+        self._places: dict[tuple[str, str, str], int] = {}
+        """By test, case and changed variables, where the last result stands."""
+        self._to_come: set[int] = set()
+        """Where results stand whose baselines wait for further runs."""
+        self._pending = _nothing_pending()
+        self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
+        self._recorded: dict[Path, int] = {}
+        self._stored: dict[tuple[str, str, str], _Stored] = {}
+        """What becomes a baseline, by device, suite and key."""
+        self._records_resumed = False
+        """Whether a baseline has runs of an earlier session."""
+        self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS
+
+    @property
+    def session(self) -> Session:
+        """Looked up with the first result: a run without any needs no git."""
+        if self._session is None:
+            self._session = Session.begin(self.settings.root, self.settings.written)
+        return self._session
+
+    def add(self, result: Result, *, passed: bool) -> None:
+        """Take in the next result.
+
+        Args:
+            passed: whether its test did; figures of a test that failed otherwise become no baseline.
+        """
+        self._places[result.nodeid, result.key, result.variables_digest] = len(self.results)
+        if not passed:
+            result = msgspec.structs.replace(result, to_come=0)
+        self._note_to_come(len(self.results), result)
+        self.results.append(result)
+        if passed:
+            self._record_if_complete(result)
+        elif _is_recorded(result):
+            self.notes.append(f"not recorded: {result.case}, because its test failed")
+        self._save_now_and_then()
+
+    def update(self, result: Result) -> None:
+        """Take in a result again, with a further run of its baseline."""
+        place = self._places.get((result.nodeid, result.key, result.variables_digest))
+        if place is None:
+            return
+        self.results[place] = result
+        self._note_to_come(place, result)
+        self._record_if_complete(result)
+        if not _is_recorded(result):
+            self.notes.append(f"not recorded: {result.case}, because not all runs of its baseline gave figures")
+        self._save_now_and_then()
+
+    def _note_to_come(self, place: int, result: Result) -> None:
+        (self._to_come.add if result.to_come else self._to_come.discard)(place)
+
+    def _record_if_complete(self, result: Result) -> None:
+        if _is_recorded(result) and not result.to_come:
+            self._record(result)
+
+    def _record(self, result: Result) -> None:
+        stored = _Stored(result.case, result.nodeid, result.key, result.variables, result.variables_digest)
+        first = self._stored.setdefault((result.device, result.suite, result.key), stored)
+        if first.case.identity() != result.case.identity():
+            # One process tells this before it measures; the workers of xdist do not know of each other.
+            self.failed = True
+            self.notes.append(f"not recorded: {same_id(result.suite, first.case, result.case)}")
+            return
+        if first.digest != stored.digest:
+            chosen, other = (first, stored) if stored.variables else (stored, first)
+            self._leave_out(other, chosen)
+            if chosen is first:
+                return
+            self._stored[result.device, result.suite, result.key] = stored
+        if result.prediction is not None:
+            case = Case(**result.case.identity())
+            entry = Recorded(case=case, scale=result.scale, predictions=(result.prediction,))
+            self._predicted[result.platform, result.suite][result.key] = entry
+            return
+        self._records_resumed = self._records_resumed or bool(result.resumed)
+        session = self.session
+        baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
+        self._pending[result.device, result.suite][result.key] = baseline
+
+    def _leave_out(self, other: _Stored, chosen: _Stored) -> None:
+        """Tell of a test whose figures are no baseline, because those of another environment are."""
+        which = f"{chosen.nodeid}, which changes none"
+        if chosen.variables:
+            self.failed = True
+            which = (
+                f"{chosen.nodeid}, which changes {', '.join(chosen.variables)}; give own code a model=NAME for each "
+                "environment, or set the variables before pytest starts, each time with a --gpu-baseline-dir of its own"
+            )
+        sentence = (
+            f"{other.case} is not recorded as {other.nodeid} ran it, which changes environment variables "
+            f"({', '.join(other.variables)}): its baseline is that of {which}"
+        )
+        place = self._places[other.nodeid, other.key, other.digest]
+        verdict = Verdict(status="not-comparable", sentence=sentence)
+        self.results[place] = msgspec.structs.replace(self.results[place], verdict=verdict)
+
+    def close(self, exit_status: int) -> None:
+        """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
+        if trouble := self._save_baselines():
+            self._keep_aside("; ".join(trouble), self._report(1))
+        self._tell_unfinished()
+        self._tell_resumed()
+        self._append_history()
+        if sentence := self.shift()[1]:
+            self.notes.append(sentence)
+        exit_status = exit_status or int(self.failed)
+        if changed := [stored for stored in self._stored.values() if stored.variables]:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            names = ", ".join(changed[0].variables)
+            self.notes.append(f"recorded with environment variables that a test changes: {changed[0].case} ({names}){more}")
+        for path, number in self._recorded.items():
+            self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
+        on_gpus = any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded)
+        if on_gpus and not self._records_resumed:
+            self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
+        for file, write in ((self.settings.json, json_report.write), (self.settings.html, self._write_page)):
+            if file is not None:
+                report = self._report(exit_status)
+                try:
+                    write(report, file, self.results)
+                except OSError as error:
+                    self._keep_aside(f"the report {file} cannot be written: {error.strerror}", report)
+
+    def _write_page(self, report: Report, path: Path, results: Sequence[Result]) -> None:
+        from pytest_gputrain.report.html import page
+
+        past = None
+        if self.settings.history is not None and self.settings.history.exists():
+            try:
+                past = page.look_back([self.settings.history], self.notes.append)
+            except HistoryError as error:
+                self.notes.append(f"{path} shows no trends: {error}")
+        whole = msgspec.structs.replace(report, results=(*report.results, *results))
+        page.write(path, [whole], past, baseline_dir=self.settings.baseline_dir)
+
+    def _append_history(self) -> None:
+        path = self.settings.history
+        if path is None or not self.results:
+            return
+        try:
+            lines = history_lines.unwritten(path, history_lines.lines_of(self.results, self.session), self.session)
+            repaired = append(path, lines) if lines else ""
+        except HistoryError as error:
+            self._keep_aside(f"nothing is appended to the history: {error}", self._report(1))
+        except OSError as error:
+            self._keep_aside(f"the history {path} cannot be written: {error.strerror}", self._report(1))
+        else:
+            appended = f"{count(len(lines), 'line')} appended to {path}" if lines else ""
+            self.notes += filter(None, [repaired, appended])
+
+    def _tell_unfinished(self) -> None:
+        """Tell of baselines whose runs were not all there when the run was ended."""
+        if not self._to_come:
+            return
+        wanted = 0
+        for place in self._to_come:
+            result = self.results[place]
+            wanted = len(result.replies) + result.to_come
+            self.results[place] = msgspec.structs.replace(result, verdict=None)
+        trouble = (
+            f"not recorded: {count(len(self._to_come), 'case')}, because the run was ended before all had {wanted} runs"
+        )
+        if self.settings.json is None:
+            self._keep_aside(trouble, self._report(1))
+        else:
+            self.notes.append(f"{trouble}; all figures are in {self.settings.json}")
+
+    def _tell_resumed(self) -> None:
+        if self._resumption is None:
+            return
+        cases = {(result.device, result.suite, result.key) for result in self.results if result.resumed}
+        told = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumption.path}"
+        unknown = (
+            "" if self._resumption.report.commit and self.session.commit else "; nothing tells whether the code is the same"
+        )
+        self.notes.append(told + unknown)
+
+    def shift(self) -> tuple[bool, str]:
+        """Whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
+        if self.settings.baseline_update == "all":
+            return False, ""
+        return whole_suite(self.results, self.settings.time_tolerance)
+
+    def _save_now_and_then(self) -> None:
+        """What a power cut would take; of what cannot be written the end will tell, when there may be room again."""
+        began = time.monotonic()
+        if began <= self._save_at:
+            return
+        self._save_baselines()
+        if self.settings.json is not None:
+            with contextlib.suppress(OSError):
+                json_report.write(self._report(_NOT_ENDED), self.settings.json, self.results)
+        ended = time.monotonic()
+        self._save_at = ended + max(_SAVE_EVERY_SECONDS, _LEAST_PAUSE * (ended - began))
+
+    def _save_baselines(self) -> list[str]:
+        """What kept some from being saved, which wait for the next time."""
+        measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
+        return [*self._save(measured.update, self._pending), *self._save(predicted.update, self._predicted)]
+
+    def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
+        for place, entries in list(waiting.items()):
+            try:
+                path = update(*place, entries)
+            except BaselineError as error:
+                yield str(error)
+            else:
+                self._recorded[path] = self._recorded.get(path, 0) + len(waiting.pop(place))
+
+    def _keep_aside(self, trouble: str, report: Report) -> None:
+        """Write every figure somewhere else."""
+        self.failed = True
+        aside = Path(tempfile.gettempdir()) / f"gputrain-{report.session}.json"
+        try:
+            json_report.write(report, aside, self.results)
+        except OSError as error:
+            self.notes.append(f"{trouble}; nor could the figures be kept in {aside}: {error.strerror}")
+        else:
+            self.notes.append(f"{trouble}; all figures are in {aside}")
+
+    def _report(self, exit_status: int) -> Report:
+        """All but this run's results."""
+        settings = msgspec.to_builtins(self.settings, enc_hook=str)
+        return Report(
+            generator=json_report.generator(),
+            created=self.session.created,
+            session=self.session.id,
+            commit=self.session.commit,
+            changes=self.session.changes,
+            branch=_utf8(self.session.branch),
+            arguments=tuple(map(_utf8, sys.argv[1:])),
+            settings={name: _utf8(value) if isinstance(value, str) else value for name, value in settings.items()},
+            exit_status=exit_status,
+            notes=tuple(self.notes),
+            results=tuple(self._resumption.beyond(self.results)) if self._resumption else (),
+        )
+
+
+def _utf8(text: str) -> str:
+    """Whatever the operating system calls a file, JSON can say."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _nothing_pending() -> defaultdict[tuple[str, str], Cabinet[str, Baseline]]:
+    """By device and suite, baselines that are not saved yet."""
+    return defaultdict(lambda: Cabinet(Baseline))
+
+
+def _is_recorded(result: Result) -> bool:
+    return result.verdict is not None and result.verdict.status == "recorded"

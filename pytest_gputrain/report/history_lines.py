@@ -1,0 +1,212 @@
+"""The history: a file of JSON lines, one for each case and pytest run, that grows at its end and is never rewritten."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.cases.libraries import LIBRARIES
+from pytest_gputrain.gate.memory import PHASES
+from pytest_gputrain.gate.messages import describe_failure
+from pytest_gputrain.gate.summary import summarise
+from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result, TrainingPhase
+from pytest_gputrain.report.results import latest
+from pytest_gputrain.storage.history import read
+from pytest_gputrain.storage.predictions import FOLDER
+from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.spill import Picked
+from pytest_gputrain.utils.units import format_topology
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """What no two lines share."""
+
+    session: str
+    device: str
+    suite: str
+    key: str
+
+
+def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
+    """A line for each case: of the last test that judged it, or else of the last that only measured it.
+
+    Searches and loss curves leave none: their figures are of other batches and steps than the case's.
+    """
+    everything = Picked(results, range(len(results)))
+    declared = everything.those(lambda result: result.search is None and not result.loss_curves)
+    return [_line_of(part, of) for result in latest(declared) for part, of in _by_session(result, session)]
+
+
+def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> list[HistoryLine]:
+    """Those of ``lines`` that the file lacks: a resumed run has figures of earlier ones, which may have left their own.
+
+    Raises:
+        HistoryError: the file cannot be read.
+    """
+    if not path.exists() or all(line.session == session.id for line in lines):
+        return list(lines)
+    there = {place for _, place in read(path, _Place, lambda torn: None)}  # appending tells of a torn line
+    return [line for line in lines if _Place(line.session, line.device, line.suite, line.key) not in there]
+
+
+def _by_session(result: Result, session: Session) -> Iterator[tuple[Result, Session]]:
+    """The runs of a case, each with the session that measured it; the verdict is that of the last."""
+    if not result.resumed:
+        yield result, session
+        return
+    sessions = [Session(id=one.session, created=one.date, commit=one.commit, branch=one.branch) for one in result.resumed]
+    counts = [one.runs for one in result.resumed]
+    ends = [*itertools.accumulate(counts), len(result.replies)]
+    begin = 0
+    for end, of in zip(ends, [*sessions, session], strict=True):
+        replies, begin = result.replies[begin:end], end
+        if replies:
+            summary = summarise(result.case, result.platform, replies)
+            verdict = result.verdict if end == len(result.replies) else None
+            yield msgspec.structs.replace(result, replies=replies, summary=summary, verdict=verdict), of
+
+
+def _line_of(result: Result, session: Session) -> HistoryLine:
+    measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
+    failed = next((reply for reply in result.replies if not isinstance(reply, Measurement)), None)
+    environments = [getattr(reply, "environment", None) for reply in result.replies]
+    environment: Environment | None = next(filter(None, environments), None)
+    # Of a dry run there is either a prediction or a failure.
+    prediction, verdict, summary = result.prediction, result.verdict, result.summary
+    outcome: Any = "predicted" if prediction else "measured"
+    sentence = verdict.sentence if verdict else None
+    if failed is not None:
+        outcome = failed.__struct_config__.tag
+        sentence = sentence or f"{result.case} {describe_failure(failed)}"
+    packages = prediction.packages if prediction else environment.packages if environment else {}
+    steps = [run.median_step_seconds for run in measured]
+    scatter = [abs(step - middle) for run, middle in zip(measured, steps, strict=True) for step in run.step_seconds]
+    first = measured[0] if measured else None
+    losses = first.losses if first else ()
+    compared = {
+        f"{which}_{name}": _compared(result, metric, which)
+        for metric, name in _COMPARED.items()
+        for which in ("baseline", "limit")
+    }
+    time = verdict.metric("step_seconds") if verdict else None
+    return HistoryLine(
+        kind="prediction" if result.device.startswith(f"{FOLDER}/") else "measurement",
+        date=session.created,
+        session=session.id,
+        commit=session.commit,
+        branch=session.branch,
+        suite=result.suite,
+        key=result.key,
+        scale=result.scale,
+        platform=result.platform,
+        device=result.device,
+        **_machine(environment),
+        version_gputrain=_own_version(),
+        **{f"version_{name}": packages.get(name) for name in LIBRARIES},  # type: ignore[arg-type]
+        **_knobs(result),
+        changed_variables=",".join(result.variables) or None,
+        outcome=outcome,
+        verdict=verdict.status if verdict else None,
+        sentence=sentence,
+        runs=len(measured),
+        median_step_seconds=summary.median_step_seconds if summary else None,
+        least_step_seconds=min(steps, default=None),
+        most_step_seconds=max(steps, default=None),
+        step_mad_seconds=statistics.median(scatter) if scatter else None,
+        **{name: getattr(summary, name, None) for name in _OF_SUMMARY},  # type: ignore[arg-type]
+        **{name: _count(result, measured, name) for name in _COUNTS},  # type: ignore[arg-type]
+        **{name: _phase(result, measured, phase) for name, phase in PHASES.items()},  # type: ignore[arg-type]
+        final_loss=losses[-1] if losses else None,
+        bytes_per_step=prediction.bytes_per_step if prediction else None,
+        roofline_seconds=prediction.roofline_seconds if prediction else None,
+        fits=prediction.fits if prediction else None,
+        step_sensitivity=time.sensitivity if time else None,
+        **compared,  # type: ignore[arg-type]
+    )
+
+
+@functools.cache
+def _own_version() -> str:
+    """Found once: reading the package's metadata takes longer than all else of a line."""
+    return metadata.version("pytest-gputrain")
+
+
+_OF_SUMMARY: Final = (
+    "samples_per_second",
+    "tokens_per_second",
+    "scaling_efficiency",
+    "model_flops_utilization",
+    "joules_per_sample",
+    "power_watts",
+    "clock_mhz",
+    "gpu_utilization",
+)
+
+_COUNTS: Final = (
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "device_used_bytes",
+    "peak_host_bytes",
+    "model_bytes",
+    "parameters",
+    "trainable_parameters",
+    "flops_per_step",
+    "recomputed_flops_per_step",
+)
+"""Whole numbers that every process counts for itself, or that a prediction has."""
+
+_COMPARED: Final[dict[MetricName, str]] = {
+    "step_seconds": "step_seconds",
+    "peak_allocated_bytes": "peak_allocated_bytes",
+}
+
+
+def _count(result: Result, measured: Sequence[Measurement], name: str) -> int | None:
+    if result.prediction is not None:
+        return getattr(result.prediction, name, None)
+    known = [value for run in measured if (value := getattr(run, name)) is not None]
+    return statistics.median_high(known) if known else None
+
+
+def _phase(result: Result, measured: Sequence[Measurement], phase: TrainingPhase) -> int | None:
+    if result.prediction is not None:
+        return result.prediction.phase_peak_bytes.get(phase)
+    known = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
+    return statistics.median_high(known) if known else None
+
+
+def _compared(result: Result, metric: MetricName, which: str) -> float | int | None:
+    found = result.verdict.metric(metric) if result.verdict else None
+    value: float | None = getattr(found, which) if found else None
+    return round(value) if value is not None and metric.endswith("_bytes") else value
+
+
+def _machine(environment: Environment | None) -> dict[str, Any]:
+    if environment is None:
+        return dict.fromkeys(_MACHINE)
+    told = {name: getattr(environment, field) for name, field in _MACHINE.items()}
+    return {**told, "topology": format_topology(environment.topology) if environment.topology else None}
+
+
+_SAME: Final = ("device_name", "device_type", "device_count", "device_memory_bytes", "topology", "host", "cpu_model", "os")
+_MACHINE: Final = {
+    **{name: name for name in (*_SAME, "threads")},
+    **{f"version_{name}": name for name in ("python", "driver", "runtime")},
+}
+"""Fields of `Environment` by the key of a line."""
+
+
+def _knobs(result: Result) -> dict[str, Any]:
+    """The case, with one type for each knob."""
+    case = result.case
+    names = [name for name in case.__struct_fields__ if name not in ("named", "platforms")]
+    knobs = {name: getattr(case, name) for name in names}
+    floats = ("activation_checkpointing", "learning_rate")
+    return knobs | {name: float(knobs[name]) for name in floats}

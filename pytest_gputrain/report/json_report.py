@@ -1,0 +1,46 @@
+"""The JSON report and its schema."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_gputrain.records import Report, Result
+from pytest_gputrain.utils import json_text
+from pytest_gputrain.utils.files import write_atomically
+
+
+def write(report: Report, path: Path, more: Iterable[Result] = ()) -> None:
+    """Write ``report`` as indented JSON, whole or not at all.
+
+    Args:
+        more: results after those of the report; they need not be in memory all at once.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    results = itertools.chain(report.results, more)
+    write_atomically(path, json_text.document(msgspec.structs.replace(report, results=()), map(json_text.item, results)))
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the report, generated from the records."""
+    document = msgspec.json.schema(Report)
+    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    document["title"] = "pytest-gputrain report"
+    return document
+
+
+def schema_text() -> str:
+    """The schema as published in docs/report.schema.json."""
+    return msgspec.json.format(msgspec.json.encode(schema(), order="deterministic"), indent=1).decode() + "\n"
+
+
+def generator() -> str:
+    """Name and version of this package."""
+    return f"pytest-gputrain {metadata.version('pytest-gputrain')}"

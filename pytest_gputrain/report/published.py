@@ -1,0 +1,160 @@
+"""Published figures beside measured ones: a line for each, with what was printed, what was measured, and the ratio."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pytest_gputrain.records import Lost, Measurement, OutOfMemory, Published, Result, TimedOut
+from pytest_gputrain.records.published import Figure
+from pytest_gputrain.report import rich_text
+from pytest_gputrain.utils.units import GiB, MiB, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+FRAMEWORKS: Final = {"pytorch": "PyTorch", "paddle": "Paddle"}
+_OUTCOMES: Final = {"out_of_memory": "OOM", "error": "error"}
+
+
+class Metric(NamedTuple):
+    """A figure that a table may print and a run may measure."""
+
+    field: str
+    """Of `pytest_gputrain.records.published.Figures`."""
+    title: str
+    measured: Callable[[Result], float | None]
+    """None where it was not measured."""
+
+
+class Line(NamedTuple):
+    """One figure of one case, as text; empty where there is none."""
+
+    metric: str
+    framework: str
+    published: str
+    measured: str
+    ratio: str
+    """Measured over published, the middle of a range."""
+
+
+def _peak(field: str) -> Callable[[Result], float | None]:
+    def of(result: Result) -> float | None:
+        known = [
+            value
+            for reply in result.replies
+            if isinstance(reply, Measurement) and (value := getattr(reply, field)) is not None
+        ]
+        return statistics.median_high(known) if known else None
+
+    return of
+
+
+def _update_seconds(result: Result) -> float | None:
+    measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
+    seconds = [run.update_seconds(result.case.gradient_accumulation) for run in measured]
+    known = [value for value in seconds if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _samples_per_second(result: Result, parts: int = 1) -> float | None:
+    """Over whole updates, as tables count: of accumulated micro-batches only some have the optimizer's time."""
+    seconds, accumulation = _update_seconds(result), result.case.gradient_accumulation
+    if result.summary is None or seconds is None:
+        return None
+    samples = result.summary.samples_per_second * result.summary.median_step_seconds
+    return samples * accumulation / seconds / max(1, parts)
+
+
+METRICS: Final = (
+    Metric("step_seconds", "sec/step", lambda result: result.summary.median_step_seconds if result.summary else None),
+    Metric("update_seconds", "sec/update", _update_seconds),
+    Metric("samples_per_second", "samples/s", _samples_per_second),
+    Metric("samples_per_second_per_gpu", "samples/s a GPU", lambda result: _samples_per_second(result, result.case.gpus)),
+    Metric("peak_allocated_bytes", "peak allocated", _peak("peak_allocated_bytes")),
+    Metric("peak_reserved_bytes", "peak reserved", _peak("peak_reserved_bytes")),
+    Metric("device_used_bytes", "device memory", _peak("device_used_bytes")),
+    Metric("model_bytes", "model memory", _peak("model_bytes")),
+    Metric("peak_host_bytes", "host memory", _peak("peak_host_bytes")),
+)
+"""In the order of display. The time of an epoch is kept with the tables only: nothing here measures one."""
+
+
+def lines(row: Published, result: Result | None) -> Iterator[Line]:
+    """What ``row`` prints, beside what ``result`` measured of it."""
+    if row.outcome in _OUTCOMES:
+        yield Line("sec/step", "", _OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
+    for metric in METRICS:
+        for framework, figures in row.figures.items():
+            figure: Figure | None = getattr(figures, metric.field)
+            if figure is not None:
+                value = metric.measured(result) if result else None
+                ratio = f"{value / figure.middle:.2f}" if value is not None and figure.middle else ""
+                yield Line(metric.title, framework, printed(metric, figure), _shown(metric, result, figure), ratio)
+
+
+def printed(metric: Metric, figure: Figure) -> str:
+    """A figure with the digits it was published with: ``9-11 s``, ``8.0 GiB``."""
+    size, unit = 1.0, " s"
+    if metric.field.endswith("_bytes"):
+        size, unit = (MiB, " MiB") if _in_mib(figure) else (GiB, " GiB")
+    elif metric.field.startswith("samples"):
+        unit = ""
+    last = figure.rounding / size
+    decimals = max(0, round(-math.log10(last))) if last > 0 else 0
+    ends = [f"{end / size:,.{decimals}f}" for end in dict.fromkeys((figure.low, figure.high))]
+    return f"{'-'.join(ends)}{unit}"
+
+
+def _in_mib(figure: Figure) -> bool:
+    return figure.rounding <= MiB
+
+
+def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) -> str:
+    if result is None:
+        return ""
+    value = metric.measured(result)
+    if value is None:
+        return "" if result.summary else outcome(result)
+    if metric.field.endswith("_bytes"):
+        return f"{value / MiB:,.0f} MiB" if beside and _in_mib(beside) else format_bytes(value)
+    return (
+        format_seconds(value) if metric.field.endswith("seconds") else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    )
+
+
+def outcome(result: Result) -> str:
+    """Why a case has no figures, in a word or two; a prediction alone is none."""
+    if not result.replies:
+        return ""
+    match result.replies[-1]:
+        case OutOfMemory():
+            return "OOM"
+        case TimedOut():
+            return "timed out"
+        case Lost():
+            return "lost"
+        case _:
+            return "crashed"
+
+
+def table(results: Sequence[Result], verdict: Callable[[Result], Text]) -> Table:
+    """A line for each case with its verdict, below it one for each figure; readable at 80 columns."""
+    shown = rich_text.table()
+    shown.add_column("Case", overflow="fold")
+    for header in ("Published", "Measured", "Ratio"):
+        shown.add_column(header, justify="right", no_wrap=True)
+    shown.add_column("Verdict", no_wrap=True)
+    for result in results:
+        row = result.published
+        shown.add_row(rich_text.text(str(result.case)), "", "", "", verdict(result))
+        several = row is not None and len(row.figures) > 1
+        found = lines(row, result) if row else [Line("sec/step", "", "", _shown(METRICS[0], result), "")]
+        for line in found:
+            framework = f", {FRAMEWORKS.get(line.framework, line.framework)}" if several and line.framework else ""
+            cells = (f"  {line.metric}{framework}", line.published, line.measured, line.ratio)
+            shown.add_row(*map(rich_text.text, cells), "")
+    return shown

@@ -1,0 +1,175 @@
+"""Tables as terminal text, Markdown and CSV; the published ones beside a report's measurements."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.records import Result
+from pytest_gputrain.report import rich_text
+from pytest_gputrain.report.published import FRAMEWORKS, METRICS, Line, lines
+from pytest_gputrain.storage.published import PublishedTable
+from pytest_gputrain.utils import markdown
+from pytest_gputrain.utils.sanitize import spreadsheet
+
+Format = Literal["terminal", "markdown", "csv"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sheet:
+    """A table of text."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    keys: tuple[tuple[str, ...], ...]
+    """Per row what CSV has before it, whose rows must say by themselves what they are: table, platform, case."""
+    about: tuple[str, ...] = ()
+    """Lines below the title."""
+    notes: tuple[str, ...] = ()
+    """Lines below the table."""
+
+
+KEYS: Final = ("table", "platform", "case")
+
+
+def published_sheet(table: PublishedTable, platform: str, results: Mapping[tuple[str, str], Result]) -> Sheet:
+    """The rows of one platform in their published columns, then what was measured with its ratios.
+
+    Args:
+        results: the measured cases of this platform by suite and key.
+    """
+    rows = table.published(platform)
+    setup = table.platforms[platform]
+    headers = [column.title for column in table.columns]
+    cells = [[_plain(row.cells[column.header]) for column in table.columns] for row in rows]
+    if len(set(map(tuple, cells))) < len(cells):  # the document prints several cases in one line
+        headers.append("Case")
+        cells = [[*printed, str(row.case)] for printed, row in zip(cells, rows, strict=True)]
+    found = [results.get((row.suite, str(row.case))) for row in rows]
+    if any(found):
+        compared = [{_key(line): line for line in lines(row, result)} for row, result in zip(rows, found, strict=True)]
+        for metric in METRICS:
+            of_metric = [key for key in FRAMEWORKS if any((metric.title, key) in known for known in compared)]
+            if not of_metric:
+                continue
+            headers.append(f"Measured {metric.title}")
+            for framework in of_metric:
+                headers.append(f"Ratio {metric.title}{f' ({FRAMEWORKS[framework]})' if len(of_metric) > 1 else ''}")
+            for printed, known in zip(cells, compared, strict=True):
+                own = [known.get((metric.title, framework)) for framework in of_metric]
+                either = next((line for line in own if line), known.get((metric.title, "")))
+                printed += [either.measured if either else "", *(line.ratio if line else "" for line in own)]
+    known_platform = PLATFORMS.get(platform)
+    return Sheet(
+        title=f"{table.name} on {known_platform.title if known_platform else platform.upper()}: {table.title}",
+        headers=tuple(headers),
+        rows=tuple(map(tuple, cells)),
+        keys=tuple((table.name, platform, str(row.case)) for row in rows),
+        about=(f"{table.source.document} of {table.source.repository}, {table.source.url}", str(setup), *setup.conditions),
+        notes=(*table.notes, f"Memory: {table.memory}", *setup.topology),
+    )
+
+
+def _key(line: Line) -> tuple[str, str]:
+    return line.metric, line.framework
+
+
+def measured_sheet(results: Sequence[Result]) -> Sheet:
+    """A report's own results, for Markdown and CSV."""
+    rows = [
+        (
+            result.suite,
+            result.device,
+            result.scale,
+            str(result.case),
+            *(
+                _exact(value) if (value := metric.measured(result)) is not None else ""
+                for metric in METRICS
+                if metric.field in _MEASURED
+            ),
+            result.verdict.status if result.verdict else "",
+        )
+        for result in results
+    ]
+    return Sheet(
+        title="gputrain",
+        headers=("suite", "device", "scale", "case", *_MEASURED, "verdict"),
+        rows=tuple(rows),
+        keys=((),) * len(rows),
+    )
+
+
+def _exact(value: float) -> str:
+    """Bytes to the byte, times with more digits than a clock has."""
+    return str(int(value)) if float(value).is_integer() else f"{value:.6g}"
+
+
+_MEASURED: Final = ("step_seconds", "samples_per_second", "peak_allocated_bytes", "peak_reserved_bytes", "model_bytes")
+
+
+def render(sheets: Sequence[Sheet], form: Format, *, width: int, colour: bool) -> str:
+    """The sheets one after another.
+
+    Args:
+        width: columns to fold a terminal's table to.
+    """
+    if form == "csv":
+        return "\n".join(map(_csv, sheets))
+    if form == "markdown":
+        return "\n".join(map(_markdown, sheets))
+    return "\n".join(_terminal(sheet, width=width, colour=colour) for sheet in sheets)
+
+
+def _csv(sheet: Sheet) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    width = len(sheet.keys[0]) if sheet.keys else 0
+    writer.writerow([*KEYS[:width], *sheet.headers])
+    writer.writerows(map(spreadsheet, [*key, *row]) for key, row in zip(sheet.keys, sheet.rows, strict=True))
+    return file.getvalue()
+
+
+def _markdown(sheet: Sheet) -> str:
+    about = "\n".join(f"- {markdown.escaped(line)}" for line in sheet.about)
+    notes = "\n\n".join(map(markdown.escaped, sheet.notes))
+    parts = [f"## {markdown.escaped(sheet.title)}", about, "\n".join(markdown.table(sheet.headers, sheet.rows)), notes]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _terminal(sheet: Sheet, *, width: int, colour: bool) -> str:
+    console, file = rich_text.console(width, colour)
+    console.print(rich_text.text(sheet.title, style="bold"))
+    for line in sheet.about:
+        console.print(rich_text.text(line, style="dim"))
+    if width < _LEAST_COLUMN * len(sheet.headers):
+        for row in sheet.rows:
+            first, *others = [
+                (header, cell) for header, cell in zip(sheet.headers, row, strict=True) if cell not in ("", "-")
+            ]
+            console.print(rich_text.text(f"\n{first[1]}", style="bold"))
+            console.print(rich_text.text("  ".join(f"{header}: {cell}" for header, cell in others)))
+    else:
+        table = rich_text.table()
+        for header in sheet.headers:
+            table.add_column(rich_text.text(header), overflow="fold")
+        for row in sheet.rows:
+            table.add_row(*map(rich_text.text, row))
+        console.print(table)
+    for line in sheet.notes:
+        console.print(rich_text.text(line, style="dim"))
+    return file.getvalue()
+
+
+_LEAST_COLUMN: Final = 11
+"""Characters a column needs on average to be read. Where a terminal has less room, a row is a few lines of text instead."""
+
+
+def _plain(cell: str) -> str:
+    """A cell without the links of its document, which lead nowhere from here."""
+    return " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).split())

@@ -1,0 +1,1 @@
+"""What a history tells: how the figures of each case moved, and at which commits. Printing it is left to cli and html."""

@@ -1,0 +1,207 @@
+"""Histories in memory: of every line a date, a place in its file and the figures that are asked for, nothing else."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import operator
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+
+from pytest_gputrain.records import FORMAT, Case, HistoryLine
+from pytest_gputrain.storage.history import HistoryError, read
+from pytest_gputrain.utils.files import UNREADABLE
+
+TRUNKS: Final = ("main", "master")
+"""Branches of which the history is told, if it has one of them."""
+
+
+class Subject(NamedTuple):
+    """Whose figures a series has."""
+
+    suite: str
+    key: str
+    device: str
+
+
+class Filter(NamedTuple):
+    """Which lines are wanted: those with one of the texts in their key or device; all for none."""
+
+    cases: Sequence[str] = ()
+    devices: Sequence[str] = ()
+    branch: str | None = None
+    """``*`` for all; None for the trunk of the history."""
+
+    def wants(self, key: str, device: str) -> bool:
+        return (not self.cases or any(text in key for text in self.cases)) and (
+            not self.devices or any(text in device for text in self.devices)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The runs of one subject, a few bytes each, in order of time once they are `sorted`."""
+
+    dates: array[float]
+    """Seconds since 1970."""
+    places: array[int]
+    """Where the line is, over all files one after the other."""
+    figures: dict[str, array[float]]
+    """By metric; not a number where the line has none."""
+
+    @classmethod
+    def empty(cls, metrics: Iterable[str]) -> Series:
+        return cls(array("d"), array("Q"), {metric: array("d") for metric in metrics})
+
+    def extend(self, other: Series) -> None:
+        self.dates.extend(other.dates)
+        self.places.extend(other.places)
+        for metric, figures in self.figures.items():
+            figures.extend(other.figures[metric])
+
+    def sorted(self) -> Series:
+        """Files end in the order of pytest's ends, and several files follow each other."""
+        if all(map(operator.le, self.dates, itertools.islice(self.dates, 1, None))):
+            return self
+        order = sorted(range(len(self.dates)), key=self.dates.__getitem__)
+        return Series(
+            array("d", [self.dates[at] for at in order]),
+            array("Q", [self.places[at] for at in order]),
+            {metric: array("d", [figures[at] for at in order]) for metric, figures in self.figures.items()},
+        )
+
+    def of(self, metric: str) -> tuple[array[float], array[int]]:
+        """The figures that are there, and the places of their lines."""
+        figures = self.figures[metric]
+        known = bytes(0 < figure < math.inf for figure in figures)
+        return array("d", itertools.compress(figures, known)), array("Q", itertools.compress(self.places, known))
+
+
+class History:
+    """Some files of ``--gpu-history``, read once from end to end, and then a line at a time."""
+
+    def __init__(self, paths: Sequence[Path], metrics: Sequence[str], wanted: Filter, warn: Callable[[str], None]) -> None:
+        """
+        Args:
+            metrics: keys of numbers.
+            warn: told what was left out.
+
+        Raises:
+            HistoryError: a file is none, or none of its lines is wanted.
+        """
+        self._paths = list(dict.fromkeys(path.resolve() for path in paths))
+        self._begins: list[int] = []
+        fields = [("date", Annotated[datetime, msgspec.Meta(tz=True)]), *((name, str) for name in _NAMES)]
+        point: Any = msgspec.defstruct(
+            "Point", [("format", int), *fields, *((metric, float | None, None) for metric in metrics)]
+        )
+        found: dict[tuple[str, Subject], Series | None] = {}
+        lines = end = 0
+        for path in self._paths:
+            if not path.is_file():
+                raise HistoryError(f"{path} is not a file; give what --gpu-history wrote")
+            self._begins.append(end)
+            begin = end
+            for place, line in read(path, point, warn):
+                lines += 1
+                if line.format != FORMAT:
+                    newer = "; update pytest-gputrain" if line.format > FORMAT else ""
+                    raise HistoryError(
+                        f"{path} has lines of format {line.format}, this version reads format {FORMAT}{newer}"
+                    )
+                whose = (line.branch, Subject(line.suite, line.key, line.device))
+                if whose not in found:
+                    found[whose] = Series.empty(metrics) if wanted.wants(line.key, line.device) else None
+                series = found[whose]
+                if series is not None:
+                    series.dates.append(line.date.timestamp())
+                    series.places.append(begin + place)
+                    for metric, figures in series.figures.items():
+                        figure = getattr(line, metric)
+                        figures.append(math.nan if figure is None else figure)
+            end += path.stat().st_size
+        if not lines:
+            raise HistoryError("the history holds no runs; --gpu-history appends them")
+        branches: dict[str, dict[Subject, Series]] = {}
+        for (branch, subject), series in found.items():
+            if series is not None:
+                branches.setdefault(branch, {})[subject] = series
+        if not branches:
+            texts = " or ".join(map(repr, (*wanted.cases, *wanted.devices)))
+            raise HistoryError(f"none of the {lines:,} lines is of a case or device with {texts}")
+        self.series = _of_branch(branches, wanted.branch, warn)
+
+    def line(self, place: int) -> dict[str, Any]:
+        """All of a line.
+
+        Raises:
+            HistoryError: the file is not as it was.
+        """
+        file = bisect.bisect_right(self._begins, place) - 1
+        try:
+            with self._paths[file].open("rb") as open_:
+                open_.seek(place - self._begins[file])
+                found: dict[str, Any] = msgspec.json.decode(open_.readline(), type=dict)
+        except (OSError, *UNREADABLE) as error:
+            raise HistoryError(f"{self._paths[file]} changed while it was read: {error}; try again") from None
+        return found
+
+
+_NAMES: Final = ("suite", "key", "device", "branch")
+
+
+def _of_branch(
+    branches: dict[str, dict[Subject, Series]], asked: str | None, warn: Callable[[str], None]
+) -> dict[Subject, Series]:
+    """Raises:
+    HistoryError: there is no such branch.
+    """
+    branch = asked or next((trunk for trunk in TRUNKS if trunk in branches), "*")
+    if branch == "*":
+        chosen = list(branches.values())
+    elif branch in branches:
+        chosen = [branches[branch]]
+    else:
+        known = ", ".join(sorted(name or "none" for name in branches))
+        raise HistoryError(f"no line is of branch {branch!r}; there are {known}")
+    merged: dict[Subject, Series] = {}
+    for subjects in chosen:
+        for subject, series in subjects.items():
+            if subject in merged:
+                merged[subject].extend(series)
+            else:
+                merged[subject] = series
+    others = sum(len(one.dates) for name, of in branches.items() if name != branch for one in of.values())
+    if asked is None and branch != "*" and others:
+        warn(f"of branch {branch} only; {others:,} runs of others are left out (--branch='*' takes all)")
+    return {subject: merged[subject].sorted() for subject in sorted(merged)}
+
+
+_ENDINGS: Final = (
+    "_seconds",
+    "_bytes",
+    "_per_second",
+    "_per_step",
+    "_per_sample",
+    "parameters",
+    "_efficiency",
+    "_utilization",
+    "_watts",
+    "_mhz",
+)
+
+METRICS: Final = tuple(
+    name
+    for name in HistoryLine.__struct_fields__
+    if name.endswith(_ENDINGS)
+    and name not in Case.__struct_fields__
+    and not name.startswith(("baseline_", "limit_", "device_memory_"))
+)
+"""Keys of figures that may have a trend."""

@@ -1,0 +1,97 @@
+"""From the figures of a history to levels and changes, each with its commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from pytest_gputrain.records import Case, Change, Course, HistoryLine, Moment
+from pytest_gputrain.report.trend.reading import History
+from pytest_gputrain.utils.units import format_bytes, format_seconds
+
+HIGHER_IS_BETTER: Final = (
+    "samples_per_second",
+    "tokens_per_second",
+    "scaling_efficiency",
+    "model_flops_utilization",
+    "clock_mhz",
+    "gpu_utilization",
+)
+"""Of all other metrics less is better."""
+
+_NOISY: Final = (*HIGHER_IS_BETTER, "_seconds", "joules_per_sample", "power_watts")
+
+
+def courses(history: History, metrics: Iterable[str]) -> Iterator[Course]:
+    """What became of each metric of each case, as far as the history has figures.
+
+    Raises:
+        HistoryError: a file changed meanwhile.
+    """
+    from pytest_gputrain.gate.change_points import LEAST_SD, levels
+    from pytest_gputrain.gate.statistics import PRIOR_SD
+
+    for subject, series in history.series.items():
+        for metric in metrics:
+            figures, places = series.of(metric)
+            if not figures:
+                continue
+            found = levels(figures, PRIOR_SD if metric.endswith(_NOISY) else LEAST_SD)
+            ends = [*found.starts[1:], len(figures)]
+            changes = []
+            for level, start in enumerate(found.starts[1:], 1):
+                base, first = history.line(places[start - 1]), history.line(places[start])
+                share = found.medians[level] / found.medians[level - 1] - 1
+                change = Change(
+                    before=found.medians[level - 1],
+                    after=found.medians[level],
+                    share=share,
+                    worse=(share < 0) == (metric in HIGHER_IS_BETTER),
+                    base=_moment(base),
+                    first=_moment(first),
+                    runs=ends[level] - start,
+                    runs_since=len(figures) - start,
+                    differences=tuple(_differences(base, first)),
+                )
+                changes.append(change)
+            yield Course(
+                suite=subject.suite,
+                key=subject.key,
+                device=subject.device,
+                metric=metric,
+                runs=len(figures),
+                level=found.medians[-1],
+                since=_moment(history.line(places[found.starts[-1]])),
+                noise=found.sd,
+                latest=figures[-1],
+                last=_moment(history.line(places[-1])),
+                changes=tuple(changes),
+            )
+
+
+def shown(metric: str, value: float) -> str:
+    """A figure with its unit."""
+    if metric.endswith("_bytes"):
+        return format_bytes(value)
+    return format_seconds(value) if metric.endswith("_seconds") else f"{value:.4g}"
+
+
+def _moment(line: dict[str, Any]) -> Moment:
+    return Moment(date=str(line["date"]), commit=str(line.get("commit", "")), session=str(line.get("session", "")))
+
+
+_CIRCUMSTANCES: Final = tuple(
+    name
+    for name in HistoryLine.__struct_fields__
+    if name.startswith("version_")
+    or name in Case.__struct_fields__
+    or name in ("device_name", "device_count", "device_memory_bytes", "topology", "host", "cpu_model", "os", "threads")
+)
+
+
+def _differences(base: dict[str, Any], first: dict[str, Any]) -> Iterator[str]:
+    for name in _CIRCUMSTANCES:
+        before, after = base.get(name), first.get(name)
+        if before != after:
+            shown = (("absent" if value is None else str(value)) for value in (before, after))
+            yield f"{name.removeprefix('version_').replace('_', ' ')} {' -> '.join(shown)}"

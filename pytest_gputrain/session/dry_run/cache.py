@@ -1,0 +1,108 @@
+"""Predictions that were made before, in pytest's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pytest_gputrain.cases.libraries import library_versions
+from pytest_gputrain.records import Case, Prediction, Task
+from pytest_gputrain.utils.files import UNREADABLE, write_atomically
+
+KEPT_SECONDS: Final = 30 * 24 * 3600.0
+"""Since a prediction was last asked for."""
+
+_READ_BY_LIBRARIES: Final = ("TORCH", "PYTORCH_", "TRANSFORMERS_", "DIFFUSERS_", "HF_", "PEFT_", "BNB_", "DS_")
+"""How environment variables begin that change what libraries do."""
+
+
+class Cache:
+    """A file for each prediction, named by all that it depends on: the task, this package's code, the libraries, their
+    environment variables.
+
+    Args:
+        folder: None to remember nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def get(self, task: Task) -> Prediction | None:
+        """What was predicted for ``task``; None where nothing was, or where it cannot be read."""
+        path = self._path(task)
+        if path is None:
+            return None
+        try:
+            known = msgspec.json.decode(path.read_bytes(), type=Prediction)
+            os.utime(path)
+        except (OSError, *UNREADABLE):
+            return None
+        return known
+
+    def put(self, task: Task, prediction: Prediction) -> None:
+        path = self._path(task)
+        if path is not None:
+            with contextlib.suppress(OSError):  # slower next time, and nothing else
+                write_atomically(path, msgspec.json.encode(prediction))
+                self._forget_old(path.parent)
+
+    @staticmethod
+    def _forget_old(folder: Path) -> None:
+        """Those of code and libraries that nobody has any more."""
+        now = time.time()
+        for path in folder.glob("*.json"):
+            if now - path.stat().st_mtime > KEPT_SECONDS:
+                path.unlink()
+
+    def _path(self, task: Task) -> Path | None:
+        if self._folder is None or task.case.code or not _are_released(task.case):
+            return None
+        depends = (
+            task.case.identity(),
+            (task.scale, task.processes, task.servers, task.target),
+            {name: (version, _files(name)) for name, version in library_versions(task.case).items()},
+            {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_LIBRARIES)},
+            task.variables,
+            platform.python_version(),
+            _own_code(),
+        )
+        return self._folder / f"{hashlib.sha256(msgspec.json.encode(depends, order='sorted')).hexdigest()[:32]}.json"
+
+
+def _are_released(case: Case) -> bool:
+    """Whether the versions of the case's libraries tell their code: not where one is installed from a folder, a commit, or a
+    file that somebody built."""
+    return not any(_is_local(name) for name in library_versions(case))
+
+
+@functools.cache
+def _is_local(name: str) -> bool:
+    # https://packaging.python.org/en/latest/specifications/direct-url/
+    origin = metadata.distribution(name).read_text("direct_url.json")
+    return origin is not None
+
+
+@functools.cache
+def _files(name: str) -> str:
+    """Digest of the list of a library's files, with their hashes: who builds a wheel anew may leave its version."""
+    listed = metadata.distribution(name).read_text("RECORD") or ""
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+@functools.cache
+def _own_code() -> str:
+    """Hash of this package's files."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

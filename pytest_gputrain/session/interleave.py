@@ -1,0 +1,91 @@
+"""The runs of baselines, spread over the cases of a run: the second of all, then the third of all, and so on.
+
+A machine drifts while a suite is recorded. Five runs of a case one after the other would all be of one mood of it, and those
+of the next case of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from pytest_gputrain.cases.identity import identity_of
+from pytest_gputrain.execution.executor import Bench
+from pytest_gputrain.records import Result, Task, Verdict
+from pytest_gputrain.utils.errors import BadCase
+
+
+@dataclass(kw_only=True, slots=True)
+class _Waiting:
+    result: Result
+    task: Task
+    wanted: int
+    again: Callable[[int], Result]
+
+
+class Rounds:
+    """Cases of one pytest process whose baselines wait for further runs.
+
+    Args:
+        bench: where they run.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._waiting: list[_Waiting] = []
+
+    def add(self, result: Result, task: Task, wanted: int, again: Callable[[int], Result]) -> Result:
+        """Take in the first runs of a case, and return them with how many are to come.
+
+        Args:
+            wanted: runs of the baseline.
+            again: measures until there are so many runs, and judges them.
+        """
+        waiting = _Waiting(result=_marked(result, wanted), task=task, wanted=wanted, again=again)
+        if waiting.result.to_come:
+            self._waiting.append(waiting)
+        else:
+            self._drop([task])
+        return waiting.result
+
+    def forget(self, nodeid: str) -> None:
+        """Drop the cases of a test that failed: they become no baselines."""
+        self._let_go(lambda waiting: waiting.result.nodeid == nodeid)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def complete(self) -> Iterator[Result]:
+        """Measure what is to come, one run of each case in turn; after each the case's result with all its runs so far."""
+        self._bench.only(waiting.task for waiting in self._waiting)
+        while self._waiting:
+            for waiting in list(self._waiting):
+                try:
+                    result = waiting.again(len(waiting.result.replies) + 1)
+                except BadCase as error:
+                    verdict = Verdict(status="failed", sentence=str(error))
+                    result = msgspec.structs.replace(waiting.result, verdict=verdict)
+                waiting.result = _marked(result, waiting.wanted)
+                yield waiting.result
+            self._let_go(lambda waiting: not waiting.result.to_come)
+
+    def _let_go(self, over: Callable[[_Waiting], bool]) -> None:
+        """Wait no longer for these."""
+        gone = [waiting for waiting in self._waiting if over(waiting)]
+        self._waiting = [waiting for waiting in self._waiting if not over(waiting)]
+        self._drop(waiting.task for waiting in gone)
+
+    def _drop(self, tasks: Iterable[Task]) -> None:
+        """End what a fleet has begun of them, unless another test waits for that, too."""
+        if unwanted := list(tasks):
+            wanted = {identity_of(waiting.task) for waiting in self._waiting}
+            for task in unwanted:
+                if identity_of(task) not in wanted:
+                    self._bench.drop(task)
+
+
+def _marked(result: Result, wanted: int) -> Result:
+    recorded = result.verdict is not None and result.verdict.status == "recorded"
+    return msgspec.structs.replace(result, to_come=max(0, wanted - len(result.replies)) if recorded else 0)

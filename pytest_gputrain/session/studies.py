@@ -1,0 +1,127 @@
+"""Several processes for one case: the search for its batch, and its loss curves. What they find is judged by no baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from pytest_gputrain.gate import loss_trend
+from pytest_gputrain.gate.messages import describe_failure
+from pytest_gputrain.hardware import catalog
+from pytest_gputrain.records import Case, Crashed, Lost, Measurement, OutOfMemory, Reply, Task, TimedOut
+from pytest_gputrain.records.study import LossCurve, Search, Try
+from pytest_gputrain.session.batch_search import find_batch
+
+Launch = Callable[[Task], Reply]
+"""Runs a task in a fresh process."""
+
+COMPARED: Final = ("fp32", "bf16-amp", "fp16")
+"""Precisions of the loss curves, beside the case's own. fp32 first: the others are compared with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """What became of a case."""
+
+    task: Task
+    """As the replies' process ran it."""
+    replies: tuple[Reply, ...]
+    search: Search | None = None
+    loss_curves: tuple[LossCurve, ...] = ()
+
+
+def search_batch(task: Task, most: int, launch: Launch) -> Study:
+    """Find the batches of the task's case, with the reply of the fastest; of the one that crashed, or of 1, without any."""
+    named = tuple(dict.fromkeys([*task.case.named, "batch_size"]))
+    replies: dict[int, Reply] = {}
+
+    def task_of(batch: int) -> Task:
+        return msgspec.structs.replace(task, case=task.case.replace(batch_size=batch, named=named))
+
+    def try_batch(batch: int) -> Try:
+        replies[batch] = launch(task_of(batch))
+        return _try(batch, batch * task.processes, replies[batch])
+
+    search = find_batch(try_batch, most)
+    shown = search.fastest or search.tries[-1].batch_size
+    return Study(task=task_of(shown), replies=(replies[shown],), search=search)
+
+
+def _try(batch: int, samples: int, reply: Reply) -> Try:
+    if not isinstance(reply, Measurement):
+        return Try(batch_size=batch, outcome=_outcome(reply), reason=describe_failure(reply))
+    return Try(
+        batch_size=batch,
+        outcome="fits" if reply.batch_size >= samples else "capped",
+        samples_per_second=reply.samples_per_second,
+        peak_allocated_bytes=reply.peak_allocated_bytes,
+        reason="" if reply.batch_size >= samples else f"the tiny scale trains on {reply.batch_size} samples at most",
+    )
+
+
+def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Study:
+    """Train the task's case in every precision, from one seed on one batch, with the reply of its own precision.
+
+    Args:
+        platform: catalog marker. A precision that it or the parallelism lacks is left out, unless it is the case's own.
+    """
+    case = task.case.replace(steps=steps, warmup=0)
+
+    def task_of(precision: str) -> Task:
+        return msgspec.structs.replace(task, case=case.replace(precision=precision), curve=True)
+
+    curves: dict[str, LossCurve] = {}
+    replies: dict[str, Reply] = {}
+    for precision in dict.fromkeys([*COMPARED, case.precision]):
+        reason = "" if precision == case.precision else _why_left_out(case, platform, precision)
+        if reason:
+            curves[precision] = LossCurve(precision=precision, outcome="left_out", reason=reason)
+            continue
+        reply = launch(task_of(precision))
+        replies[precision] = reply
+        curves[precision] = _curve(precision, reply, steps)
+    reference = curves["fp32"].losses
+    compared = (
+        curve if precision == "fp32" else msgspec.structs.replace(curve, gap=loss_trend.gap(curve.losses, reference))
+        for precision, curve in curves.items()
+    )
+    return Study(task=task_of(case.precision), replies=(replies[case.precision],), loss_curves=tuple(compared))
+
+
+def _curve(precision: str, reply: Reply, steps: int) -> LossCurve:
+    if not isinstance(reply, Measurement):
+        return LossCurve(precision=precision, outcome=_outcome(reply), reason=describe_failure(reply))
+    finite = len(reply.losses) == steps
+    return LossCurve(
+        precision=precision,
+        outcome="recorded",
+        losses=reply.losses,
+        non_finite_step=None if finite else len(reply.losses) + 1,
+        trend=loss_trend.trend(reply.losses, finite=finite),
+    )
+
+
+def _why_left_out(case: Case, platform: str, precision: str) -> str:
+    """Why the case has no curve in that precision; empty where it has one."""
+    if platform in catalog.PLATFORMS and catalog.peak_flops(platform, precision) is None:
+        return f"{catalog.PLATFORMS[platform].title} has no {precision.removesuffix('-amp')} arithmetic"
+    if case.parallel == "ps" and precision == "fp16":
+        return "parameter servers take no gradients of a scaled loss"
+    return ""
+
+
+def _outcome(
+    reply: Crashed | OutOfMemory | TimedOut | Lost,
+) -> Literal["out_of_memory", "timed_out", "crashed", "lost"]:
+    match reply:
+        case OutOfMemory():
+            return "out_of_memory"
+        case TimedOut():
+            return "timed_out"
+        case Crashed():
+            return "crashed"
+        case Lost():
+            return "lost"

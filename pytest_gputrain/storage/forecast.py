@@ -1,0 +1,76 @@
+"""What recorded predictions tell a real run of what is to come."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pytest_gputrain.cases.identity import key_of
+from pytest_gputrain.records import Case, Prediction
+from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.predictions import PredictionStore
+
+Test = TypeVar("Test")
+
+
+class Forecast:
+    """Predictions at full size for one platform, under whatever conditions they were recorded.
+
+    Args:
+        baselines: folder of the baselines.
+        platform: catalog marker.
+    """
+
+    def __init__(self, baselines: Path, platform: str) -> None:
+        self._store = PredictionStore(baselines)
+        self._unreadable: set[str] = set()
+        self.platform = platform
+
+    def of(self, suite: str, case: Case) -> Prediction | None:
+        """The latest prediction of the case; None where there is none, or none of this very case."""
+        if suite in self._unreadable:
+            return None
+        try:
+            known = self._store.get(self.platform, suite, key_of(case, "full"))
+        except BaselineError:  # the dry run tells of it; a real run can do without
+            self._unreadable.add(suite)
+            return None
+        same = known is not None and known.predictions and known.case.identity() == case.identity()
+        return known.predictions[-1] if known is not None and same else None
+
+    def is_unfit(self, suite: str, case: Case) -> bool:
+        known = self.of(suite, case)
+        return known is not None and known.fits is False
+
+    def order(
+        self, tests: list[Test], file_of: Callable[[Test], object], asks: Callable[[Test], tuple[str, list[Case]]]
+    ) -> None:
+        """Sort ``tests`` in place: in each file the shortest first, then what nobody predicted, then what will not fit.
+
+        Tests without cases keep their places.
+
+        Args:
+            asks: the suite and the cases of a test.
+        """
+        places: defaultdict[object, list[int]] = defaultdict(list)
+        for place, test in enumerate(tests):
+            if asks(test)[1]:
+                places[file_of(test)].append(place)
+        for of_file in places.values():
+            ordered = sorted((tests[place] for place in of_file), key=lambda test: self._rank(*asks(test)))
+            for place, test in zip(of_file, ordered, strict=True):
+                tests[place] = test
+
+    def _rank(self, suite: str, cases: list[Case]) -> tuple[int, float]:
+        """Sort key of a test: whether it fits, and the least time its steps take."""
+        known = [self.of(suite, case) for case in cases]
+        if any(one is not None and one.fits is False for one in known):
+            return 2, 0.0
+        seconds = [
+            one.roofline_seconds * (case.steps + case.warmup)
+            for one, case in zip(known, cases, strict=True)
+            if one is not None and one.roofline_seconds is not None
+        ]
+        return (0, sum(seconds)) if len(seconds) == len(cases) else (1, 0.0)

@@ -1,0 +1,183 @@
+"""The only reader of published tables: ``<baseline-dir>/published/<table>.json``, or those that come with the package.
+
+A file holds one document's table: where it is from, what it was made with on each platform, and every row with its cells as
+printed. The figures of a row are those of its cells, in numbers with their rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from msgspec import Struct
+
+from pytest_gputrain.records import Case, Published
+from pytest_gputrain.records.published import Figure, Figures
+from pytest_gputrain.storage.baselines import BaselineError, decode
+
+FOLDER: Final = "published"
+GATED: Final = "pytorch"
+"""The framework whose figures are the gate: what this package trains with."""
+
+_SHIPPED: Final = Path(__file__).with_name("published_tables")
+_CLONE: Final = Path(__file__).parents[2] / "baselines" / FOLDER
+_REMEDY: Final = "restore it from git"
+
+
+class Column(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A column as printed."""
+
+    header: str
+    english: str = ""
+    """Translation, where the header is not English."""
+
+    @property
+    def title(self) -> str:
+        return self.english or self.header
+
+
+class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a table was published."""
+
+    document: str
+    repository: str
+    url: str
+
+
+class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the rows of one platform were made with, as far as the document says."""
+
+    hardware: str
+    software: dict[str, str]
+    """Version by name."""
+    conditions: tuple[str, ...] = ()
+    topology: tuple[str, ...] = ()
+    """Lines of ``nvidia-smi topo -m``."""
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.software.items() if name != "os")
+        return f"{versions} on {self.hardware}" if versions else self.hardware
+
+
+class _Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    suite: str
+    platform: str
+    case: Case
+    cells: dict[str, str]
+    outcome: Literal["measured", "out_of_memory", "error"]
+    figures: dict[Literal["pytorch", "paddle"], Figures]
+    time_not_judged: str = ""
+
+
+class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One document's table."""
+
+    format: int
+    name: str
+    title: str
+    source: Source
+    memory: str
+    """Which memory is printed, and what it is compared with."""
+    notes: tuple[str, ...]
+    columns: tuple[Column, ...]
+    platforms: dict[str, Setup]
+    """By catalog marker."""
+    rows: tuple[_Row, ...]
+
+    def published(self, platform: str | None = None) -> tuple[Published, ...]:
+        """The rows, or those of one platform, in the order of the document."""
+        return tuple(
+            Published(
+                table=self.name,
+                suite=row.suite,
+                platform=row.platform,
+                case=row.case,
+                outcome=row.outcome,
+                cells=row.cells,
+                figures={str(framework): figures for framework, figures in row.figures.items()},
+                made_with=str(self.platforms[row.platform]),
+                time_not_judged=row.time_not_judged,
+            )
+            for row in self.rows
+            if platform in (None, row.platform)
+        )
+
+
+class PublishedStore:
+    """All published tables of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises:
+        BaselineError: a table is damaged, or there is none.
+        """
+        self.folder = folder
+        self.tables = tuple(load(path) for path in sorted(folder.glob("*.json")))
+        if not self.tables:
+            raise BaselineError(f"there is no published table in {folder}; restore the folder from git")
+        self._rows: dict[tuple[str, str, str], Published] = {}
+        for table in self.tables:
+            for row in table.published():
+                place = (row.platform, row.suite, str(row.case))
+                other = self._rows.setdefault(place, row)
+                if other is not row:
+                    path = folder / f"{table.name}.json"
+                    raise BaselineError(
+                        f"the published table {path} has {row.case} on {row.platform}, which {other.table} has before it; "
+                        "delete one of them"
+                    )
+
+    @classmethod
+    def beside(cls, baseline_dir: Path) -> PublishedStore:
+        """The tables in ``baseline_dir``, and where it has none those that came with this package.
+
+        Raises:
+            BaselineError: as above.
+        """
+        folders = (baseline_dir / FOLDER, _SHIPPED, _CLONE)
+        return cls(next((folder for folder in folders if folder.is_dir()), folders[0]))
+
+    def get(self, platform: str, suite: str, key: str) -> Published | None:
+        """What was published for a case; None where nothing was."""
+        return self._rows.get((platform, suite, key))
+
+    def platforms_of(self, suite: str, key: str) -> list[str]:
+        """Platforms for which a case was published."""
+        return sorted(platform for platform, *place in self._rows if place == [suite, key])
+
+
+def load(path: Path) -> PublishedTable:
+    """The table in a file.
+
+    Raises:
+        BaselineError: it is no sound table.
+    """
+    table = decode(path, PublishedTable, "a published table", _REMEDY)
+    trouble = _trouble(table, path.stem)
+    if trouble:
+        raise BaselineError(f"the published table {path} {trouble}; {_REMEDY}")
+    return table
+
+
+def _trouble(table: PublishedTable, stem: str) -> str:
+    if table.name != stem:
+        return f"says that it is {table.name}"
+    headers = [column.header for column in table.columns]
+    for row in table.rows:
+        if row.platform not in table.platforms:
+            return f"has {row.case} on {row.platform}, of which it says nothing else"
+        if list(row.cells) != headers:
+            return f"has {row.case} on {row.platform} in other columns than its own"
+        figures = [figure for of in row.figures.values() for figure in _figures(of)]
+        if not all(map(_is_sound, figures)):
+            return f"holds impossible figures for {row.case} on {row.platform}"
+    return ""
+
+
+def _figures(figures: Figures) -> list[Figure]:
+    values: list[Any] = [getattr(figures, name) for name in figures.__struct_fields__]
+    return [value for value in values if value is not None]
+
+
+def _is_sound(figure: Figure) -> bool:
+    return figure.least > 0 and figure.low <= figure.high < math.inf and figure.rounding > 0

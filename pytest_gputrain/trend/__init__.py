@@ -1,1 +1,0 @@
-"""What a history tells: how the figures of each case moved, and at which commits."""

@@ -1,0 +1,39 @@
+"""What the commands of ``gputrain`` print: results to standard output, everything else as a line of standard error."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Final, NamedTuple
+
+from pytest_gputrain.utils.sanitize import shown
+
+_UNBOUNDED: Final = 1000
+
+
+class Paper(NamedTuple):
+    """What a table is printed on."""
+
+    width: int
+    """Columns; many where no terminal limits them: a file, or the next command."""
+    colour: bool
+
+
+def paper() -> Paper:
+    """Standard output."""
+    terminal = sys.stdout.isatty()
+    return Paper(width=shutil.get_terminal_size().columns if terminal else _UNBOUNDED, colour=terminal)
+
+
+def put(text: str, *, end: str = "\n") -> None:
+    """Print, to a reader that may stop early."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:  # it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say(sentence: object) -> None:
+    """Tell the user, beside what is printed."""
+    print(f"gputrain: {shown(str(sentence))}", file=sys.stderr, flush=True)

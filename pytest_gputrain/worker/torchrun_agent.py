@@ -1,0 +1,198 @@
+"""``python -P -m pytest_gputrain.worker.torchrun_agent FOLDER [SEAT HOST]``: torchrun's elastic agent for a node of a case.
+
+Without a seat, Slurm's number of this task is it, and Slurm's name of the node its host. Runs this node's ranks, tells how
+one ended that did not end well, and ends with all of them when pytest says so or is heard no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NoReturn
+
+from pytest_gputrain.records.node_protocol import (
+    ENDPOINT,
+    EXIT,
+    JOINED,
+    LEFT,
+    NODES,
+    SILENCE_SECONDS,
+    WORD,
+    Endpoint,
+    Joined,
+    Left,
+    Nodes,
+    RankExit,
+    Word,
+    seat_folder,
+    tell,
+    told,
+)
+from pytest_gputrain.utils.linux import PARENT, die_with_parent, oom_kills
+
+_POLL_SECONDS: Final = 0.1
+_KILLED_SECONDS: Final = 5.0
+"""What killed processes may take to be gone."""
+
+
+class Agent:
+    """This node's part in the case.
+
+    Args:
+        folder: the case's.
+        seat: number of this node among the case's.
+        host: name or address that the other nodes reach this one by.
+    """
+
+    def __init__(self, folder: Path, seat: int, host: str) -> None:
+        self._folder = folder
+        self._seat = seat
+        self._host, _, self._port = host.partition(":")
+        self._own = seat_folder(folder, seat)
+        self._leaving = threading.Lock()
+        self._kills_before = oom_kills()
+
+    def run(self) -> NoReturn:
+        """Until the case is over."""
+        nodes = told(self._folder / NODES, Nodes)
+        if nodes is None:
+            sys.exit("the case is over")
+        self._own.mkdir(exist_ok=True)
+        tell(self._own / JOINED, Joined(host=self._host))
+        threading.Thread(target=self._listen, daemon=True).start()
+        exits: dict[int, int] = {}
+        failure = ""
+        try:
+            exits = self._run_ranks(nodes)
+        except Exception as error:
+            failure = f"the agent of node {self._host} failed: {type(error).__name__}: {error}"
+        self._leave(failure, exits)
+
+    def _run_ranks(self, nodes: Nodes) -> dict[int, int]:
+        """Exit codes of the ranks that failed, by rank."""
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        # The ranks' parent is this process now.
+        os.environ[PARENT] = str(os.getpid())
+        seconds = int(nodes.join_seconds)
+        configuration = LaunchConfig(
+            min_nodes=nodes.count,
+            max_nodes=nodes.count,
+            nproc_per_node=nodes.processes_of(self._seat),
+            run_id=self._folder.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=self._endpoint(nodes.join_seconds),
+            rdzv_configs={"join_timeout": seconds, "read_timeout": seconds, "is_host": self._seat == 0},
+            max_restarts=0,
+            monitor_interval=_POLL_SECONDS,
+            # Its folder for temporary files would stay behind elsewhere.
+            logs_specs=DefaultLogsSpecs(log_dir=str(self._own)),
+            local_addr=self._host,
+        )
+        launch = elastic_launch(configuration, sys.executable)
+        try:
+            launch("-P", "-m", "pytest_gputrain.worker", str(self._folder))
+        except ChildFailedError as error:
+            return {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return {}
+
+    def _endpoint(self, seconds: float) -> str:
+        """Where the agents meet: the first one chooses a port and tells the others.
+
+        Raises:
+            TimeoutError: it has not.
+        """
+        path = self._folder / ENDPOINT
+        if self._seat == 0:
+            endpoint = Endpoint(host=self._host, port=int(self._port) if self._port else _free_port())
+            tell(path, endpoint)
+            return f"{endpoint.host}:{endpoint.port}"
+        deadline = time.monotonic() + seconds
+        while (found := told(path, Endpoint)) is None:
+            if time.monotonic() >= deadline:
+                raise TimeoutError("the first node has not told where to meet")
+            time.sleep(_POLL_SECONDS)
+        return f"{found.host}:{found.port}"
+
+    def _listen(self) -> None:
+        """End with the case."""
+        heard, since = -1, time.monotonic()
+        asked = False
+        while True:
+            time.sleep(_POLL_SECONDS)
+            word = told(self._folder / WORD, Word)
+            if word is None or word.wish == "over" or time.monotonic() - since > SILENCE_SECONDS:
+                self._leave("", {})
+            if word.number != heard:
+                heard, since = word.number, time.monotonic()
+            if word.wish == "stacks" and not asked:
+                asked = True
+                self._ask_for_stacks()
+
+    def _ask_for_stacks(self) -> None:
+        import psutil
+
+        for child in psutil.Process().children():
+            if "pytest_gputrain.worker" in child.cmdline():
+                child.send_signal(signal.SIGUSR1)
+
+    def _leave(self, failure: str, exits: Mapping[int, int]) -> NoReturn:
+        """End this process and all that it started."""
+        import psutil
+
+        with self._leaving:  # the second thread that comes here waits for the end
+            family = psutil.Process().children(recursive=True)
+            for child in family:
+                child.kill()
+            psutil.wait_procs(family, timeout=_KILLED_SECONDS)
+            killed_for_memory = oom_kills() > self._kills_before
+            try:
+                for rank, exit_code in exits.items():
+                    how = RankExit(exit_code=exit_code, killed_for_memory=killed_for_memory and exit_code == -signal.SIGKILL)
+                    tell(self._folder / f"rank{rank}" / EXIT, how)
+                tell(self._own / LEFT, Left(failure=failure))
+            except FileNotFoundError:
+                pass  # the case is over
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Raises:
+    SystemExit: neither the arguments nor Slurm tell which of the nodes this one is.
+    """
+    die_with_parent()
+    folder, *seat = arguments
+    if not seat:
+        host = reachable(os.environ.get("SLURMD_NODENAME", ""))
+        seat = [os.environ["SLURM_PROCID"], host]
+    Agent(Path(folder), int(seat[0]), seat[1]).run()
+
+
+def reachable(name: str) -> str:
+    """Slurm's name of this node; that of the host where it is none, or is known to Slurm only."""
+    with contextlib.suppress(OSError):
+        if name and socket.getaddrinfo(name, None):
+            return name
+    return socket.gethostname()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

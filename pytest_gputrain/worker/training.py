@@ -1,0 +1,316 @@
+"""From a case to something that steps: the zoo's model adapted, fed, and given an optimizer; or the user's own code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gputrain.cases.architectures.facts import Architecture, architectures
+from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.worker import zoo
+from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
+from pytest_gputrain.worker.compiling import compile_in_place
+from pytest_gputrain.worker.group import ALONE, Group
+from pytest_gputrain.worker.methods import adapt, trainable_parameters
+from pytest_gputrain.worker.parallel import ENGINES, Setting
+from pytest_gputrain.worker.precision import PRECISIONS, Precision
+
+
+class Trainable(Protocol):
+    """What the loop steps and the checks look at."""
+
+    model: nn.Module | None
+    trainable_parameters: int | None
+    samples: int
+    sequence_length: int
+    idle: tuple[str, ...]
+    """Regular expressions for whole names of trained parameters that get no gradient by construction."""
+    elsewhere: int
+    """Trained tensors that other processes hold, and check."""
+    losses: list[Tensor | float]
+
+    @property
+    def parameters(self) -> int | None:
+        """Of the unadapted model; None where own code does not let the worker watch it."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates so far; for own code, calls of its step."""
+
+    def step(self, update: bool) -> None:
+        """Train on one micro-batch; ``update`` lets the optimizer act at its end."""
+
+    def leave(self) -> None:
+        """No more steps will come."""
+
+
+class Training:
+    """A case of the zoo."""
+
+    def __init__(
+        self,
+        case: Case,
+        scale: Scale,
+        device: torch.device,
+        group: Group = ALONE,
+        own_work_done: Callable[[], None] = lambda: None,
+        architecture: Architecture | None = None,
+    ) -> None:
+        """
+        Args:
+            own_work_done: is called in each step before it first needs another process.
+            architecture: instead of the model's own.
+        """
+        architecture = architecture or architectures()[case.model]
+        precision = PRECISIONS[case.precision]
+        seed = torch.initial_seed()
+        # A model that is to be kept on the host may not fit anywhere else.
+        with torch.device("cpu") if case.cpu_offload else device, _default_dtype(precision.weights):
+            self._workload = zoo.build(case, scale, architecture)
+        names = list(architecture.parts)
+        built = dict(zip(names, [self._workload.model, *self._workload.encoders.values()], strict=True))
+        parameters = {
+            name: check_parameters(
+                built[name], case.model if name == names[0] else f"{case.model}'s {name}", part.parameters.get(scale)
+            )
+            for name, part in architecture.parts.items()
+        }
+        self.parameters: int = parameters[names[0]]
+        adapted = adapt(self._workload.model, architecture, case, precision)
+        expected = trainable_parameters(architecture, case, scale)
+        self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
+        blocks = [block for path in architecture.blocks for block in self._workload.model.get_submodule(path).children()]
+        self._workload.model = adapted
+        if case.compile != "off":
+            compile_in_place(blocks or [adapted], case.compile, device)
+        optimizer = OPTIMIZERS[case.optimizer]
+        setting = Setting(
+            case=case,
+            precision=precision,
+            device=device,
+            group=group,
+            # Fewer repetitions are no smaller scale.
+            shrinkage=1.0 if scale == "full" else self.parameters / architecture.trained_part.parameters["full"],
+            blocks=blocks,
+            make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
+        )
+        self._engine = ENGINES[case.parallel](adapted, setting)
+        self._own_work_done = own_work_done
+        self._workload.model = self._engine.model
+        self.elsewhere = self._engine.elsewhere
+        encoders = self._workload.encoders
+        self.model: nn.Module | None = nn.ModuleDict({names[0]: adapted, **encoders}) if encoders else adapted
+        if case.parallel != "single":
+            # The same weights everywhere, other samples in each process, whatever the engine drew in between.
+            torch.manual_seed(seed + group.rank)
+        with _default_dtype(precision.weights):
+            batch = self._workload.batch(device)
+        self._inputs = batch.inputs
+        self.samples = batch.samples
+        self.sequence_length = batch.sequence_length
+        self.idle = architecture.idle.get(scale, ())
+        self.losses: list[Tensor | float] = []
+
+    @property
+    def updates(self) -> int:
+        return self._engine.updates
+
+    def step(self, update: bool) -> None:
+        self.losses.append(self._engine.step(self._loss, update).clone())
+
+    def _loss(self) -> Tensor:
+        loss = self._workload.loss(self._inputs)
+        if self._engine.forward_alone:
+            self._own_work_done()
+        return loss
+
+    def leave(self) -> None:
+        self._engine.leave()
+
+
+OPTIMIZERS: Final[dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]]] = {
+    "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
+    "adamw-fused": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, fused=True),
+    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
+    "momentum": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-4),
+    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
+}
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What a user's function gets to build its step with."""
+
+    case: Case
+    scale: Scale
+    device: torch.device
+    precision: Precision
+    rank: int = 0
+    """Number of this process among those of the case; torch.distributed is ready where there are several."""
+    processes: int = 1
+    watched: list[nn.Module] = field(default_factory=list)
+    own_work_done: Callable[[], None] = lambda: None
+    """Optional: call it in a step before it first needs another process; the report then tells which process is late."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage of the weights in the case's precision."""
+        return self.precision.weights
+
+    def casting(self) -> Any:
+        """The autocast context of the case's precision; an empty one where it needs none."""
+        return self.precision.casting(self.device)
+
+    def watch(self, model: nn.Module) -> None:
+        """Let the worker count ``model`` and check that training moves it. Call it once, after the build."""
+        self.watched.append(model)
+
+
+StepBuilder = Callable[[Setup], Callable[[], Any]]
+"""The user's function: builds everything and returns one step, which may return its loss."""
+
+
+class Custom:
+    """A user's own step."""
+
+    def __init__(
+        self,
+        case: Case,
+        scale: Scale,
+        device: torch.device,
+        builder: StepBuilder,
+        group: Group = ALONE,
+        own_work_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        setup = Setup(
+            case=case,
+            scale=scale,
+            device=device,
+            precision=PRECISIONS[case.precision],
+            rank=group.rank,
+            processes=group.size,
+            own_work_done=own_work_done,
+        )
+        self._name = case.model
+        self._step = builder(setup)
+        if not callable(self._step):
+            raise CheckFailed(
+                f"{case.model} returned {type(self._step).__name__}; it must build everything and return a function that "
+                "runs one step"
+            )
+        if len(setup.watched) > 1:
+            raise CheckFailed(f"{case.model} called setup.watch() {len(setup.watched)} times; wrap the models in one")
+        self.model: nn.Module | None = setup.watched[0] if setup.watched else None
+        self.parameters: int | None = None
+        self.trainable_parameters: int | None = None
+        if self.model is not None:
+            counts = [(value.numel(), value.requires_grad) for value in self.model.parameters()]
+            self.parameters = sum(count for count, _ in counts)
+            self.trainable_parameters = sum(count for count, trained in counts if trained)
+        self.samples = case.batch_size
+        self.sequence_length = case.sequence_length
+        self.idle: tuple[str, ...] = ()
+        self.elsewhere = 0
+        self.updates: int = 0
+        self.losses: list[Tensor | float] = []
+
+    def step(self, update: bool) -> None:
+        loss = self._step()
+        self.updates += 1
+        if loss is None:
+            return
+        if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+            # A copy: the loss may be a view of something large.
+            self.losses.append(loss.detach().clone())
+            return
+        try:
+            self.losses.append(float(loss))
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise CheckFailed(
+                f"a step of {self._name} returned {type(loss).__name__}; it must return its loss as one number, or nothing"
+            ) from None
+
+    def leave(self) -> None:
+        """Nobody waits for it."""
+
+
+def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
+    """The function that ``path/to/file.py::name`` names, from below ``root``.
+
+    Args:
+        module_name: how the parent imported that file. Where the same name leads to it here, a file of a package finds its
+            siblings.
+
+    Raises:
+        CheckFailed: the file has no such function, or is not below ``root``, whatever links lead to it.
+    """
+    file, _, name = code.partition("::")
+    path = (root / file).resolve()
+    if Path(file).is_absolute() or ".." in Path(file).parts or not path.is_relative_to(root.resolve()):
+        raise CheckFailed(f"{file} does not lie below {root}, so the worker does not run it")
+    if path.suffix != ".py" or not path.is_file() or not name.isidentifier():
+        raise CheckFailed(f"{code} is not a function of a Python file, as tests/test_mine.py::my_step")
+    builder = getattr(_imported(module_name, path) or _loaded(path), name, None)
+    if not callable(builder):
+        raise CheckFailed(f"{file} has no function {name!r} at module level")
+    result: StepBuilder = builder
+    return result
+
+
+def _imported(module_name: str, path: Path) -> ModuleType | None:
+    """The module of that name if it is the file, None if the name leads elsewhere or nowhere."""
+    top, *below = module_name.split(".")
+    if not top or top == "__main__":
+        return None
+    try:
+        # To look for a module of a package imports the package: not one that the file is not in.
+        package = importlib.util.find_spec(top) if below else None
+        if below and not any(path.is_relative_to(Path(place).resolve()) for place in _places(package)):
+            return None
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+        return None
+    return importlib.import_module(module_name)
+
+
+def _places(package: ModuleSpec | None) -> list[str]:
+    """Folders that the modules of a package are in."""
+    return list((package and package.submodule_search_locations) or ())
+
+
+def _loaded(path: Path) -> ModuleType:
+    """The file as a module that is in no package."""
+    module_name = f"gputrain_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise CheckFailed(f"{path} is not a Python file that can be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class _default_dtype:
+    """torch.set_default_dtype as a context."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._previous = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *exc_info: object) -> None:
+        torch.set_default_dtype(self._previous)

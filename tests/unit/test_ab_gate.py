@@ -1,0 +1,140 @@
+"""Rounds of two sides: what they have in common goes, what sets the sides apart stays."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit_examples import CASE, cpu_environment, crashed, measurement, report, result
+
+from pytest_gputrain.gate.ab import compare, missing
+from pytest_gputrain.gate.statistics import decide, levelled
+from pytest_gputrain.records import Report, Verdict
+
+SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}}
+SECONDS = st.lists(st.tuples(st.floats(1e-4, 1e4), st.floats(0.5, 2)), min_size=1, max_size=8)
+
+
+def _round(seconds: float, case: Any = CASE, **fields: Any) -> Report:
+    reply = measurement(step_seconds=(seconds,) * 3, **{"environment": cpu_environment(), **fields})
+    return report(result(case, replies=(reply,)), settings=SETTINGS)
+
+
+def _verdict(base: list[float], head: list[float]) -> Verdict:
+    (one,) = compare([_round(seconds) for seconds in base], [_round(seconds) for seconds in head], "base")
+    assert one.verdict is not None
+    return one.verdict
+
+
+@given(SECONDS, st.floats(0.5, 2))
+def test_a_difference_stays_and_the_moods_of_rounds_go(moods: list[tuple[float, float]], slower: float) -> None:
+    base = [mood for mood, _ in moods]
+    known, found = levelled(base, [mood * slower for mood in base])
+    assert [new / old for old, new in zip(known, found, strict=True)] == pytest.approx([slower] * len(moods))
+    assert known == pytest.approx([known[0]] * len(known))
+
+
+def test_what_is_left_of_a_round_is_that_of_the_formula_by_hand() -> None:
+    """Differences of 1, 3 and 8 %, of which the median is 3; the mean of all logarithms is 12 %."""
+    base, head = ([math.exp(x / 100) for x in logs] for logs in ((0, 10, 20), (1, 13, 28)))
+    known, found = (list(map(math.log, side)) for side in levelled(base, head))
+    halves = [0.015 - 0.02 / math.sqrt(2), 0.015, 0.015 + 0.05 / math.sqrt(2)]
+    assert known == pytest.approx([0.12 - half for half in halves])
+    assert found == pytest.approx([0.12 + half for half in halves])
+
+
+def test_a_round_has_two_sides() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        levelled([1.0, 1.0], [1.0])
+
+
+@given(SECONDS)
+def test_swapping_the_sides_turns_the_difference_round(rounds: list[tuple[float, float]]) -> None:
+    base, head = [first for first, _ in rounds], [first * ratio for first, ratio in rounds]
+    known, found = levelled(base, head)
+    assert levelled(head, base) == (pytest.approx(found), pytest.approx(known))
+
+
+def test_a_machine_that_drifts_by_ten_percent_hides_no_five() -> None:
+    moods = [1.0, 1.1, 0.9, 1.05, 0.95]
+    assert _verdict(moods, [1.05 * mood for mood in moods]).status == "regressed"
+    assert _verdict(moods, moods).status == "pass"
+
+
+def test_false_alarms_and_misses_are_those_of_the_rule_whatever_the_rounds_share() -> None:
+    numbers = random.Random(4)
+
+    def rate(slower: float) -> float:
+        alarms = 0
+        for _ in range(600):
+            moods = [numbers.gauss(0, 0.05) for _ in range(5)]
+            base = [2.718281828 ** (mood + numbers.gauss(0, 0.01)) for mood in moods]
+            head = [slower * 2.718281828 ** (mood + numbers.gauss(0, 0.01)) for mood in moods]
+            alarms += decide(*levelled(base, head), tolerance=0.03, most=5).outcome == "regressed"
+        return alarms / 600
+
+    assert rate(1.0) < 0.01
+    assert rate(1.06) > 0.98
+
+
+def test_an_improvement_is_told_without_the_advice_to_record_it() -> None:
+    verdict = _verdict([1.0] * 5, [0.9] * 5)
+    assert verdict.status == "improved"
+    assert "is 10.0 % faster at 900 ms" in verdict.sentence
+    assert "record" not in verdict.sentence
+
+
+def test_fewer_rounds_than_five_do_not_judge_time_on_a_cpu_and_say_so() -> None:
+    verdict = _verdict([1, 1, 1], [2, 2, 2])
+    assert verdict.status == "pass"
+    assert "time on a CPU is judged against 5 runs or more, the baseline has 3" in verdict.sentence
+
+
+def test_the_report_has_the_figures_as_they_were_measured() -> None:
+    (one,) = compare([_round(1.0), _round(1.2)], [_round(1.1), _round(1.3)], "base")
+    assert [reply.step_seconds[0] for reply in one.replies] == [1.1, 1.3]  # type: ignore[union-attr]
+
+
+def test_a_head_that_crashes_fails_and_a_base_that_does_is_nothing_to_compare_with() -> None:
+    broken = report(result(CASE, replies=(crashed(),)), settings=SETTINGS)
+    assert [one.verdict.status for one in compare([_round(1)], [broken], "base") if one.verdict] == ["failed"]
+    (one,) = compare([broken], [_round(1)], "base")
+    assert one.verdict is not None
+    assert (one.verdict.status, one.verdict.sentence) == ("not-comparable", f"{CASE}: base has no figures of it")
+
+
+def test_a_case_that_became_another_is_not_compared() -> None:
+    (one,) = compare([_round(1)], [_round(1, CASE.replace(batch_size=4))], "base")
+    assert one.verdict is not None
+    assert one.verdict.status == "not-comparable"
+    assert "batch_size 2 -> 4" in one.verdict.sentence
+
+
+def test_cases_of_one_side_are_told() -> None:
+    other = CASE.replace(model="gemma-7b")
+    (one,) = compare([_round(1)], [_round(1, other)], "base")
+    assert one.verdict is not None
+    assert one.verdict.status == "new"
+    assert missing([_round(1)], [_round(1, other)]) == [(str(CASE), 0)]
+
+
+def test_a_case_that_head_lacks_in_one_round_is_told() -> None:
+    assert missing([_round(1), _round(1)], [_round(1), _round(1, CASE.replace(model="gemma-7b"))]) == [(str(CASE), 1)]
+    assert missing([_round(1), _round(1)], [_round(1), _round(1)]) == []
+
+
+def test_the_figures_shown_are_those_of_all_rounds() -> None:
+    rounds = []
+    for seconds in (1.0, 6.0, 2.0):
+        (one,) = _round(seconds).results
+        assert one.summary is not None
+        summary = msgspec.structs.replace(one.summary, median_step_seconds=seconds)
+        rounds.append(report(msgspec.structs.replace(one, summary=summary), settings=SETTINGS))
+    (told,) = compare([_round(1)] * 3, rounds, "base")
+    assert told.summary is not None
+    assert told.summary.median_step_seconds == 2

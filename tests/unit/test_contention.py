@@ -1,0 +1,63 @@
+"""What others on the GPUs do to figures and verdicts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from unit_examples import measurement
+
+from pytest_gputrain.gate.contention import beside, named, no_baseline_of, slowed_down
+from pytest_gputrain.records import Holder, Measurement, Telemetry
+from pytest_gputrain.utils.units import GiB
+
+PYTHON = Holder(pid=4711, gpu=0, name="python", bytes=12 * GiB)
+
+
+def _run(throttled: dict[str, float] | None = None, others: tuple[Holder, ...] = (), **fields: object) -> Measurement:
+    telemetry = Telemetry(
+        readings=9,
+        energy_joules=None,
+        power_watts=None,
+        clock_mhz=None,
+        utilization=None,
+        throttled=throttled,
+        others=others,
+    )
+    return msgspec.structs.replace(measurement(), telemetry=telemetry, **fields)
+
+
+@pytest.mark.parametrize(
+    ("holders", "told"),
+    [
+        ((), ""),
+        ((PYTHON,), "python (pid 4711, 12.0 GiB) on GPU 0"),
+        ((Holder(pid=7, gpu=1),), "a process (pid 7) on GPU 1"),
+        ((Holder(pid=None, gpu=0, bytes=3 * GiB),), "somebody unseen with 3.00 GiB on GPU 0"),
+        ((Holder(pid=7, gpu=1), PYTHON), "python (pid 4711, 12.0 GiB) on GPU 0 and a process (pid 7) on GPU 1"),
+        (
+            tuple(Holder(pid=pid, gpu=0) for pid in range(1, 6)),
+            "a process (pid 1) on GPU 0, a process (pid 2) on GPU 0, a process (pid 3) on GPU 0 and 2 more",
+        ),
+    ],
+)
+def test_those_on_a_gpu_are_named(holders: tuple[Holder, ...], told: str) -> None:
+    assert named(holders) == told
+
+
+def test_who_was_there_before_and_who_came_are_each_named_once() -> None:
+    newcomer = Holder(pid=8, gpu=0, name="jupyter")
+    runs = [_run(holders=(PYTHON,)), _run(others=(PYTHON, newcomer))]
+    assert beside(runs) == "beside python (pid 4711, 12.0 GiB) on GPU 0 and jupyter (pid 8) on GPU 0"
+    assert beside([_run()]) == beside([measurement()]) == ""
+
+
+def test_lowered_clocks_are_told_but_for_the_power_limit() -> None:
+    runs = [_run({"SW Power Cap": 0.9, "HW Thermal Slowdown": 0.1}), _run({"HW Thermal Slowdown": 0.4, "HW Slowdown": 0.01})]
+    assert slowed_down(runs) == "its GPUs lowered their clocks (HW Thermal Slowdown for 40.0 % of the time)"
+    assert slowed_down([_run({"PPT": 1.0})]) == slowed_down([_run(None)]) == slowed_down([measurement()]) == ""
+
+
+def test_what_was_measured_beside_others_is_not_recorded() -> None:
+    why = no_baseline_of([_run(holders=(PYTHON,)), _run()], None)
+    assert why.startswith("was measured beside python (pid 4711, 12.0 GiB) on GPU 0, so it is not recorded")
+    assert no_baseline_of([_run(), _run()], None) == ""

@@ -1,0 +1,230 @@
+"""How workers are started: fresh, or forked from a process that stands in here for the one with the libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from test_launching import PROGRESS, TARGET
+from test_ranks import Answering
+from unit_examples import CASE, crashed, measurement, prediction
+
+from pytest_gputrain.execution.launch import fork_server, launcher, processes
+from pytest_gputrain.execution.launch.fork_server import Preloaded
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER
+from pytest_gputrain.records import Event, Task
+
+TASK = Task(case=CASE, scale="tiny", device_type="cpu", root=".")
+
+SOURCE = """#!{python} -S
+import json, os, sys, time
+
+assert sys.argv[1:] == ["-P", "-m", "pytest_gputrain.worker.preload"]
+
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+
+for line in sys.stdin:
+    rank = json.loads(line)["rank"]
+    with open({log!r}, "a") as log:
+        log.write(line)
+    if rank == {refuses}:
+        say(forked=0)
+        continue
+    if rank == {dies}:
+        sys.exit(3)
+    if rank == {hangs}:
+        time.sleep(600)
+    pid = os.fork()
+    if not pid:
+        time.sleep(600 if rank == {stays} else 0)
+        os._exit(5)
+    say(forked=pid)
+    if rank != {stays}:
+        os.waitpid(pid, 0)
+        say(ended=pid, exit_code=5)
+"""
+STAYS, REFUSES, DIES, HANGS = 1, 2, 3, 4
+
+
+@pytest.fixture
+def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the stand-in was asked for, a line each."""
+    log, program = tmp_path / "wishes.jsonl", tmp_path / "source"
+    numbers = {"stays": STAYS, "refuses": REFUSES, "dies": DIES, "hangs": HANGS}
+    program.write_text(SOURCE.format(python=sys.executable, log=str(log), **numbers))
+    program.chmod(0o755)
+    monkeypatch.setattr(fork_server.sys, "executable", str(program))
+    return log
+
+
+@pytest.fixture
+def source() -> Iterator[Preloaded]:
+    made = Preloaded()
+    yield made
+    made.close()
+
+
+def _fork(source: Preloaded, rank: int = 0, seconds: float = 30, task: Task = TASK, **environment: str) -> Any:
+    return source.fork(task, Path("case"), rank, environment, seconds)
+
+
+def _children() -> list[int]:
+    return [child.pid for child in psutil.Process().children()]
+
+
+def test_a_worker_is_forked_as_wished_and_its_end_is_told(wishes: Path, source: Preloaded) -> None:
+    worker = _fork(source)
+    worker.wait()
+    assert worker.poll() == 5
+    assert json.loads(wishes.read_text()) == {"folder": "case", "rank": 0, "cwd": os.getcwd()}
+
+
+def test_workers_of_one_source_are_told_apart(wishes: Path, source: Preloaded) -> None:
+    first, second = _fork(source), _fork(source, STAYS)
+    first.wait()
+    assert (first.poll(), second.poll()) == (5, None)
+    assert first.pid != second.pid
+    os.kill(second.pid, signal.SIGKILL)
+
+
+def test_a_source_serves_as_long_as_it_lives_and_its_environment_is_the_same(wishes: Path, source: Preloaded) -> None:
+    def serving(**environment: str) -> int:
+        _fork(source, **environment).wait()
+        (pid,) = _children()
+        return pid
+
+    first = serving(A="1")
+    assert serving(A="1") == first
+    second = serving(A="2")
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
+    assert serving(A="2") != second
+
+
+@pytest.mark.parametrize(
+    "fields", [{"case": CASE.replace(code="a.py::b", method="custom")}, {"device_type": "gpu"}], ids=["own code", "gpu"]
+)
+def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes: Path, source: Preloaded, fields: dict[str, Any]) -> None:
+    assert _fork(source, task=msgspec.structs.replace(TASK, **fields)) is None
+    assert _children() == []
+
+
+@pytest.mark.parametrize(("rank", "seconds"), [(REFUSES, 30), (DIES, 30), (HANGS, 0.3)])
+def test_a_source_that_does_not_fork_is_given_up(wishes: Path, source: Preloaded, rank: int, seconds: float) -> None:
+    before = os.listdir("/proc/self/fd")
+    began = time.monotonic()
+    assert _fork(source, rank, seconds) is None
+    assert time.monotonic() - began < 60
+    assert _children() == []
+    assert os.listdir("/proc/self/fd") == before
+    assert _fork(source) is not None, "the next gets another"
+
+
+def test_a_worker_ends_with_its_source(wishes: Path, source: Preloaded) -> None:
+    worker = _fork(source, STAYS)
+    (pid,) = _children()
+    os.kill(pid, signal.SIGKILL)
+    worker.wait()
+    assert worker.poll() == -signal.SIGKILL
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+# Fresh interpreters
+
+
+def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$@" "$A"; cat; echo told >&2; exit 3\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(processes.sys, "executable", str(program))
+    own = tmp_path / "rank7"
+    own.mkdir()
+    (own / "stdout.txt").write_text("before\n")
+    worker = processes.start(tmp_path, 7, {"A": "alpha", "PATH": os.environ["PATH"]})
+    assert os.getsid(worker.pid) == worker.pid
+    worker.wait()
+    assert worker.poll() == 3
+    assert (own / "stdout.txt").read_text() == f"before\n-P -m pytest_gputrain.worker {tmp_path} 7 alpha\n"
+    assert (own / "stderr.txt").read_text() == "told\n"
+
+
+# The ranks of a case
+
+
+class Started:
+    """What stands in for processes: each has replied and ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reply: Any) -> None:
+        self.folders: list[Path] = []
+        self.environments: list[Any] = []
+        self.ended = 0
+        self.reply = reply
+        monkeypatch.setattr(launcher, "start", self.start)
+
+    def start(self, folder: Path, rank: int, environment: Any) -> Any:
+        self.folders.append(folder)
+        self.environments.append(environment)
+        assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task).case == CASE
+        (folder / f"rank{rank}" / "reply.json").write_bytes(msgspec.json.encode(self.reply))
+        (folder / f"rank{rank}" / "progress.jsonl").write_bytes(PROGRESS)
+        process = Answering(0, polls=0)
+        process.end = self.end  # type: ignore[method-assign]
+        return process
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_case_has_a_process_for_each_rank_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(monkeypatch, measurement())
+    events: list[Event] = []
+    task = msgspec.structs.replace(TASK, processes=2, servers=1)
+    reply = launcher.in_process(task, gpus=(), timeout_seconds=60, watch=events.append)
+    assert len(reply.ranks) == len(started.folders) == started.ended == 3  # type: ignore[union-attr]
+    assert [event.phase for event in events] == ["build", "measure"]
+    folder = started.folders[0]
+    assert not folder.exists()
+    for environment in started.environments:
+        assert environment[CASE_FOLDER] == str(folder)
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_prediction_takes_one_process_whatever_the_case_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(monkeypatch, prediction())
+    events: list[Event] = []
+    task = msgspec.structs.replace(TASK, processes=2, servers=1, target=TARGET)
+    assert launcher.predict(task, timeout_seconds=60, watch=events.append) == prediction()
+    assert len(started.folders) == 1
+    assert len(events) == 2
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_fresh_process_is_started_where_none_can_be_forked(forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(monkeypatch, crashed())
+    asked: list[Any] = []
+
+    class Source(Preloaded):
+        def fork(self, task: Task, folder: Path, rank: int, environment: Any, timeout_seconds: float) -> Any:
+            asked.append((task, rank, environment.get(CASE_FOLDER), timeout_seconds))
+            return started.start(folder, rank, environment) if forked else None
+
+    for run in (launcher.in_process, launcher.predict):
+        fields = {"gpus": ()} if run is launcher.in_process else {}
+        task = TASK if fields else msgspec.structs.replace(TASK, target=TARGET)
+        assert run(task, timeout_seconds=60, preloaded=Source(), **fields) == crashed()  # type: ignore[operator]
+        assert asked.pop() == (task, 0, None, 60)
+        assert CASE_FOLDER in started.environments.pop() or forked
+        assert not started.environments

@@ -1,0 +1,258 @@
+"""The package as a house: each module imports only from floors below its own, and what is slow to import stays out."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import pytest_gputrain
+
+PACKAGE = "pytest_gputrain"
+ROOT = Path(pytest_gputrain.__file__).parent
+
+FLOORS = {
+    "findings": 0,
+    "records": 0,
+    "figures": 0,
+    "units": 0,
+    "architectures": 0,
+    "files": 0,
+    "interrupts": 0,
+    "harmless": 0,
+    "kernel": 0,
+    "markdown": 0,
+    "nodes": 0,
+    "pretty": 0,
+    "screen": 0,
+    "shelf": 0,
+    "cases": 0,
+    "sweep": 0,
+    "search": 0,
+    "loss": 0,
+    "stats": 0,
+    "scaling": 1,
+    "change_points": 1,
+    "options": 1,
+    "settings": 1,
+    "session": 1,
+    "spread": 1,
+    "worker": 1,
+    "hardware": 2,
+    "sentences": 2,
+    "company": 2,
+    "judge": 2,
+    "memory": 2,
+    "limits": 2,
+    "baselines": 2,
+    "published": 2,
+    "reproduction": 2,
+    "resuming": 2,
+    "selection": 2,
+    "suites": 2,
+    "exchange": 3,
+    "launch": 3,
+    "here": 3,
+    "measuring": 3,
+    "standards": 3,
+    "foresight": 3,
+    "fleet": 3,
+    "left_out": 3,
+    "marks": 4,
+    "studies": 4,
+    "dry_run": 4,
+    "durations": 4,
+    "outcome": 4,
+    "history": 4,
+    "rounds": 4,
+    "runner": 4,
+    "late": 5,
+    "ab": 5,
+    "check_baselines": 5,
+    "inventory": 5,
+    "trend": 4,
+    "report": 4,
+    "fixtures": 5,
+    "plugin": 6,
+    "cli": 6,
+}
+"""Floor by top-level module or folder."""
+
+TRAINING_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "diffusers", "numpy"}
+
+
+class Import(NamedTuple):
+    importer: str
+    imported: str
+    function: str
+    """That the import stands in; empty at the top level."""
+
+
+def _module_name(path: Path) -> str:
+    return ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+SOURCES = {_module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def _imports_of(module: str) -> Iterator[Import]:
+    def walk(node: ast.AST, function: str) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            match child:
+                case ast.Import():
+                    yield from (Import(module, alias.name, function) for alias in child.names)
+                case ast.ImportFrom():
+                    assert child.level == 0, f"{module} has a relative import, which this test does not follow"
+                    for alias in child.names:
+                        name = f"{child.module}.{alias.name}"
+                        yield Import(module, name if name in SOURCES else str(child.module), function)
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    yield from walk(child, child.name)
+                case _:
+                    yield from walk(child, function)
+
+    return walk(ast.parse(SOURCES[module].read_text()), "")
+
+
+IMPORTS = [found for module in SOURCES for found in _imports_of(module)]
+INSIDE = [found for found in IMPORTS if found.imported.split(".")[0] == PACKAGE]
+
+
+def _floor(module: str) -> int:
+    return FLOORS[module.split(".")[1]]
+
+
+def _in_worker(module: str) -> bool:
+    return module.startswith(f"{PACKAGE}.worker")
+
+
+def test_every_module_has_a_floor() -> None:
+    assert {name.split(".")[1] for name in SOURCES if name != PACKAGE} == set(FLOORS)
+
+
+def test_the_imports_were_found() -> None:
+    assert Import("pytest_gputrain.execution.local", "pytest_gputrain.execution.launch.launcher", "") in INSIDE
+    assert Import("pytest_gputrain.execution.launch.launcher", "torch", "inline") in IMPORTS
+
+
+def test_imports_go_down_the_floors() -> None:
+    upward = [
+        found
+        for found in INSIDE
+        if found.importer != PACKAGE and (found.imported == PACKAGE or _floor(found.imported) > _floor(found.importer))
+    ]
+    assert upward == []
+
+
+def test_the_package_itself_exports_the_ground_floor_only() -> None:
+    assert [found for found in INSIDE if found.importer == PACKAGE and _floor(found.imported) > 0] == []
+
+
+def test_only_inline_runs_import_the_worker_from_outside() -> None:
+    outside = {(f.importer, f.function) for f in INSIDE if _in_worker(f.imported) and not _in_worker(f.importer)}
+    assert outside == {("pytest_gputrain.execution.launch.launcher", "inline")}
+
+
+def test_the_worker_imports_the_ground_floor_and_itself_only() -> None:
+    from_worker = [found for found in INSIDE if _in_worker(found.importer)]
+    assert from_worker
+    assert [f for f in from_worker if not _in_worker(f.imported) and _floor(f.imported) > 0] == []
+
+
+def test_the_worker_imports_nothing_of_pytest() -> None:
+    banned = {"pytest", "_pytest", "pluggy", "xdist"}
+    assert [f for f in IMPORTS if _in_worker(f.importer) and f.imported.split(".")[0] in banned] == []
+
+
+def test_only_the_worker_inline_runs_and_the_search_for_changes_import_training_libraries() -> None:
+    outside = {
+        (found.importer, found.function)
+        for found in IMPORTS
+        if found.imported.split(".")[0] in TRAINING_LIBRARIES and not _in_worker(found.importer)
+    }
+    assert outside == {("pytest_gputrain.execution.launch.launcher", "inline"), ("pytest_gputrain.gate.change_points", "")}
+
+
+def test_the_search_for_changes_is_imported_where_it_is_needed() -> None:
+    early = [found for found in INSIDE if found.imported == "pytest_gputrain.gate.change_points" and not found.function]
+    assert early == []
+
+
+def test_imports_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in SOURCES}
+    for found in INSIDE:
+        graph[found.importer].add(found.imported)
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(SOURCES)
+
+
+@pytest.mark.parametrize("module", ["pytest_gputrain", "pytest_gputrain.plugin.hooks", "pytest_gputrain.cli.main"])
+def test_import_leaves_slow_libraries_out(module: str) -> None:
+    slow = {*TRAINING_LIBRARIES, "rich", "pynvml", "filelock", "psutil", "jinja2", "markupsafe", "matplotlib"}
+    code = f"import sys, {module}; print(*sorted({slow!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ""
+
+
+def test_worker_entry_leaves_pytest_out() -> None:
+    code = "import sys, pytest_gputrain.worker.__main__; print(*sorted({'pytest', '_pytest', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ""
+
+
+def test_public_names_are_these() -> None:
+    assert pytest_gputrain.__all__ == [
+        "Case",
+        "Crashed",
+        "Environment",
+        "GiB",
+        "KiB",
+        "Lost",
+        "Measurement",
+        "MiB",
+        "OutOfMemory",
+        "Report",
+        "Result",
+        "TimedOut",
+        "Verdict",
+        "grid",
+    ]
+
+
+def test_public_names_resolve() -> None:
+    assert [name for name in pytest_gputrain.__all__ if getattr(pytest_gputrain, name, None) is None] == []
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES.values()}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    """pytest imports them by their bare names, and tests of the suites collect benchmarks/ in a process that ran others."""
+    repository = Path(__file__).parents[2]
+    names = [path.name for folder in ("tests", "benchmarks") for path in repository.glob(f"{folder}/**/test_*.py")]
+    assert len(names) > 50
+    assert sorted(names) == sorted(set(names))
+
+
+def test_wall_clocks_are_read_only_for_the_date_of_a_run() -> None:
+    """They jump: no duration and no time-out may hang on one."""
+    of_walls = {("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "ctime")}
+    of_walls |= {(name, method) for name in ("datetime", "date") for method in ("now", "utcnow", "today")}
+    found = set()
+    for module, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+                owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+                if (owner, node.attr) in of_walls:
+                    found.add((module, node.attr))
+            elif isinstance(node, ast.ImportFrom) and node.module == "time":
+                found |= {(module, alias.name) for alias in node.names if ("time", alias.name) in of_walls}
+    # And for the age of a file that may be forgotten.
+    assert found == {("pytest_gputrain.utils.git", "now"), ("pytest_gputrain.session.dry_run.cache", "time")}

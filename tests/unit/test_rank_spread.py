@@ -1,0 +1,73 @@
+"""Stragglers: how far the processes of a case lie apart, and what people read of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from unit_examples import CASE, measurement, result
+
+from pytest_gputrain.gate.rank_spread import widest
+from pytest_gputrain.records import Rank, RankSpread, Result
+from pytest_gputrain.report.terminal import explain
+
+
+def _rank(*own: float, peak: int = 1000) -> Rank:
+    return Rank(step_seconds=(1.0,) * 3, own_seconds=own, peak_allocated_bytes=peak, peak_host_bytes=1)
+
+
+def test_one_process_lies_nowhere_apart() -> None:
+    assert widest([measurement(), measurement(ranks=(_rank(1.0),))]) is None
+
+
+def test_the_slowest_is_the_one_whose_own_work_takes_longest() -> None:
+    found = widest([measurement(ranks=(_rank(0.3, 0.4, 0.5), _rank(0.5, 0.5, 0.5), _rank(0.4, 0.4, 9.0)))])
+    assert found is not None
+    assert (found.slowest, found.lag, found.lag_seconds) == (1, pytest.approx(0.25), pytest.approx(0.1))
+
+
+def test_being_late_by_turns_is_no_straggling() -> None:
+    found = widest([measurement(ranks=(_rank(0.4, 0.8, 0.4, 0.8), _rank(0.8, 0.4, 0.8, 0.4)))])
+    assert found is not None
+    assert found.lag == 0
+
+
+def test_memory_is_that_of_the_least_and_of_the_most() -> None:
+    found = widest([measurement(ranks=(_rank(peak=20), _rank(peak=10), _rank(peak=30)))])
+    assert found == RankSpread(
+        slowest=None, lag=None, lag_seconds=None, least_peak_allocated_bytes=10, most_peak_allocated_bytes=30
+    )
+
+
+def test_of_several_runs_it_is_the_widest() -> None:
+    near, far = (measurement(ranks=(_rank(0.5), _rank(late))) for late in (0.51, 0.9))
+    assert widest([near, far]) == widest([far, near]) == widest([far])
+
+
+def _apart(lag: float, seconds: float, least: int = 1000, device: str = "nvidia-h100-80gb-hbm3") -> Result:
+    spread = RankSpread(
+        slowest=3, lag=lag, lag_seconds=seconds, least_peak_allocated_bytes=least, most_peak_allocated_bytes=1000
+    )
+    plain = result(CASE)
+    assert plain.summary is not None
+    return result(CASE, device=device, summary=msgspec.structs.replace(plain.summary, median_step_seconds=1.0, ranks=spread))
+
+
+def test_a_straggler_is_told_by_its_number() -> None:
+    assert explain([_apart(0.12, 0.048)]) == [
+        f"{CASE}: rank 3 is slowest: it works 12.0 % (48.0 ms a step) longer than the fastest before they exchange anything"
+    ]
+
+
+@pytest.mark.parametrize(("lag", "seconds"), [(0.09, 0.09), (5.0, 0.009), (0.0, 0.0)])
+def test_what_is_little_of_the_work_or_of_the_step_is_not_told(lag: float, seconds: float) -> None:
+    assert explain([_apart(lag, seconds)]) == []
+
+
+def test_on_a_cpu_only_a_process_half_as_fast_is_told() -> None:
+    assert explain([_apart(0.9, 0.5, device="cpu")]) == []
+    assert len(explain([_apart(1.1, 0.5, device="cpu")])) == 1
+
+
+def test_uneven_memory_is_told() -> None:
+    assert explain([_apart(0.0, 0.0, least=950)]) == []
+    assert explain([_apart(0.0, 0.0, least=500)]) == [f"{CASE}: peak memory of its processes is 500 B to 1000 B"]

@@ -1,0 +1,336 @@
+"""The rule that tells a slower step from a noisy one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gputrain.gate.statistics import (
+    LIMIT_SDS,
+    MOST_RUNS,
+    PRIOR_SD,
+    Decision,
+    decide,
+    exceeds,
+    runs_out,
+    suite_prior,
+    suite_shift,
+)
+
+STEADY = (1.0,) * 5
+TOLERANCE = 0.03
+BADNESS = {"improved": 0, "pass": 1, "inconclusive": 2, "regressed": 3}
+
+SECONDS = st.floats(1e-4, 1e4)
+NOISE = st.floats(-0.2, 0.2)
+BASES = st.builds(lambda s, logs: [s * math.exp(x) for x in logs], SECONDS, st.lists(NOISE, min_size=1, max_size=20))
+STREAMS = st.lists(NOISE, min_size=MOST_RUNS, max_size=MOST_RUNS)
+
+
+def _decide(new: Sequence[float], base: Sequence[float] = STEADY, **options: Any) -> Decision:
+    return decide(base, new, **{"tolerance": TOLERANCE, **options})
+
+
+def _in_turn(stream: Sequence[float], base: Sequence[float] = STEADY, **options: Any) -> tuple[Decision, int]:
+    """What comes of runs that are made only as long as they are asked for, and how many that takes."""
+    for runs in range(1, len(stream) + 1):
+        decision = _decide(stream[:runs], base, **options)
+        if decision.settled:
+            return decision, runs
+    raise AssertionError("more runs are asked for than there may be")
+
+
+# The formula
+
+
+def test_limit_and_sd_are_those_of_the_formula_by_hand() -> None:
+    """Baseline of deviations -2, -1, 0, 1, 2 %, first run at 3 %."""
+    base = [math.exp(x / 100) for x in (-2, -1, 0, 1, 2)]
+    found = _decide([math.exp(0.03)], base)
+    first = math.sqrt((4 * 0.01**2 + 5 * (1.4826 * 0.01) ** 2) / 9)
+    assert 3 * first > 0.02  # so nothing is cut off
+    sd = math.sqrt((4 * 0.01**2 + 2 * 0.01**2 + 2 * 0.02**2) / 8)
+    assert found.sd == pytest.approx(sd)
+    assert found.limit == pytest.approx(2.6 * sd * math.sqrt(0.65 + 1.15 / 5))
+    assert found.sensitivity == pytest.approx(found.limit + 2.7 * sd * math.sqrt(0.29 + 1.15 / 5))
+    assert found.ratios == pytest.approx([0.03])
+    # The same with two runs more, at 1 and 12 %: deviations 0, 2 and 9 % from their median, the last cut off at 3 s1.
+    found = _decide([math.exp(x / 100) for x in (3, 1, 12)], base)
+    first = math.sqrt((4 * 0.01**2 + 8 * (1.4826 * 0.015) ** 2) / 12)
+    assert 0.02 < 3 * first < 0.09
+    total = 4 * 0.01**2 + 10 * 0.01**2 + 0.02**2 + (3 * first) ** 2
+    assert found.sd == pytest.approx(math.sqrt(total / 10))
+
+
+def test_one_known_run_leaves_the_prior() -> None:
+    found = _decide([1.0], [1.0])
+    assert (found.sd, found.limit) == (PRIOR_SD, pytest.approx(LIMIT_SDS * PRIOR_SD * math.sqrt(1.8)))
+
+
+@pytest.mark.parametrize(("known", "bad", "shift"), [(5, 1, 0.0), (20, 1, 0.0), (4, 1, 0.0), (3, 1, 0.0)])
+def test_one_bad_process_does_not_move_the_baseline(known: int, bad: int, shift: float) -> None:
+    assert _decide([1.0], [1.5] * bad + [1.0] * (known - bad)).ratios == pytest.approx([shift])
+
+
+@pytest.mark.parametrize("side", ["base", "new"])
+def test_a_run_alone_deviates_from_nothing(side: str) -> None:
+    """Nor does it make the others' deviations look smaller: three of them, one of which is cut off."""
+    sides = {"base": [1.0], "new": [1.0]} | {side: [1.0, 1.0, math.exp(0.2)]}
+    first = math.sqrt(4 * 0.01**2 / 7)
+    assert decide(**sides, tolerance=0.0).sd == pytest.approx(math.sqrt((4 * 0.01**2 + (3 * first) ** 2) / 6))
+
+
+def test_two_runs_deviate_from_their_middle() -> None:
+    found = _decide([1.0, math.exp(0.02)], [math.exp(-0.01), math.exp(0.03)])
+    assert found.sd == pytest.approx(math.sqrt((4 * 0.01**2 + 2 * 0.02**2 + 2 * 0.01**2) / 6))
+
+
+def test_the_centre_is_a_median_until_the_fastest_and_the_slowest_can_be_left_out() -> None:
+    logs = (0.0, 0.01, 0.02, 0.06, 0.5)
+    four, five = ([math.exp(x) for x in some] for some in (logs[:4], logs))
+    assert _decide([1.0], four).ratios == pytest.approx([-0.015])
+    assert _decide([1.0], five).ratios == pytest.approx([-0.03])
+
+
+def test_the_tolerance_is_the_limit_of_a_steady_case() -> None:
+    assert _decide([1.0], tolerance=0.05).limit == pytest.approx(math.log(1.05))
+
+
+# Votes
+
+
+@pytest.mark.parametrize(
+    ("stream", "outcome", "runs"),
+    [
+        ([1.0], "pass", 1),
+        ([1.014], "pass", 1),
+        ([0.972], "pass", 1),
+        ([1.2, 1.2, 1.2], "regressed", 3),
+        ([1.2, 1.0, 1.2, 1.0, 1.2], "regressed", 5),
+        ([1.2, 1.0, 1.2, 1.0, 1.0], "pass", 5),
+        ([1.2, 1.0, 1.0, 1.0], "pass", 4),
+        ([1.02, 1.02, 1.02], "pass", 3),
+        ([0.8, 0.8, 0.8], "improved", 3),
+        ([0.8, 1.0, 1.0, 0.8, 0.8], "improved", 5),
+        ([0.8, 1.2, 1.0, 0.8, 1.2], "pass", 5),
+    ],
+)
+def test_runs_vote_until_three_agree(stream: list[float], outcome: str, runs: int) -> None:
+    decision, taken = _in_turn(stream)
+    assert (decision.outcome, taken) == (outcome, runs)
+
+
+def test_one_bad_process_of_three_that_would_move_their_mean_does_not_vote_for_others() -> None:
+    decision, _ = _in_turn([1.5, 1.0, 1.0, 1.0])
+    assert (decision.outcome, decision.votes) == ("pass", 1)
+
+
+def test_beyond_the_tolerance_but_not_beyond_the_noise_is_inconclusive() -> None:
+    noisy = [math.exp(x) for x in (-0.06, -0.03, 0.0, 0.03, 0.06)]
+    decision, _ = _in_turn([1.05] * 5, noisy)
+    assert decision.limit > math.log(1.05)
+    assert decision.outcome == "inconclusive"
+
+
+def test_without_re_measurement_one_run_is_held_against_a_wider_limit() -> None:
+    noisy = [math.exp(x) for x in (-0.02, -0.01, 0.0, 0.01, 0.02)]
+    alone = _decide([1.04], noisy, most=1)
+    assert alone.limit == pytest.approx(4.0 * alone.sd)
+    assert alone.settled
+    assert [_decide([seconds], noisy, most=1).outcome for seconds in (1.03, 1.04, 1.08, 0.9)] == [
+        "pass",
+        "inconclusive",
+        "regressed",
+        "improved",
+    ]
+
+
+def test_three_runs_are_enough_for_the_narrower_limit() -> None:
+    found = _decide([1.0], most=3)
+    assert _decide([1.0], tolerance=0.0, most=3).limit == pytest.approx(LIMIT_SDS * found.sd * math.sqrt(0.88))
+
+
+def test_two_runs_at_most_have_to_agree() -> None:
+    assert _in_turn([1.2, 1.2], most=2)[0].outcome == "regressed"
+    assert _in_turn([1.2, 1.0], most=2)[0].outcome != "regressed"
+
+
+def test_more_runs_than_five_take_more_than_half_of_them() -> None:
+    assert _decide([1.2] * 4 + [1.0] * 5).outcome == "pass"
+    assert _decide([1.2] * 5 + [1.0] * 4).outcome == "regressed"
+
+
+# The suite
+
+
+def test_a_suite_of_ten_tells_its_own_prior() -> None:
+    case = [math.exp(x) for x in (-0.02, -0.01, 0.0, 0.01, 0.02)]
+    assert suite_prior([case] * 9) == PRIOR_SD
+    assert suite_prior([case] * 9 + [[1.0]]) == PRIOR_SD
+    assert suite_prior([case] * 10) == pytest.approx(math.sqrt(0.001 / 4) / 0.95)
+    assert suite_prior([[1.0, math.exp(0.02)]] * 10) == pytest.approx(0.02 / math.sqrt(2) / 0.875)
+    assert _decide([1.0], [1.0], prior=0.03).sd == 0.03
+
+
+def test_a_suite_of_ten_tells_its_shift() -> None:
+    assert suite_shift([0.02] * 9) is None
+    assert suite_shift([0.02] * 10) == 0.02
+    assert suite_shift([0.02] * 6 + [0.0] * 5) == 0.02
+
+
+@pytest.mark.parametrize(
+    ("run", "shift", "outcome", "runs"),
+    [
+        (0.05, 0.0, "regressed", 3),
+        (0.035, 0.009, "regressed", 3),  # too little to count
+        (0.05, 0.045, "inconclusive", 1),  # all of it is the suite's
+        (0.10, 0.045, "regressed", 3),  # and more than the suite's
+        (0.02, -0.045, "pass", 3),  # slower than the others, not than before
+        (-0.05, -0.045, "pass", 1),
+        (-0.10, -0.045, "improved", 3),
+        (0.02, 0.02, "pass", 1),
+    ],
+)
+def test_a_case_regresses_only_with_and_without_the_suites_shift(run: float, shift: float, outcome: str, runs: int) -> None:
+    decision, taken = _in_turn([math.exp(run)] * 5, shift=shift)
+    assert (decision.outcome, taken) == (outcome, runs)
+
+
+def test_a_slow_day_is_no_reason_to_doubt_what_is_within_the_noise() -> None:
+    noisy = [math.exp(x) for x in (-0.06, -0.03, 0.0, 0.03, 0.06)]
+    assert _decide([1.05], noisy).suspicious
+    assert _decide([1.05], noisy, shift=0.045).outcome == "pass"
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("peaks", "most", "found"),
+    [
+        ([5], 5, False),
+        ([11], 5, None),
+        ([11, 11], 5, None),
+        ([11, 11, 11], 5, True),
+        ([11, 11, 10], 5, False),
+        ([11, 11, 11, 11, 10], 5, True),
+        ([11, 11, 11, 10, 10], 5, True),
+        ([11, 11, 10, 10, 10], 5, False),
+        ([11, 11, 10, 10], 5, False),
+        ([11], 1, True),
+        ([11, 11], 2, True),
+    ],
+)
+def test_memory_regresses_only_if_every_one_of_three_processes_does(peaks: list[int], most: int, found: bool | None) -> None:
+    assert exceeds(peaks, 10, most) is found
+
+
+@pytest.mark.parametrize(
+    ("out", "runs", "most", "found"),
+    [
+        (1, 1, 5, None),
+        (2, 2, 5, True),
+        (1, 2, 5, None),
+        (2, 3, 5, True),
+        (1, 3, 5, False),
+        (1, 1, 1, True),
+        (1, 2, 2, False),
+        (2, 5, 5, False),
+        (3, 5, 5, True),
+    ],
+)
+def test_running_out_of_memory_takes_two_of_three(out: int, runs: int, most: int, found: bool | None) -> None:
+    assert runs_out(out, runs, most) is found
+
+
+# For any figures
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("side", ["base", "new"])
+def test_what_is_no_time_is_refused(bad: float, side: str) -> None:
+    base, new = ([1.0, bad], [1.0]) if side == "base" else ([1.0], [1.0, bad])
+    with pytest.raises(ValueError, match="is not the time of a step"):
+        _decide(new, base)
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "options"),
+    [
+        ([], [1.0], {}),
+        ([1.0], [], {}),
+        ([1.0], [1.0], {"tolerance": -0.1}),
+        ([1.0], [1.0], {"tolerance": math.nan}),
+        ([1.0], [1.0], {"tolerance": math.inf}),
+        ([1.0], [1.0], {"prior": math.nan}),
+        ([1.0], [1.0], {"prior": math.inf}),
+        ([1.0], [1.0], {"shift": math.inf}),
+        ([1.0], [1.0], {"most": 0}),
+    ],
+)
+def test_what_is_no_comparison_is_refused(base: list[float], new: list[float], options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"needs runs|out of range"):
+        _decide(new, base, **options)
+
+
+@given(BASES, STREAMS, st.floats(0, 0.5), st.floats(0, 0.1))
+def test_it_always_ends(base: list[float], logs: list[float], tolerance: float, prior: float) -> None:
+    decision, runs = _in_turn([math.exp(x) for x in logs], base, tolerance=tolerance, prior=prior)
+    assert 1 <= runs <= MOST_RUNS
+    assert all(map(math.isfinite, (decision.sd, decision.limit, decision.sensitivity)))
+    assert math.log1p(tolerance) <= decision.limit <= decision.sensitivity
+
+
+@given(BASES, STREAMS, st.floats(0, 0.3), st.floats(-0.1, 0.1))
+def test_what_is_within_the_tolerance_never_regresses(
+    base: list[float], logs: list[float], tolerance: float, shift: float
+) -> None:
+    centre = -_decide([1.0], base).ratios[0]
+    within = [math.exp(centre + min(x, 0.999 * math.log1p(tolerance))) for x in logs]
+    assert _in_turn(within, base, tolerance=tolerance, shift=shift)[0].outcome != "regressed"
+
+
+@given(BASES, STREAMS, st.floats(1, 2))
+def test_a_slower_step_is_never_a_better_outcome(base: list[float], logs: list[float], factor: float) -> None:
+    stream = [math.exp(x) for x in logs]
+    before, after = (_decide([s * f for s in stream], base).outcome for f in (1.0, factor))
+    assert BADNESS[before] <= BADNESS[after]
+
+
+@given(BASES, st.floats(-0.3, 0.3), st.floats(-0.3, 0.3))
+def test_a_steadily_slower_step_is_never_a_better_outcome(base: list[float], one: float, other: float) -> None:
+    less, more = (_in_turn([base[0] * math.exp(x)] * 5, base)[0].outcome for x in sorted([one, other]))
+    assert BADNESS[less] <= BADNESS[more]
+
+
+@given(BASES, STREAMS, st.integers(-20, 20))
+def test_the_unit_does_not_matter(base: list[float], logs: list[float], power: int) -> None:
+    scale = 2.0**power
+    stream = [base[0] * math.exp(x) for x in logs]
+    here = _in_turn(stream, base)[0]
+    there = _in_turn([s * scale for s in stream], [s * scale for s in base])[0]
+    assert there.limit == pytest.approx(here.limit)
+    assert there.ratios == pytest.approx(here.ratios, abs=1e-9)
+
+
+@given(BASES, STREAMS, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_the_order_of_runs_does_not_matter(base: list[float], logs: list[float], runs: int, order: random.Random) -> None:
+    new = [math.exp(x) for x in logs[:runs]]
+    here = _decide(new, base)
+    order.shuffle(base)
+    order.shuffle(new)
+    there = _decide(new, base)
+    assert (there.outcome, there.settled, there.votes) == (here.outcome, here.settled, here.votes)
+    assert there.limit == pytest.approx(here.limit)
+
+
+@given(SECONDS, st.integers(1, 20))
+def test_what_never_varies_passes_even_without_tolerance(seconds: float, known: int) -> None:
+    assert _in_turn([seconds] * 5, [seconds] * known, tolerance=0.0, prior=0.0)[0].outcome == "pass"
+    assert _in_turn([seconds * 1.001] * 5, [seconds] * known, tolerance=0.0, prior=0.0)[0].outcome == "regressed"

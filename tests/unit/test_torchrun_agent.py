@@ -1,0 +1,363 @@
+"""Agents of a case over several nodes, as pytest and ``gputrain node`` see them: who is there, and what ends the case."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from unit_examples import CASE, measurement
+
+from pytest_gputrain.execution.launch import node_service, torchrun
+from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
+from pytest_gputrain.records import Crashed, Task
+from pytest_gputrain.records.node_protocol import (
+    EXIT,
+    JOINED,
+    LEFT,
+    NODES,
+    OUTPUT,
+    WORD,
+    Joined,
+    Left,
+    Nodes,
+    RankExit,
+    Word,
+    seat_folder,
+    tell,
+    told,
+)
+from pytest_gputrain.utils.linux import PARENT
+
+TASK = Task(case=CASE, scale="full", device_type="cpu", processes=4, root=".")
+
+
+class Agent:
+    """A process that a test ends."""
+
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+        self.ended = 0
+
+    def poll(self) -> int | None:
+        return self.exit_code
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Seconds of a clock that sleeping moves on."""
+    now = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torchrun.time, "monotonic", lambda: now[0])
+        patch.setattr(torchrun.time, "sleep", sleep)
+        yield now
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """Stands for those that pytest or a node would start."""
+    found = Agent()
+    found.started = []  # type: ignore[attr-defined]
+
+    def start(*arguments: Any, **options: Any) -> Agent:
+        found.started.append((*arguments, *options.values()))  # type: ignore[attr-defined]
+        return found
+
+    monkeypatch.setattr(torchrun, "run_module", start)
+    return found
+
+
+def _agents(folder: Path, nodes: int = 2, rendezvous: str = "first:29500") -> Any:
+    cluster = torchrun.Cluster(nodes=nodes, shared=folder.parent, rendezvous=rendezvous)
+    return torchrun._Agents(folder, Nodes(count=nodes, processes=4, join_seconds=10), cluster, {"A": "1", PARENT: "7"})
+
+
+def _join(folder: Path, seat: int, host: str) -> None:
+    seat_folder(folder, seat).mkdir(exist_ok=True)
+    tell(seat_folder(folder, seat) / JOINED, Joined(host=host))
+
+
+def test_the_agent_of_this_node_gets_the_first_seat_and_all_others_are_told(
+    tmp_path: Path, agent: Any, clock: list[float]
+) -> None:
+    _agents(tmp_path).start()
+    ((module, arguments, environment, *_),) = agent.started
+    assert (module, arguments) == ("pytest_gputrain.worker.torchrun_agent", [str(tmp_path), "0", "first:29500"])
+    assert environment == {"A": "1", PARENT: "7"}
+    assert told(tmp_path / NODES, Nodes) == Nodes(count=2, processes=4, join_seconds=10)
+    assert told(tmp_path / WORD, Word) == Word(number=1, wish="train")
+    assert (tmp_path / "node0" / OUTPUT).exists()
+
+
+def test_without_a_rendezvous_the_agent_goes_by_the_name_of_this_host(
+    tmp_path: Path, agent: Any, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchrun.socket, "gethostname", lambda: "this-host")
+    _agents(tmp_path, rendezvous="").start()
+    assert agent.started[0][1][-1] == "this-host"
+
+
+def test_the_agents_hear_again_and_again_that_pytest_lives(tmp_path: Path, agent: Any, clock: list[float]) -> None:
+    agents = _agents(tmp_path)
+    agents.start()
+    assert agents.trouble() is None
+    assert told(tmp_path / WORD, Word) == Word(number=1, wish="train")
+    clock[0] += torchrun.WORD_EVERY_SECONDS
+    assert agents.trouble() is None
+    assert told(tmp_path / WORD, Word) == Word(number=2, wish="train")
+    agents.ask_for_stacks()
+    assert told(tmp_path / WORD, Word) == Word(number=3, wish="stacks")
+    assert agents.trouble() is None
+    assert told(tmp_path / WORD, Word) == Word(number=3, wish="stacks")
+
+
+def test_nodes_that_do_not_come_in_time_are_missed(tmp_path: Path, agent: Any, clock: list[float]) -> None:
+    agents = _agents(tmp_path, nodes=3)
+    agents.start()
+    remedy = f"leave `gputrain node {tmp_path.parent}` running on each other node"
+    clock[0] += 9.9
+    assert agents.trouble() is None
+    clock[0] += 0.1
+    assert agents.trouble().sentence == f"3 of 3 nodes did not join within 10 s (there: none); {remedy}"
+    _join(tmp_path, 0, "first")
+    _join(tmp_path, 2, "third")
+    assert agents.trouble().sentence == f"1 of 3 nodes did not join within 10 s (there: first, third); {remedy}"
+    _join(tmp_path, 1, "second")
+    assert agents.trouble() is None
+
+
+def test_an_agent_that_fails_or_is_gone_ends_the_case_with_what_agents_printed(
+    tmp_path: Path, agent: Any, clock: list[float]
+) -> None:
+    agents = _agents(tmp_path)
+    agents.start()
+    (tmp_path / "node0" / OUTPUT).write_text("of the first; ")
+    _join(tmp_path, 1, "second")
+    (tmp_path / "node1" / OUTPUT).write_text("of the second")
+    agent.exit_code = 3
+    assert agents.trouble() == Crashed(
+        sentence="the agent of this node ended with exit code 3 before the case was over",
+        phase="start",
+        detail="of the first; of the second",
+        exit_code=3,
+    )
+    tell(tmp_path / "node0" / LEFT, Left())  # not without a word: its ranks tell the rest
+    assert agents.trouble() is None
+    tell(tmp_path / "node1" / LEFT, Left(failure="node second is on fire"))
+    assert (agents.trouble().sentence, agents.trouble().exit_code) == ("node second is on fire", None)
+
+
+def test_agents_are_told_that_the_case_is_over_and_waited_for(tmp_path: Path, agent: Any, clock: list[float]) -> None:
+    agents = _agents(tmp_path)
+    agents.start()
+    _join(tmp_path, 1, "second")
+    agent.exit_code = 0
+    agents.close()
+    assert told(tmp_path / WORD, Word) == Word(number=2, wish="over")
+    assert clock[0] == pytest.approx(1000 + torchrun._CLOSING_SECONDS, abs=0.2)  # for the second, in vain
+    assert agent.ended == 1
+    tell(tmp_path / "node1" / LEFT, Left())
+    before = clock[0]
+    agents.close()
+    assert clock[0] == before
+    agent.exit_code = None
+    agents.close()
+    assert clock[0] >= before + torchrun._CLOSING_SECONDS
+
+
+def test_agents_of_a_case_whose_folder_is_gone_can_be_closed(tmp_path: Path, clock: list[float]) -> None:
+    _agents(tmp_path / "gone").close()
+    assert clock[0] == 1000.0
+
+
+def test_an_agent_that_is_gone_ends_a_case_whose_ranks_tell_nothing(
+    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_CLOSING_SECONDS", "_GRACE_SECONDS"):
+        monkeypatch.setattr(torchrun, name, 0.0)
+    agent.exit_code = 3
+    cluster = Cluster(nodes=2, shared=tmp_path, rendezvous="first")
+    reply = on_nodes(TASK, gpus=(), timeout_seconds=60, cluster=cluster)
+    assert isinstance(reply, Crashed)
+    assert reply.sentence == "the agent of this node ended with exit code 3 before the case was over"
+    assert agent.started[0][2]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agent: Any, clock: list[float]) -> None:
+    folder = tmp_path / "rank1"
+    folder.mkdir()
+    agents = _agents(tmp_path)
+    process = agents.rank(tmp_path, 1)
+    assert (process.poll(), process.killed_for_memory(0)) == (None, False)
+    (folder / "reply.json").write_bytes(b"{}")
+    assert (process.poll(), process.killed_for_memory(0)) == (0, False)
+    tell(folder / EXIT, RankExit(exit_code=-9, killed_for_memory=True))
+    assert (process.poll(), process.killed_for_memory(0)) == (-9, True)
+    tell(folder / EXIT, RankExit(exit_code=3, killed_for_memory=False))
+    assert (process.poll(), process.killed_for_memory(0)) == (3, False)
+    process.ask_for_stacks()
+    assert told(tmp_path / WORD, Word) == Word(number=1, wish="stacks")
+
+
+# Slurm
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+
+
+@pytest.mark.parametrize(("count", "rendezvous", "by_slurm"), [("2", "", True), ("1", "", False), ("2", "here", False)])
+def test_slurm_starts_what_runs_in_an_allocation_of_several_nodes(
+    count: str, rendezvous: str, by_slurm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = torchrun.Cluster(nodes=2, shared=Path("shared"), rendezvous=rendezvous)
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    assert not cluster.by_slurm
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", count)
+    assert cluster.by_slurm == by_slurm
+
+
+@pytest.mark.usefixtures("slurm")
+def test_srun_is_what_failed_and_what_to_look_at(tmp_path: Path, agent: Any, clock: list[float]) -> None:
+    agents = _agents(tmp_path, rendezvous="")
+    agents.start()
+    assert not (tmp_path / "node0").exists(), "each agent takes a seat of its own"
+    assert (tmp_path / OUTPUT).exists()
+    clock[0] += 10
+    assert agents.trouble().sentence.endswith("(there: none); see whether srun could start there")
+    agent.exit_code = 1
+    assert agents.trouble().sentence == "srun ended with exit code 1 before the case was over"
+    for seat in range(2):
+        _join(tmp_path, seat, "node")
+    agents.close()
+    assert clock[0] == 1010.0, "srun has waited for them"
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize("chosen", ["GPU-1", ""])
+def test_gpus_are_named_to_slurm_as_before_pytest_chose(
+    tmp_path: Path, agent: Any, clock: list[float], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("ROCR_VISIBLE_DEVICES", raising=False)
+    mine = {"A": "1", PARENT: "7", "CUDA_VISIBLE_DEVICES": chosen, "ROCR_VISIBLE_DEVICES": ""}
+    torchrun._start_by_slurm(tmp_path, 2, mine)
+    ((_, arguments, environment, *_, below),) = agent.started
+    assert arguments == [str(tmp_path)]
+    assert below == [
+        "srun",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",
+        "--overlap",
+        "--kill-on-bad-exit=1",
+    ]
+    shown = {"CUDA_VISIBLE_DEVICES": "0,1"} if chosen else {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
+    assert environment == {"A": "1"} | shown
+
+
+# From a case to its reply
+
+
+def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
+    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "of" / "all"
+    seen: list[Nodes] = []
+
+    def start(module: str, arguments: list[str], *others: Any) -> Agent:
+        folder = Path(arguments[0])
+        for number in range(4):
+            (folder / f"rank{number}" / "reply.json").write_bytes(msgspec.json.encode(measurement()))
+        agent.folder, agent.exit_code = folder, 0
+        return agent  # type: ignore[no-any-return]
+
+    def read(nodes: Nodes) -> Nodes:
+        seen.append(nodes)
+        return nodes
+
+    monkeypatch.setattr(torchrun, "run_module", start)
+    monkeypatch.setattr(torchrun, "Nodes", lambda **fields: read(Nodes(**fields)))
+    cluster = Cluster(nodes=2, shared=shared, rendezvous="first")
+    for timeout_seconds, join_seconds in ((100.0, 50.0), (10_000.0, 300.0)):
+        reply = on_nodes(TASK, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster)
+        assert len(reply.ranks) == 4  # type: ignore[union-attr]
+        assert agent.folder.parent == shared
+        assert seen.pop() == Nodes(count=2, processes=4, join_seconds=join_seconds)
+    assert agent.ended == 2
+    assert list(shared.iterdir()) == []
+
+
+# The other nodes
+
+
+def _seat(folder: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> node_service._Seat:
+    (folder / "case.json").write_bytes(msgspec.json.encode(TASK))
+    tell(folder / NODES, Nodes(count=2, processes=4, join_seconds=60))
+    seat_folder(folder, 1).mkdir()
+    monkeypatch.setattr(node_service, "start_agent", torchrun.start_agent)
+    return node_service._Seat(folder, 1, "second")
+
+
+def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(
+    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "case"
+    folder.mkdir()
+    seat = _seat(folder, monkeypatch, agent)
+    assert seat.title == str(CASE)
+    ((_, arguments, environment, *_),) = agent.started
+    assert arguments == [str(folder), "1", "second"]
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert seat.is_taken()
+    agent.exit_code = -signal.SIGKILL
+    assert seat.is_taken(), "the case is still there"
+    left = folder / "node1" / LEFT
+    gone = Left(failure="the agent of node second ended by SIGKILL before the case was over")
+    assert told(left, Left) == gone
+    left.unlink()
+    assert seat.is_taken()
+    assert not left.exists(), "told once"
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+    assert not seat.is_taken()
+
+
+def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(
+    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat = _seat(tmp_path, monkeypatch, agent)
+    tell(tmp_path / "node1" / LEFT, Left(failure="its own words"))
+    agent.exit_code = 1
+    seat.is_taken()
+    assert told(tmp_path / "node1" / LEFT, Left) == Left(failure="its own words")
+
+
+def test_a_node_that_is_ended_tells_so_and_ends_its_agent(
+    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _seat(tmp_path, monkeypatch, agent).leave()
+    assert agent.ended == 1
+    assert told(tmp_path / "node1" / LEFT, Left) == Left(
+        failure="`gputrain node` on node second was ended before the case was over"
+    )
+
+
+def test_a_seat_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
+    seat = node_service._Seat(tmp_path / "case", 1, "second")
+    assert seat.title == "a case that is over (case)"
+    assert not seat.is_taken()
+    seat.leave()
