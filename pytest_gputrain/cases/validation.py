@@ -1,4 +1,4 @@
-"""Declaring cases: grids of them, and what is wrong with one."""
+"""What is wrong with a case, as one sentence with its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``gputrain`` and its subcommands, most of which have a room of their own."""
+"""The command ``gputrain`` and its subcommands, most of which have a module of their own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import get_args
 
 from pytest_gputrain.cli import ab, check_baselines, compare, devices, export, html, trend
 from pytest_gputrain.records import Result
-from pytest_gputrain.report import tables as sheet
 from pytest_gputrain.report import terminal
+from pytest_gputrain.report.tables import Format, measured_sheet, published_sheet, render
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.storage.reports import read_report
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--published", nargs="*", metavar="TABLE", help="print these published tables (default: all) in their columns"
     )
     table.add_argument("--report", type=Path, metavar="REPORT", help="report whose figures to put beside the published ones")
-    table.add_argument("--format", choices=get_args(sheet.Format), default="terminal", help="default: terminal")
+    table.add_argument("--format", choices=get_args(Format), default="terminal", help="default: terminal")
     table.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
     for command in (ab, check_baselines, compare, devices, export, html, trend):
         command.add_to(commands)
@@ -105,14 +105,12 @@ def _table(options: argparse.Namespace) -> tuple[str, list[str]]:
             raise ValueError("nothing to print; give a report, or --published")
         if options.format == "terminal":
             return terminal.render(results, width=width, colour=colour), []
-        return sheet.render([sheet.measured_sheet(results)], options.format, width=width, colour=False), []
+        return render([measured_sheet(results)], options.format, width=width, colour=False), []
     tables = _chosen(PublishedStore.beside(options.baseline_dir.absolute()), options.published)
     sheets = [
-        sheet.published_sheet(table, platform, _measured(results, platform))
-        for table in tables
-        for platform in table.platforms
+        published_sheet(table, platform, _measured(results, platform)) for table in tables for platform in table.platforms
     ]
-    return sheet.render(sheets, options.format, width=width, colour=colour), _left_out(results, tables, path)
+    return render(sheets, options.format, width=width, colour=colour), _left_out(results, tables, path)
 
 
 def _chosen(store: PublishedStore, names: Sequence[str]) -> tuple[PublishedTable, ...]:

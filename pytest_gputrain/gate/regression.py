@@ -1,8 +1,8 @@
 """Runs against a baseline: a verdict with its sentence. Pure: no file, clock or hardware.
 
 `pytest_gputrain.gate.statistics` has the rule of times (the median step of a process, and the scaling efficiency where a
-test asks for it) and of what takes several processes to tell; here it meets the records. It wants no more than what a baseline
-stores raw, so a better rule can replace it.
+test asks for it) and of what takes several processes to tell; here it meets the records. It wants no more than what a
+baseline stores raw, so a better rule can replace it.
 """
 
 from __future__ import annotations

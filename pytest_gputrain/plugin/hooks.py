@@ -1,4 +1,4 @@
-"""pytest's hooks, and nothing else: each hands over to the room that does the work."""
+"""pytest's hooks, and nothing else: each hands over to the module that does the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frozen object that the rest of the house reads, from the command line, the ini file and the defaults."""
+"""Reading the settings of a run: from the command line, the ini file and the defaults."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The records that travel through the house, and nothing else.
+"""The records that travel between the packages, and nothing else.
 
-    Case -> launch -> worker -> Reply -> judge(Baseline) -> Verdict -> report
+    Case -> execution -> worker -> Reply -> gate(Baseline) -> Verdict -> report
 
 Both sides of the process boundary import this module, so it needs neither pytest nor torch. Every record is frozen, every
 field is keyword-only and carries its unit in its name, and one definition serves the wire, the files and the JSON Schema.

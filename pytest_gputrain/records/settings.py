@@ -1,4 +1,4 @@
-"""The frozen object that the command line, the ini file and the defaults add up to."""
+"""The settings of a run as data; pytest's side reads them."""
 
 from __future__ import annotations
 

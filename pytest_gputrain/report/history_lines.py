@@ -1,4 +1,4 @@
-"""The history: a file of JSON lines, one for each case and pytest run, that grows at its end and is never rewritten."""
+"""The lines that a run leaves in the history, one for each case: made of results, and appended by storage."""
 
 from __future__ import annotations
 

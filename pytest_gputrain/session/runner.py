@@ -1,4 +1,4 @@
-"""Measures and judges the cases of one pytest process: the only place that knows all the rooms below."""
+"""Measures and judges the cases of one pytest process: the only module that knows all the packages below."""
 
 from __future__ import annotations
 

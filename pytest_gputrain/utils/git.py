@@ -1,4 +1,4 @@
-"""What all results of one pytest run share."""
+"""When and of which commit a pytest run was, which all of its results share."""
 
 from __future__ import annotations
 

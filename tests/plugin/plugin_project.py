@@ -53,8 +53,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pytest_gputrain.execution import local as here
-from pytest_gputrain.execution.launch import launcher as launch
+from pytest_gputrain.execution import local
+from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu, Occupancy
 from pytest_gputrain.execution.launch.environment import worker_environment
@@ -108,9 +108,9 @@ def pytest_configure(config):
     patch.setattr(drivers, "occupancy", occupancy)
     patch.setattr(drivers, "paths", paths)
     patch.setattr(drivers, "driver", lambda vendor: contextlib.nullcontext())
-    patch.setattr(here, "_SETTLING_SECONDS", 0)
-    patch.setattr(launch, "in_process", in_process)
-    patch.setattr(here, "on_nodes", in_process)
+    patch.setattr(local, "_SETTLING_SECONDS", 0)
+    patch.setattr(launcher, "in_process", in_process)
+    patch.setattr(local, "on_nodes", in_process)
     config.add_cleanup(patch.undo)
 """
 

@@ -132,9 +132,9 @@ def test_a_known_prediction_is_not_made_again(project: Project, monkeypatch: pyt
     project.write(test_tables=ZOO)
     (project.path / "conftest.py").write_text(
         """
-from pytest_gputrain.execution.launch import launcher as launch
+from pytest_gputrain.execution.launch import launcher
 
-real = launch.predict
+real = launcher.predict
 
 
 def predict(task, **arguments):
@@ -143,11 +143,11 @@ def predict(task, **arguments):
     return real(task, **arguments)
 
 
-launch.predict = predict
+launcher.predict = predict
 
 
 def pytest_unconfigure():
-    launch.predict = real
+    launcher.predict = real
 """
     )
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The package as a house: each module imports only from floors below its own, and what is slow to import stays out."""
+"""Each package imports only from packages below its own, and what is slow to import stays out."""
 
 from __future__ import annotations
 
@@ -17,72 +17,24 @@ import pytest_gputrain
 PACKAGE = "pytest_gputrain"
 ROOT = Path(pytest_gputrain.__file__).parent
 
-FLOORS = {
-    "findings": 0,
-    "records": 0,
-    "figures": 0,
-    "units": 0,
-    "architectures": 0,
-    "files": 0,
-    "interrupts": 0,
-    "harmless": 0,
-    "kernel": 0,
-    "markdown": 0,
-    "nodes": 0,
-    "pretty": 0,
-    "screen": 0,
-    "shelf": 0,
-    "cases": 0,
-    "sweep": 0,
-    "search": 0,
-    "loss": 0,
-    "stats": 0,
-    "scaling": 1,
-    "change_points": 1,
-    "options": 1,
-    "settings": 1,
-    "session": 1,
-    "spread": 1,
-    "worker": 1,
-    "hardware": 2,
-    "sentences": 2,
-    "company": 2,
-    "judge": 2,
-    "memory": 2,
-    "limits": 2,
-    "baselines": 2,
-    "published": 2,
-    "reproduction": 2,
-    "resuming": 2,
-    "selection": 2,
-    "suites": 2,
-    "exchange": 3,
-    "launch": 3,
-    "here": 3,
-    "measuring": 3,
-    "standards": 3,
-    "foresight": 3,
-    "fleet": 3,
-    "left_out": 3,
-    "marks": 4,
-    "studies": 4,
-    "dry_run": 4,
-    "durations": 4,
-    "outcome": 4,
-    "history": 4,
-    "rounds": 4,
-    "runner": 4,
-    "late": 5,
-    "ab": 5,
-    "check_baselines": 5,
-    "inventory": 5,
-    "trend": 4,
-    "report": 4,
-    "fixtures": 5,
-    "plugin": 6,
-    "cli": 6,
-}
-"""Floor by top-level module or folder."""
+LAYERS = (
+    "cli",
+    "plugin",
+    "report",
+    "session",
+    "execution",
+    "gate",
+    "storage",
+    "worker",
+    "hardware",
+    "cases",
+    "records",
+    "utils",
+)
+"""The packages, each of which may import those after it."""
+
+WORKER_IMPORTS = {"worker", "cases", "records", "utils"}
+BELOW_PUBLIC_NAMES = {"cases", "records", "utils"}
 
 TRAINING_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "diffusers", "numpy"}
 
@@ -124,16 +76,12 @@ IMPORTS = [found for module in SOURCES for found in _imports_of(module)]
 INSIDE = [found for found in IMPORTS if found.imported.split(".")[0] == PACKAGE]
 
 
-def _floor(module: str) -> int:
-    return FLOORS[module.split(".")[1]]
+def _layer(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
 
 
 def _in_worker(module: str) -> bool:
-    return module.startswith(f"{PACKAGE}.worker")
-
-
-def test_every_module_has_a_floor() -> None:
-    assert {name.split(".")[1] for name in SOURCES if name != PACKAGE} == set(FLOORS)
+    return _layer(module) == "worker"
 
 
 def test_the_imports_were_found() -> None:
@@ -141,17 +89,32 @@ def test_the_imports_were_found() -> None:
     assert Import("pytest_gputrain.execution.launch.launcher", "torch", "inline") in IMPORTS
 
 
-def test_imports_go_down_the_floors() -> None:
-    upward = [
-        found
-        for found in INSIDE
-        if found.importer != PACKAGE and (found.imported == PACKAGE or _floor(found.imported) > _floor(found.importer))
-    ]
-    assert upward == []
+def test_the_root_holds_packages_and_data_only() -> None:
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == set(LAYERS)
+    assert {path.name for path in ROOT.iterdir() if path.is_file()} == {"__init__.py", "py.typed"}
 
 
-def test_the_package_itself_exports_the_ground_floor_only() -> None:
-    assert [found for found in INSIDE if found.importer == PACKAGE and _floor(found.imported) > 0] == []
+def test_packages_hold_a_docstring_only() -> None:
+    """So that importing one module imports no other of its package. Registries and the public records are the exceptions."""
+    inits = {module for module, path in SOURCES.items() if path.name == "__init__.py"}
+    bodies = {module: ast.parse(SOURCES[module].read_text()).body for module in inits}
+    assert {module for module, body in bodies.items() if len(body) != 1} == {
+        "pytest_gputrain",
+        "pytest_gputrain.records",
+        "pytest_gputrain.worker.parallel",
+        "pytest_gputrain.worker.zoo",
+    }
+
+
+def test_imports_go_down_the_packages() -> None:
+    height = {layer: at for at, layer in enumerate(reversed(LAYERS))}
+    height[""] = len(LAYERS)
+    assert [found for found in INSIDE if height[_layer(found.imported)] > height[_layer(found.importer)]] == []
+
+
+def test_the_public_names_come_from_the_lowest_packages() -> None:
+    assert {_layer(found.imported) for found in INSIDE if found.importer == PACKAGE} <= BELOW_PUBLIC_NAMES
 
 
 def test_only_inline_runs_import_the_worker_from_outside() -> None:
@@ -159,10 +122,8 @@ def test_only_inline_runs_import_the_worker_from_outside() -> None:
     assert outside == {("pytest_gputrain.execution.launch.launcher", "inline")}
 
 
-def test_the_worker_imports_the_ground_floor_and_itself_only() -> None:
-    from_worker = [found for found in INSIDE if _in_worker(found.importer)]
-    assert from_worker
-    assert [f for f in from_worker if not _in_worker(f.imported) and _floor(f.imported) > 0] == []
+def test_the_worker_imports_the_lowest_packages_and_itself_only() -> None:
+    assert {_layer(found.imported) for found in INSIDE if _in_worker(found.importer)} == WORKER_IMPORTS
 
 
 def test_the_worker_imports_nothing_of_pytest() -> None:
@@ -226,11 +187,6 @@ def test_public_names_are_these() -> None:
 
 def test_public_names_resolve() -> None:
     assert [name for name in pytest_gputrain.__all__ if getattr(pytest_gputrain, name, None) is None] == []
-
-
-def test_no_file_is_longer_than_400_lines() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES.values()}
-    assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
 def test_no_two_test_modules_share_a_name() -> None:

@@ -1,6 +1,6 @@
 """Cases as jobs of many machines' scheduler (``--gpu-fleet``). Nothing of this is imported without that option.
 
-    Order -> engine (slurm, ray) -> node: the very code of a local run -> Delivery -> the Reply, and the Host it is of
+    Order -> scheduler (slurm, ray) -> job: the very code of a local run -> Delivery -> the Reply, and the Host it is of
 
 pytest stays where it was started and does what it always does; only where a case's processes run is another place.
 """

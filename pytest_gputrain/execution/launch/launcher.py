@@ -2,7 +2,7 @@
 
 The ranks of a case on this node are started directly: that gives a true exit code for each, and half the start-up time of
 torchrun. They meet through a file in the case's folder, so no port is taken that another case might want. A case that takes
-several nodes is started by torchrun's agents, one a node (`on_nodes`).
+several nodes is started by torchrun's agents, one a node (`torchrun`).
 """
 
 from __future__ import annotations

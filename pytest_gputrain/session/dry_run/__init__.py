@@ -1,1 +1,5 @@
-"""Predictions of cases at full size (``--gpu-dry-run``): asked of workers, kept in a cache, compared with recorded ones."""
+"""The parent's side of ``--gpu-dry-run``: predictions of cases at full size, without the device.
+
+`runner` asks worker processes for predictions and keeps them in a `cache`; `pytest_gputrain.gate.prediction` compares them
+with those that `pytest_gputrain.storage.predictions` holds; `remedies` looks for what makes a case fit.
+"""
