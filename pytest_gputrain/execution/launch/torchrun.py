@@ -1,8 +1,8 @@
 """Cases over several nodes: torch's elastic agent on each, which starts that node's ranks (torchrun).
 
-The nodes share a folder: the case's lies in it, and pytest and the agents talk through files there (`nodes`). Inside a Slurm
-allocation srun starts the agents; elsewhere pytest starts that of its own node, and ``gputrain node`` (`serve`) those of the
-others.
+The nodes share a folder: the case's lies in it, and pytest and the agents talk through files there (see
+`pytest_gputrain.records.node_protocol`). Inside a Slurm allocation srun starts the agents; elsewhere pytest starts that of
+its own node, and ``gputrain node`` (`node_service`) those of the others.
 """
 
 from __future__ import annotations
