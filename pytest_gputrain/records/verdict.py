@@ -111,7 +111,8 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     note: str = ""
     """Why it was not compared, what changed within the limit, or what else is to be known."""
     sd: float | None = None
-    """Between fresh processes, as a share of the time; this and what follows where `gate.statistics` decided."""
+    """Between fresh processes, as a share of the time; this and what follows where
+    `pytest_gputrain.gate.statistics` decided."""
     sensitivity: float | None = None
     """The slowdown, as a share, that would be caught 99 times in 100."""
     baseline_runs: Whole | None = None
