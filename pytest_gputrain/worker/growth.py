@@ -77,6 +77,7 @@ class Growth:
         if self._curve:  # whose steps all count
             return
         later = [_collected(training, allocated)]
+        training.losses.clear()  # of further rounds they would add to the peak
         later += [self._round(training, allocated, collect=True) for _ in range(2)]
         self._look_closer(first[1] > first[0] and self._grows(later), training, allocated)
 

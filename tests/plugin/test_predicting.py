@@ -92,8 +92,8 @@ def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(proj
     own(project, 2048)
     sentence = only_sentence(project.run(*DRY), TEST)
     assert sentence.startswith(
-        "build-fp32 needs 12.0 MiB (100.0 %) more in backward, 24.0 MiB against 12.0 MiB allocated, now 16.0 MiB "
-        "(2 x float32[1024, 2048] by mul in backward), and more in build, forward and between backward passes; moves "
+        "build-fp32 needs 12.0 MiB (100.0 %) more in forward, 24.0 MiB against 12.0 MiB allocated, most of it 8.00 MiB "
+        "(float32[1024, 2048] by zeros in build), and more in build, backward and between backward passes; moves "
     )
 
 

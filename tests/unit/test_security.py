@@ -31,6 +31,8 @@ SOURCES = [*sorted(ROOT.rglob("*.py")), *sorted((ROOT.parent / "tools").glob("*.
 
 UNPICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing"}
 """Modules that make objects, and with them calls, of bytes."""
+HARMLESS = {"multiprocessing.process"}
+"""Modules of theirs that only start processes."""
 UNPICKLING_CALLS = re.compile(
     r"torch\.load|(np|numpy)\.(load|fromfile)|.*\.(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"
     r"|yaml\.(unsafe_|full_)?load|eval|exec|os\.(system|popen)|subprocess\.(getoutput|getstatusoutput)"
@@ -51,7 +53,7 @@ def _found(tree: ast.AST) -> Iterator[str]:
         match part:
             case ast.Import():
                 yield from (alias.name for alias in part.names if alias.name.split(".")[0] in UNPICKLING)
-            case ast.ImportFrom() if part.module and part.module.split(".")[0] in UNPICKLING:
+            case ast.ImportFrom() if part.module and part.module.split(".")[0] in UNPICKLING and part.module not in HARMLESS:
                 yield part.module
             case ast.Call():
                 name = _dotted(part.func)

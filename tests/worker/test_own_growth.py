@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import mmap
 import textwrap
 
 import numpy
@@ -164,8 +165,15 @@ def test_further_rounds_leave_the_peak_as_it_is():
     assert cycles == 2 * LARGE * 4, "garbage of two rounds, as long as nothing collects it"
 
 
+def fresh(size):
+    """Resident memory that was not the process's before, whatever was freed before."""
+    memory = numpy.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=numpy.uint8)
+    memory[:] = 1
+    return memory
+
+
 def numbers(kept, size=6 * MiB):
-    return lambda: kept.append(numpy.ones(size // 8))
+    return lambda: kept.append(fresh(size))
 
 
 def test_memory_of_the_process_that_every_step_keeps_fails_the_case():
@@ -193,7 +201,7 @@ def test_memory_that_the_process_takes_now_and_then_passes():
     def step():
         calls.append(1)
         if len(calls) % 3 == 0:
-            kept.append(numpy.ones(MiB))
+            kept.append(fresh(8 * MiB))
 
     reply = run(step, MINE.replace(steps=12))
     assert isinstance(reply, Measurement), reply
@@ -201,7 +209,7 @@ def test_memory_that_the_process_takes_now_and_then_passes():
 
 def test_resident_memory_is_read():
     before = resident_bytes()
-    kept = numpy.ones(4 * MiB)
+    kept = fresh(32 * MiB)
     assert resident_bytes() - before == pytest.approx(kept.nbytes, rel=0.1)
 
 
