@@ -171,7 +171,8 @@ class _Makers(SharedMode):
     def __init__(self, lines: OwnLines) -> None:
         super().__init__()
         self._lines = lines
-        self._rounds: list[dict[int, tuple[weakref.ref[torch.UntypedStorage], _Maker, int]]] = []
+        # Other threads run operators before the first round begins, too.
+        self._rounds: list[dict[int, tuple[weakref.ref[torch.UntypedStorage], _Maker, int]]] = [{}]
 
     def begin_round(self) -> None:
         """A round starts."""

@@ -36,6 +36,7 @@ class Storages:
         self._numbers: dict[int, int] = {}
         """Allocation by address."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._left = False
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._sizes
@@ -60,6 +61,8 @@ class Storages:
         """Note a storage that is new, or has become larger or smaller: for a moment there are both, as one is copied."""
         key = storage._cdata
         with self._lock:
+            if self._left:  # by an operator of another thread that had begun before
+                return
             known = self._sizes.get(key)
             if known is None:
                 self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
@@ -73,8 +76,10 @@ class Storages:
                     self.trace.free(before)
 
     def leave(self) -> None:
-        """Hear no more of their deaths."""
-        self._references.clear()
+        """Hear no more of any."""
+        with self._lock:
+            self._left = True
+            self._references.clear()
 
     def _forget(self, key: int) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ import copy
 import io
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import bitsandbytes
@@ -95,7 +96,7 @@ def test_weights_of_four_bits_move_to_the_device():
         inputs = torch.randn(4, 64, device=setup.device, dtype=torch.bfloat16, requires_grad=True)
         return doing(lambda: layer(inputs).sum().backward())
 
-    predicted(OWN, H100, build)
+    predicted(OWN.replace(precision="bf16"), H100, build)
 
 
 def test_what_is_written_through_a_view_is_forgotten_of_the_whole():
@@ -342,6 +343,82 @@ def test_another_thread_that_computes_is_refused():
     assert "the case computes in the thread 'beside'" in refused(build, CPU)
 
 
+def _made_in(device):
+    with torch.device(device):
+        return torch.ones(4, 64)
+
+
+LOADS = {
+    "made": lambda device: torch.ones(4, 64, device=device),
+    "moved": lambda device: torch.from_numpy(numpy.ones((4, 64), dtype=numpy.float32)).to(device),
+    "by a context": _made_in,
+}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_thread_that_loads_onto_the_gpu_is_refused_by_its_name(load):
+    def build(setup):
+        model = layers(setup.device)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="loads")
+
+        def step():
+            model(pool.submit(load, setup.device).result()).sum().backward()
+
+        return step
+
+    sentence = refused(build)
+    assert "the case computes in the thread 'loads_0'" in sentence
+    assert "test_dry_run_own.py:" in sentence
+
+
+def test_a_thread_that_makes_what_the_step_does_not_use_is_refused():
+    def build(setup):
+        model = layers(setup.device)
+
+        def step():
+            thread = threading.Thread(target=lambda: torch.ones(4, device=setup.device), name="beside")
+            thread.start()
+            thread.join()
+            model(torch.ones(4, 64, device=setup.device)).sum().backward()
+
+        return step
+
+    assert "the case computes in the thread 'beside'" in refused(build)
+
+
+def test_a_thread_may_load_onto_the_host():
+    def build(setup):
+        model = layers(setup.device)
+        pool = ThreadPoolExecutor(1)
+
+        def step():
+            batch = pool.submit(lambda: torch.from_numpy(numpy.ones((4, 64), dtype=numpy.float32))).result()
+            model(batch.to(setup.device)).sum().backward()
+
+        return step
+
+    assert predicted(OWN, H100, build).flops_per_step == 2 * 2 * 4 * 64 * 64
+
+
+@pytest.mark.parametrize("target", [H100, CPU], ids=["H100", "CPU"])
+def test_another_precision_than_the_case_names_is_refused(target):
+    def build(setup):
+        model = layers(setup.device)
+        setup.watch(model)
+        step = trained(model, setup.device)
+
+        def cast():
+            with torch.autocast(setup.device.type, torch.bfloat16):
+                return step()
+
+        return cast
+
+    case = OWN.replace(precision="bf16-amp")
+    assert predicted(case, target, build).flops_per_step
+    assert 'does not train in precision "fp32"' in refused(build, target)
+    assert 'say precision="bf16-amp"' in refused(build, target)
+
+
 def test_a_frozen_part_may_stay_on_the_host():
     def build(setup):
         model = torch.nn.Sequential(
@@ -479,7 +556,7 @@ def test_weights_of_four_bits_are_copied_as_they_are():
         inputs = torch.randn(4, 64, device=setup.device, dtype=torch.bfloat16, requires_grad=True)
         return doing(lambda: twin(inputs).sum().backward())
 
-    predicted(OWN, H100, build)
+    predicted(OWN.replace(precision="bf16"), H100, build)
 
 
 def test_an_average_of_weights_follows_the_model():
@@ -706,7 +783,7 @@ def by_trainer_in_bf16(setup):
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["by_accelerate", "by_trainer", "by_trainer_without_cuda", "by_trainer_in_bf16"])
 def test_a_loop_of_accelerate_trains_on_the_predicted_gpu(tmp_path, loop):
-    reply = predicted_apart(tmp_path, LOOPS, loop, "fp32")
+    reply = predicted_apart(tmp_path, LOOPS, loop, "bf16-amp" if loop == "by_trainer_in_bf16" else "fp32")
     weights = 4 * 65 * 4096
     # Weights, gradients and two states; what the libraries keep beside them is less than another copy.
     assert 4 * weights <= reply.peak_allocated_bytes < 5 * weights

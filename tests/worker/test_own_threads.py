@@ -14,9 +14,12 @@ from zoo_examples import measured, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.records import Crashed, Task
+from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
 from pytest_gputrain.worker.group import ALONE
+from pytest_gputrain.worker.growth import _Makers
 from pytest_gputrain.worker.own_code import OwnCode
+from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.threads import countable_threads
 
 MINE = Case(model="mine", method="custom", code="inline", precision="fp32", steps=2, warmup=1)
@@ -203,6 +206,32 @@ def test_threads_that_start_while_nothing_is_counted_have_no_relay():
             pool.submit(look).result()
         pool.submit(look).result()
     assert stacks == [0, 1, 1, 0]
+
+
+def test_what_ends_after_the_count_is_no_part_of_it():
+    begun, over = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        over.wait(timeout=10)
+        return torch.ones(8)
+
+    with AllocationCounter() as counter:
+        torch.ones(4)
+        counter.begin_step()
+        thread = threading.Thread(target=counter.__torch_dispatch__, args=(slow, ()))
+        thread.start()
+        begun.wait(timeout=10)
+    events = list(counter.trace.events)
+    over.set()
+    thread.join()
+    assert list(counter.trace.events) == events
+
+
+def test_a_thread_may_compute_before_the_rounds_that_look_closer():
+    with countable_threads(), _Makers(OwnLines([])) as makers, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.ones, 4).result().numel() == 4
+    assert makers.told() == ""
 
 
 def test_recomputation_of_one_thread_is_not_that_of_another():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.units import format_bytes
@@ -29,30 +31,53 @@ _Storages = dict[int, tuple[torch.device, int]]
 
 
 class Placement:
-    """What optimizers step while it is entered, where that is, and which other threads compute."""
+    """What optimizers step while it is entered, where that is, and which other threads compute.
 
-    def __init__(self) -> None:
+    Args:
+        gpu: label of the GPU that is predicted for; None for a CPU.
+    """
+
+    def __init__(self, gpu: torch.device | None) -> None:
+        self._gpu = gpu
         self._stepped: dict[int, _Storages] = {}
         """By parameter: whoever moves the model between steps gives it another storage."""
         self._threads: set[str] = set()
 
     def __enter__(self) -> Placement:
         self._hook = register_optimizer_step_pre_hook(self._see)
-        here, dispatch = threading.get_ident(), FakeTensor.__torch_dispatch__
+        here, dispatch, bootstrap = threading.get_ident(), FakeTensor.__torch_dispatch__, threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
         # Modes, and so the tracker, belong to a thread; a fake brings torch's own with it into any other.
         def noting(cls: Any, *call: Any) -> Any:
             if threading.get_ident() != here:
-                self._threads.add(threading.current_thread().name)
+                self._note_thread()
             return dispatch(*call)
 
-        self._noting = mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(noting))
-        self._noting.start()
+        # What another thread makes on the GPU is real, which nothing tells from what is on the host.
+        def start(thread: threading.Thread) -> None:
+            with _Watched(self._gpu, self._note_thread) if self._gpu is not None else contextlib.nullcontext():
+                bootstrap(thread)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(noting)))
+            stack.enter_context(mock.patch.object(threading.Thread, "_bootstrap_inner", start))
+            self._noting = stack.pop_all()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._noting.stop()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._noting.close()
         self._hook.remove()
+        if self._threads and isinstance(error, Exception) and not isinstance(error, CheckFailed):
+            raise self._refusal().with_traceback(error.__traceback__) from error
+
+    def _note_thread(self) -> None:
+        self._threads.add(threading.current_thread().name)
+
+    def _refusal(self) -> CheckFailed:
+        return CheckFailed(
+            f"the case computes in the thread {min(self._threads)!r}, and a dry run follows only the one that calls the "
+            "step: let other threads only load onto the host what the step then moves, or measure the case instead"
+        )
 
     def _see(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -70,10 +95,7 @@ class Placement:
             CheckFailed: the trained parameters are elsewhere, or another thread computes.
         """
         if self._threads:
-            raise CheckFailed(
-                f"the case computes in the thread {min(self._threads)!r}, and a dry run follows only the one that calls the "
-                "step: measure it instead"
-            )
+            raise self._refusal()
         if not case.cpu_offload and not case.offload_param:
             stepped = {key: one for storages in self._stepped.values() for key, one in storages.items()}
             held = stepped if model is None else _storages(model.parameters())
@@ -89,6 +111,26 @@ class Placement:
                 )
         if _has_backward(host) and not _has_backward(trace):
             raise CheckFailed(f"all of the backward pass is on cpu, {_REMEDY}")
+
+
+class _Watched(TorchFunctionMode):
+    """Tells of calls on its thread that name the GPU.
+
+    Args:
+        gpu: its label.
+        told: is called.
+    """
+
+    def __init__(self, gpu: torch.device, told: Callable[[], None]) -> None:
+        super().__init__()
+        self._gpu = str(gpu)
+        self._told = told
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(value, str | torch.device) and str(value) == self._gpu for value in (*args, *kwargs.values())):
+            self._told()
+        return func(*args, **kwargs)
 
 
 def _storages(parameters: Iterable[Tensor]) -> _Storages:

@@ -23,6 +23,7 @@ from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, YOCTOSECONDS, T
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
+from pytest_gputrain.worker.precision import check_precision, weights_by_type
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.run import SEED, build, counted_steps, model_bytes, typical_step
 from pytest_gputrain.worker.trace import peaks
@@ -97,7 +98,8 @@ class Rehearsal:
         gc.disable()
         try:
             joined = self._group.joined(self._device, even_alone=task.case.parallel in NEEDS_GROUP)
-            with joined, self._fakes, patched(self._target, self._device), tracker, Placement() as placement:
+            placing = Placement(self._device if self._device == GPU else None)
+            with joined, self._fakes, patched(self._target, self._device), tracker, placing as placement:
                 self._progress.enter("build")
                 training = build(task, self._device, self._builder, self._group, architecture=architecture)
                 # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
@@ -109,6 +111,9 @@ class Rehearsal:
                     training.step(update)
                     works.append(tracker.work)
                 placement.check(training.model, task.case, self._device, tracker.trace, tracker.host)
+                if task.case.code or self._builder is not None:
+                    stored = {} if training.model is None else weights_by_type(training.model)
+                    check_precision(task.case.model, task.case.precision, stored, works[-1].by_type)
                 weights = None if training.model is None else model_bytes(training.model)
         finally:
             gc.enable()

@@ -52,6 +52,7 @@ class Call:
         results: in order.
         kind: the sequence that they come in; None for a single one.
         temporaries: sizes in bytes of what its kernel allocates beside the results and frees at its end.
+        arithmetic: type of its operands, where it has FLOPs.
         moved: bytes that it reads and writes.
         yoctoseconds: the least time that it takes.
     """
@@ -60,6 +61,7 @@ class Call:
     kind: Any = None
     temporaries: tuple[int, ...] = ()
     flops: int = 0
+    arithmetic: torch.dtype | None = None
     moved: int = 0
     yoctoseconds: int = 0
 

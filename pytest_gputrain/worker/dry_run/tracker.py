@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,6 +38,8 @@ class Work:
     bytes: int = 0
     yoctoseconds: int = 0
     """The least time that it takes, in whole numbers, whose sum does not depend on their order."""
+    by_type: Counter[torch.dtype] = field(default_factory=Counter)
+    """FLOPs outside of optimizers, by the type of their operands."""
     operators: dict[str, list[int]] = field(default_factory=dict)
     """Calls, FLOPs and bytes by operator."""
 
@@ -247,7 +250,7 @@ class Tracker(TorchDispatchMode):
             call.moved = written + sum(self._bytes_of(tensor) for tensor in read)
         call.yoctoseconds = call.moved * self._time_of_byte
         if operator.flops is not None:
-            call.flops = operator.flops(*args, **kwargs, out_val=result)
+            call.flops, call.arithmetic = operator.flops(*args, **kwargs, out_val=result), read[0].dtype
             call.yoctoseconds = max(call.yoctoseconds, call.flops * self._time_of_flop.get(read[0].dtype, 0))
 
     def _count(self, operator: Operator, call: Call) -> None:
@@ -255,6 +258,8 @@ class Tracker(TorchDispatchMode):
         work.bytes += call.moved
         work.flops += call.flops
         work.yoctoseconds += call.yoctoseconds
+        if call.arithmetic is not None and self._phases.current != "optimizer":
+            work.by_type[call.arithmetic] += call.flops
         row = work.operators.get(operator.name)
         if row is None:
             work.operators[operator.name] = [1, call.flops, call.moved]
