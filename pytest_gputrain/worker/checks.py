@@ -167,7 +167,8 @@ class Movement:
         starved = [name for name, shape in shapes.items() if 0 not in shape and name not in reached]
         if starved:
             raise CheckFailed(
-                f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]})"
+                f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]}), or one of "
+                "zeros only; where that is meant, give them requires_grad_(False)"
             )
 
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.records import Task
 from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 from pytest_gputrain.worker.allocations import wraps
-from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.checks import CheckFailed, local
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.threads import SharedMode
@@ -59,6 +61,21 @@ class Growth:
         self._ends: list[int] = []
         """Bytes in tensors after each timed round, on a GPU."""
         self._begin_step: Callable[[], None] = lambda: None
+        self._on_cpu = task.device_type == "cpu"
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """A context in which it learns of the optimizers that step."""
+
+        def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._optimizers.add(optimizer)
+
+        hook = register_optimizer_step_pre_hook(see)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def count(self, training: Trainable, allocated: Callable[[], int], begin_step: Callable[[], None]) -> None:
         """Run the counted rounds: the first makes the optimizer's states, the second finds them there.
@@ -76,7 +93,7 @@ class Growth:
         first = [self._round(training, allocated) for _ in range(2)]
         if self._curve:  # whose steps all count
             return
-        later = [_collected(training, allocated)]
+        later = [self._collected(training, allocated)]
         training.losses.clear()  # of further rounds they would add to the peak
         later += [self._round(training, allocated, collect=True) for _ in range(2)]
         self._look_closer(first[1] > first[0] and self._grows(later), training, allocated)
@@ -94,7 +111,7 @@ class Growth:
         if self._resident is not None and (now := resident_bytes()) is not None:
             self._process.append(now - self._resident)
         if allocated is not None:
-            self._ends.append(allocated - _kept(training))
+            self._ends.append(allocated - self._known(training))
 
     def check(self, training: Trainable, allocated: Callable[[], int | None]) -> str:
         """What the timed steps kept, as a sentence where it is remarkable.
@@ -125,7 +142,25 @@ class Growth:
         for _ in range(self._steps):
             self._begin_step()
             training.step(True)
-        return _collected(training, allocated) if collect else allocated() - _kept(training)
+        return self._collected(training, allocated) if collect else allocated() - self._known(training)
+
+    def _collected(self, training: Trainable, allocated: Callable[[], int]) -> int:
+        """The bytes in tensors without garbage and without what is known."""
+        gc.collect()
+        return allocated() - self._known(training)
+
+    def _known(self, training: Trainable) -> int:
+        """Bytes of the losses that the worker keeps, and of each parameter's gradient and states in an optimizer.
+
+        A parameter gets these when it first trains, which is late for an expert that is seldom chosen. What a state collects
+        in a list is not known: it may grow for ever.
+        """
+        optimizers = tuple(self._optimizers)
+        states = [value for one in optimizers for state in one.state.values() for value in _values(state)]
+        gradients = [value.grad for one in optimizers for group in one.param_groups for value in group["params"]]
+        found = (local(value) for value in (*training.losses, *states, *gradients) if isinstance(value, Tensor))
+        sizes = (value.nbytes for value in found if (value.device.type == "cpu") == self._on_cpu)
+        return sum(size if self._on_cpu else -(-size // _BLOCK) * _BLOCK for size in sizes)
 
     def _grows(self, ends: Sequence[int]) -> bool:
         growth = [later - earlier for earlier, later in itertools.pairwise(ends)]
@@ -140,7 +175,7 @@ class Growth:
         (suspects,) = self._group.of_all(({"this"} if suspicious else set(),))
         if not suspects:
             return
-        ends = [_collected(training, allocated)]
+        ends = [self._collected(training, allocated)]
         with _Makers(OwnLines(self._folders)) as makers:
             for _ in range(_ROUNDS):
                 makers.begin_round()
@@ -217,16 +252,8 @@ def resident_bytes() -> int | None:
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _collected(training: Trainable, allocated: Callable[[], int]) -> int:
-    """The bytes in tensors without garbage and without the losses that the worker keeps."""
-    gc.collect()
-    return allocated() - _kept(training)
-
-
-def _kept(training: Trainable) -> int:
-    """Bytes of the losses that the worker keeps."""
-    sizes = [(loss.device.type, loss.nbytes) for loss in training.losses if isinstance(loss, Tensor)]
-    return sum(size if kind == "cpu" else -(-size // _BLOCK) * _BLOCK for kind, size in sizes)
+def _values(state: Any) -> Iterable[Any]:
+    return state.values() if isinstance(state, dict) else ()
 
 
 def _storages(values: Any) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:

@@ -50,7 +50,7 @@ class OwnCode:
     @contextlib.contextmanager
     def running(self) -> Iterator[OwnCode]:
         """A context for all of it."""
-        with countable_threads(), started_processes() as self._processes:
+        with countable_threads(), self.growth.following(), started_processes() as self._processes:
             yield self
 
     def witnessed(self) -> contextlib.AbstractContextManager[None]:

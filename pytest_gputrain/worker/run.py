@@ -240,7 +240,8 @@ def _watched(
         training.step(True)
     moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
     if movement is not None:
-        movement.check(moved, reached, steps=steps, elsewhere=training.elsewhere)
+        # A step of own code may train but a part, as one of two players or the experts that are chosen.
+        movement.check(moved, (reached | moved) if own else reached, steps=steps, elsewhere=training.elsewhere)
     return flops
 
 

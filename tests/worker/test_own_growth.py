@@ -135,6 +135,45 @@ def test_the_line_of_the_user_s_file_is_named(tmp_path):
     assert "made by aten.addmm in test_leaking.py:10; let go of them (a loss that is kept without detach()" in reply.sentence
 
 
+@pytest.mark.parametrize("forgets", [True, False], ids=["without gradients", "with gradients"])
+def test_experts_that_are_seldom_chosen_train_and_keep_nothing(forgets):
+    def build(setup):
+        experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(12))
+        optimizer, turns = torch.optim.AdamW(experts.parameters()), iter(range(99))
+        setup.watch(experts)
+
+        def step():
+            loss = experts[next(turns) % 12](torch.ones(8, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=forgets)
+            return loss
+
+        return step
+
+    reply = run_here(MINE.replace(steps=9), build)
+    assert isinstance(reply, Measurement), reply
+
+
+def test_what_an_optimizer_collects_is_kept():
+    class Collects(torch.optim.SGD):
+        def step(self, closure=None):
+            (weight,) = self.param_groups[0]["params"]
+            self.state[weight].setdefault("past", []).append(weight.detach().clone())
+            return super().step(closure)
+
+    weight = torch.nn.Parameter(torch.ones(LARGE))
+    optimizer = Collects([weight], lr=0.1)
+
+    def step():
+        weight.grad = torch.ones(LARGE)
+        optimizer.step()
+
+    reply = run(step)
+    assert isinstance(reply, Crashed), reply
+    assert "mine keeps 256 KiB more of tensors after every step" in reply.sentence
+
+
 def test_growth_is_judged_by_rounds_of_an_accumulation():
     kept, calls = [], []
 
