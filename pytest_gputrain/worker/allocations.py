@@ -74,7 +74,7 @@ class AllocationCounter(SharedMode):
         return result
 
     def __enter__(self) -> AllocationCounter:
-        self._resizing = resizes_told_to(self._see_resized)
+        self._resizing = resizes_noted_by(self._see_resized)
         self._resizing.__enter__()
         self._phases.__enter__()
         super().__enter__()
@@ -95,7 +95,7 @@ class AllocationCounter(SharedMode):
 
 
 @contextlib.contextmanager
-def resizes_told_to(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def resizes_noted_by(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """A context in which ``seen`` gets every storage that Python code resizes, as FSDP does: no operator tells of it."""
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:

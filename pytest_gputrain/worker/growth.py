@@ -136,7 +136,7 @@ class Growth:
         Raises:
             CheckFailed: they do.
         """
-        (suspects,) = self._group.of_all(({"this"} if suspicious else set(),))
+        (suspects,) = self._group.union(({"this"} if suspicious else set(),))
         if not suspects:
             return
         ends = [_collected(training, allocated)]

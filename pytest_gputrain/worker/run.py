@@ -26,14 +26,14 @@ from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_by
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
-from pytest_gputrain.worker.loop import Stamped, schedule, timed
+from pytest_gputrain.worker.loop import TimedOnDevice, schedule, timed
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.straggler_clock import OwnWork
-from pytest_gputrain.worker.training import OPTIMIZERS, Custom, StepBuilder, Trainable, Training, load_builder
+from pytest_gputrain.worker.straggler_clock import StragglerClock
+from pytest_gputrain.worker.training import OPTIMIZERS, OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
 
 SEED: Final = 20_240_101
 
@@ -136,7 +136,7 @@ def _measure(
             own.growth.end_step(training, device.allocated_bytes())
         return told(step, seconds)
 
-    own_work, compile_calls = OwnWork(device), CompileCalls()
+    own_work, compile_calls = StragglerClock(device), CompileCalls()
     progress.enter("build")
     device.reset_peaks()
     with (
@@ -160,7 +160,7 @@ def _measure(
     warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, meet)
     group.barrier()
     progress.enter("measure")
-    stamped = Stamped(training.step, device)
+    stamped = TimedOnDevice(training.step, device)
     updates = schedule(_steps_to_time(task, training, group), case.gradient_accumulation)
     seconds = timed(stamped, updates, device.synchronize, done, met)
 
@@ -184,7 +184,7 @@ def _measure(
         device_used_bytes=peaks.used,
         peak_host_bytes=host,
         own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
-        uncompiled=compile_calls.seen and counter is not None,
+        uncompiled=compile_calls.any and counter is not None,
         counted_threads=max(1, len(counter.threads)) if own and counter is not None else 1,
         environment=environment_of(device, group),
     )
@@ -238,9 +238,9 @@ def _watched(
         movement.watching() if movement else contextlib.nullcontext(),
     ):
         training.step(True)
-    moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
+    moved, reached = group.union(movement.changes() if movement else (set(), set()))
     if movement is not None:
-        movement.check(moved, reached, steps=steps, elsewhere=training.elsewhere)
+        movement.check(moved, reached, steps=steps, remote_tensors=training.remote_tensors)
     return flops
 
 
@@ -334,7 +334,7 @@ def build(
     if not case.code and builder is None:
         return Training(case, task.scale, device, group, own_work_done, architecture)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
-    return Custom(case, task.scale, device, builder, group, own_work_done)
+    return OwnCodeTraining(case, task.scale, device, builder, group, own_work_done)
 
 
 def _known(count: int | None) -> int:

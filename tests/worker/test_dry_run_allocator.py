@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain.utils.units import GiB, KiB, MiB
-from pytest_gputrain.worker.dry_run.allocator import Allocator, NoRoom, replay
+from pytest_gputrain.worker.dry_run.allocator import Allocator, CapacityExceeded, replay
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 SIZES = st.one_of(
@@ -103,7 +103,7 @@ def test_a_segment_in_use_is_not_given_back():
     allocator = Allocator(capacity=60 * MiB)
     held = [allocator.allocate(15 * MiB) for _ in range(2)]
     allocator.free(held[0])
-    with pytest.raises(NoRoom):
+    with pytest.raises(CapacityExceeded):
         allocator.allocate(45 * MiB)
 
 
@@ -166,7 +166,7 @@ def test_what_always_holds(steps, expandable, capacity):
         else:
             try:
                 held.append(allocator.allocate(size))
-            except NoRoom:
+            except CapacityExceeded:
                 continue
             assert held[-1].size >= size
         assert allocator.allocated == sum(block.size for block in held)

@@ -16,7 +16,7 @@ from test_dry_run import CPU, H100, OWN, compare, predicted
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Prediction, Task
-from pytest_gputrain.worker.dry_run.patches import _WhenImported
+from pytest_gputrain.worker.dry_run.patches import _PatchWhenImported
 from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
@@ -198,7 +198,7 @@ def test_what_a_library_needs_is_done_when_it_is_imported(tmp_path, monkeypatch)
         yield mock.patch("latecomer.answer", return_value="fake")
 
     with contextlib.ExitStack() as stack:
-        finder = _WhenImported({"latecomer": patches}, stack)
+        finder = _PatchWhenImported({"latecomer": patches}, stack)
         monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
         import latecomer
 

@@ -9,8 +9,8 @@ from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.worker.dry_run import predict as predict_module
 from pytest_gputrain.worker.dry_run import tracker as tracker_module
-from pytest_gputrain.worker.dry_run.predict import Rehearsal, predict
-from pytest_gputrain.worker.dry_run.repetition import deepened
+from pytest_gputrain.worker.dry_run.predict import PredictionRun, predict
+from pytest_gputrain.worker.dry_run.repetition import extrapolate
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress
 
@@ -48,15 +48,15 @@ def test_a_deep_model_shows_what_follows_from_shallow_ones(case):
     load(case, predicted=True)
     architecture = architectures()[case.model]
     # What a first run leaves behind must not count for both.
-    deep = Rehearsal(task_of(case), Progress(None)).run(architecture.repeated(DEEP))
-    shallow = Rehearsal(task_of(case), Progress(None))
+    deep = PredictionRun(task_of(case), Progress(None)).run(architecture.repeated(DEEP))
+    shallow = PredictionRun(task_of(case), Progress(None))
     runs = []
 
     def run(count):
         runs.append(count)
         return shallow.run(architecture.repeated(count))
 
-    assert deepened(run, DEEP) == deep
+    assert extrapolate(run, DEEP) == deep
     assert max(runs) < DEEP
 
 
@@ -77,13 +77,13 @@ def depths(monkeypatch):
     """The repetitions of the models that run; None for the task's own."""
     load(PHI, predicted=True)  # which makes tensors that are none of the model's
     found = []
-    run = Rehearsal.run
+    run = PredictionRun.run
 
     def noted(self, architecture=None):
         found.append(architecture and architecture.repetitions)
         return run(self, architecture)
 
-    monkeypatch.setattr(Rehearsal, "run", noted)
+    monkeypatch.setattr(PredictionRun, "run", noted)
     return found
 
 
@@ -142,6 +142,6 @@ def test_a_model_whose_parameters_are_not_those_of_its_shallow_ones_runs_whole_a
 
 
 def test_what_does_not_follow_runs_whole(depths, monkeypatch):
-    monkeypatch.setattr(predict_module, "deepened", lambda run, repetitions: None)
+    monkeypatch.setattr(predict_module, "extrapolate", lambda run, repetitions: None)
     assert isinstance(predict(task_of(PHI.replace(method="full")), Progress(None)), Prediction)
     assert depths == [None]

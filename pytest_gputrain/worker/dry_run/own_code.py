@@ -45,7 +45,7 @@ def patches(gpu: torch.device | None) -> Iterator[Any]:
         yield mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": str(gpu)})
 
 
-def of_trainer(gpu: torch.device) -> Iterator[Any]:
+def trainer_patches(gpu: torch.device) -> Iterator[Any]:
     """transformers' Trainer moves batches to this, which is the host under ``use_cpu=not torch.cuda.is_available()``."""
     module = sys.modules["transformers.training_args"]
 
@@ -61,7 +61,7 @@ def _yes() -> bool:
     return True
 
 
-def of_dynamo() -> Iterator[Any]:
+def dynamo_patches() -> Iterator[Any]:
     """Refuse what would be compiled; what torch.compiler.set_stance or TORCH_COMPILE_DISABLE keeps as it is runs."""
     eval_frame = sys.modules["torch._dynamo.eval_frame"]
     choose = eval_frame._callback_from_stance
