@@ -172,9 +172,9 @@ def test_what_always_holds(steps, expandable, capacity):
         assert allocator.allocated == sum(block.size for block in held)
         assert allocator.allocated <= allocator.reserved <= allocator.peak_reserved
         assert capacity is None or allocator.peak_reserved <= capacity
-        places = sorted((block.small, block.segment, block.address, block.size) for block in held)
-        for one, other in itertools.pairwise(places):
-            assert one[:2] != other[:2] or one[2] + one[3] <= other[2], "blocks overlap"
+        ranges = sorted((block.small, block.segment, block.address, block.size) for block in held)
+        for block, following in itertools.pairwise(ranges):
+            assert block[:2] != following[:2] or block[2] + block[3] <= following[2], "blocks overlap"
     for block in held:
         allocator.free(block)
     allocator.empty_cache()

@@ -39,8 +39,8 @@ def refused(build, target=H100):
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_work_is_that_of_a_step(accumulation):
     def build(setup):
-        one = torch.ones(64, 64, device=setup.device)
-        return doing(lambda: one @ one @ one)
+        matrix = torch.ones(64, 64, device=setup.device)
+        return doing(lambda: matrix @ matrix @ matrix)
 
     case = OWN.replace(gradient_accumulation=accumulation)
     compare(case, build)
@@ -329,10 +329,10 @@ def test_training_by_hand_on_the_host_is_refused():
 
 def test_another_thread_that_computes_is_refused():
     def build(setup):
-        one = torch.ones(64, 64, device=setup.device)
+        matrix = torch.ones(64, 64, device=setup.device)
 
         def step():
-            thread = threading.Thread(target=lambda: one @ one, name="beside")
+            thread = threading.Thread(target=lambda: matrix @ matrix, name="beside")
             thread.start()
             thread.join()
 

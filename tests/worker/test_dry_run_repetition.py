@@ -20,15 +20,15 @@ DEEP = 7
 
 def repeating():
     """A case of each class of models that repeat blocks, with each method of Llama, and a sharded one of each library."""
-    found = {}
+    cases = {}
     for case in [*(case for _, case in declared()), *(case for _, case in declared(several=True))]:
         part = architectures()[case.model].trained_part
         if not part.repeats or case.parallel not in ("single", "fsdp"):
             continue
         kind = part.model_class if case.parallel == "single" else part.library
         method = case.method if case.model == "llama-3.1-8b" else ""
-        found.setdefault((kind, case.parallel, method), case.replace(compile="off"))
-    return list(found.values())
+        cases.setdefault((kind, case.parallel, method), case.replace(compile="off"))
+    return list(cases.values())
 
 
 CASES = repeating()
@@ -76,27 +76,27 @@ def test_every_kind_of_block_is_repeated_as_often():
 def depths(monkeypatch):
     """The repetitions of the models that run; None for the task's own."""
     load(PHI, predicted=True)  # which makes tensors that are none of the model's
-    found = []
+    repetitions = []
     run = PredictionRun.run
 
     def noted(self, architecture=None):
-        found.append(architecture and architecture.repetitions)
+        repetitions.append(architecture and architecture.repetitions)
         return run(self, architecture)
 
     monkeypatch.setattr(PredictionRun, "run", noted)
-    return found
+    return repetitions
 
 
 PHI = next(case for case in CASES if case.model == "phi-3-mini-128k")
 
 
 def test_a_prediction_runs_shallow_models_only_and_is_the_whole_ones(depths):
-    found = predict(task_of(PHI), Progress(None))
+    prediction = predict(task_of(PHI), Progress(None))
     assert depths == [2, 3, 4]
-    assert isinstance(found, Prediction)
-    assert found == predict(task_of(PHI), Progress(None), whole=True)
+    assert isinstance(prediction, Prediction)
+    assert prediction == predict(task_of(PHI), Progress(None), whole=True)
     assert depths[3:] == [None]
-    assert found.parameters == architectures()[PHI.model].trained_part.parameters["full"]
+    assert prediction.parameters == architectures()[PHI.model].trained_part.parameters["full"]
 
 
 @pytest.mark.parametrize("change", [{"activation_checkpointing": 0.5}, {"parallel": "ddp", "gpus": 2}])

@@ -92,13 +92,13 @@ def test_two_threads_at_once_are_counted_together():
     pool, meeting = ThreadPoolExecutor(2), threading.Barrier(2)
 
     def half():
-        kept = torch.ones(WIDTH, WIDTH)
+        matrix = torch.ones(WIDTH, WIDTH)
         meeting.wait(timeout=10)
-        return kept @ kept
+        return matrix @ matrix
 
     def step():
         halves = [pool.submit(half) for _ in range(2)]
-        [one.result() for one in halves]
+        [future.result() for future in halves]
 
     reply = measured(MINE, lambda setup: step)
     assert reply.flops_per_step == 2 * FLOPS
@@ -152,11 +152,11 @@ def test_where_an_allocator_counts_memory_only_products_of_other_threads_matter(
             step()
         return own.check(flops, SimpleNamespace(model=None, losses=[]), lambda: None)
 
-    known = checked(in_a_loop("copier", lambda: torch.ones(8) + 1))
-    unknown = checked(in_a_loop("looper"))
-    assert known == ((), True)
-    assert not unknown.knows_flops
-    (note,) = unknown.notes
+    copying = checked(in_a_loop("copier", lambda: torch.ones(8) + 1))
+    multiplying = checked(in_a_loop("looper"))
+    assert copying == ((), True)
+    assert not multiplying.knows_flops
+    (note,) = multiplying.notes
     assert note.startswith("FLOPs are not known, because a step runs operators on the thread 'looper', where they are not")
 
 
