@@ -1,4 +1,4 @@
-"""Live tensor storages on a CPU, counted one by one."""
+"""Counts live tensor storages on a CPU, one by one, where no allocator does."""
 
 from __future__ import annotations
 

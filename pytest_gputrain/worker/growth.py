@@ -1,4 +1,4 @@
-"""Memory that own code keeps from step to step: a leak, or a buffer that its test allows."""
+"""Finds memory that own code keeps from step to step: a leak, or a buffer that its test allows."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ class Growth:
         mean = (ends[-1] - ends[0]) / _ROUNDS
         after = "step" if self._steps == 1 else f"round of {self._steps} steps"
         raise CheckFailed(
-            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.told()}; let go of them (a "
-            "loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
+            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.largest()}; let go of them "
+            "(a loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
             f"{_marker(mean)}"
         )
 
@@ -191,16 +191,16 @@ class _Makers(SharedMode):
                 self._rounds[-1][storage._cdata] = weakref.ref(storage), maker, storage.nbytes()
         return result
 
-    def told(self) -> str:
-        """What is left over of the rounds before the last, whose last tensors may still be in use: the largest of it."""
+    def largest(self) -> str:
+        """Describe the largest of what is left over of all rounds but the last, whose tensors may still be in use."""
         kept: defaultdict[_Maker, list[int]] = defaultdict(list)
-        for made in self._rounds[:-1]:
-            for reference, maker, size in made.values():
+        for storages in self._rounds[:-1]:
+            for reference, maker, size in storages.values():
                 if reference() is not None:
                     kept[maker].append(size)
         if not kept:
             return ""
-        maker = max(kept, key=lambda one: sum(kept[one]))
+        maker = max(kept, key=lambda maker: sum(kept[maker]))
         where = f" in {maker.line}" if maker.line else ""
         shape = f"{maker.dtype} {list(maker.shape)}"
         return f", most of it {shape} ({format_bytes(max(kept[maker]))}) made by {maker.operator}{where}"

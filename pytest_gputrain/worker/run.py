@@ -1,4 +1,4 @@
-"""One case from its task to its reply."""
+"""Runs one case, from its task to its reply: builds it, counts, warms up, times and checks its steps."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _measure(
 ) -> Measurement:
     case = task.case
 
-    def told(step: int, seconds: float) -> bool:
+    def report(step: int, seconds: float) -> bool:
         progress.stepped(step, seconds, device.allocated_bytes())
         # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of several
         # processes none may end before the others.
@@ -124,17 +124,17 @@ def _measure(
     # Asynchronous workers meet once: how far one runs ahead of another is their own affair.
     meet = _nobody if case.asynchronous else group.barrier
 
-    def met() -> None:
+    def begin_step() -> None:
         meet()
         if own:
             own.growth.begin_step()
         own_work.begin()
 
-    def done(step: int, seconds: float) -> bool:
+    def end_step(step: int, seconds: float) -> bool:
         own_work.note()
         if own:
             own.growth.end_step(training, device.allocated_bytes())
-        return told(step, seconds)
+        return report(step, seconds)
 
     own_work, compile_calls = StragglerClock(device), CompileCalls()
     progress.enter("build")
@@ -157,12 +157,12 @@ def _measure(
     gc.collect()
     gc.freeze()
     progress.enter("warmup")
-    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, meet)
+    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, report, meet)
     group.barrier()
     progress.enter("measure")
     stamped = TimedOnDevice(training.step, device)
     updates = schedule(_steps_to_time(task, training, group), case.gradient_accumulation)
-    seconds = timed(stamped, updates, device.synchronize, done, met)
+    seconds = timed(stamped, updates, device.synchronize, end_step, begin_step)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -192,8 +192,8 @@ def _measure(
     progress.enter("check")
     check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
     if task.curve:
-        made = (0 if counter is None else len(counted_steps(case))) + len(warmup) + len(seconds)
-        losses = finite_losses(losses, case.model, steps=made)[: case.steps]
+        step_count = (0 if counter is None else len(counted_steps(case))) + len(warmup) + len(seconds)
+        losses = finite_losses(losses, case.model, steps=step_count)[: case.steps]
     else:
         check_losses(losses)
     # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator has kept.
@@ -358,8 +358,8 @@ def model_bytes(model: nn.Module, device: torch.device | None = None) -> int:
                 yield from (value for value in vars(state).values() if isinstance(value, Tensor))
                 state = getattr(state, "state2", None)
 
-    found = (tensor for tensor in map(local, tensors()) if device is None or tensor.device == device)
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
+    on_device = (tensor for tensor in map(local, tensors()) if device is None or tensor.device == device)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in on_device}
     return sum(storages.values())
 
 

@@ -1,4 +1,4 @@
-"""Live tensor storages, each followed until it dies."""
+"""Follows live tensor storages, each until it dies, and writes a trace of them."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Storages:
         """Note a storage that is new, or has become larger or smaller: for a moment there are both, as one is copied."""
         key = storage._cdata
         with self._lock:
-            known = self._sizes.get(key)
-            if known is None:
+            size_before = self._sizes.get(key)
+            if size_before is None:
                 self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-            if known != size:
+            if size_before != size:
                 before = self._numbers.pop(key, None)
                 self._sizes[key] = size
                 if size:
