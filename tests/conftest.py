@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Fixtures and settings for all tests."""
 
 import contextlib
 import signal

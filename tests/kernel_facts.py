@@ -42,8 +42,8 @@ class Fact:
 
     def observed(self, device, watched):
         """The four figures, where ``watched(function)`` returns a result and the bytes it allocated and, negative, freed."""
-        given = [one.on(device) for one in self.given]
-        result, events = watched(lambda: self.call(*given))
+        arguments = [argument.on(device) for argument in self.given]
+        result, events = watched(lambda: self.call(*arguments))
         forward = summed(events)
         if not result.requires_grad:
             return forward, (0, 0)

@@ -94,15 +94,15 @@ class Leftovers:
 
     def processes(self, but: Collection[int] = ()) -> list[str]:
         """Command lines of those that live; zombies are dead."""
-        found = []
+        command_lines = []
         for process in psutil.process_iter():
             try:
                 mine = process.environ().get("LEFTOVERS_OF") == self._mark and process.status() != psutil.STATUS_ZOMBIE
                 if mine and process.pid not in but:
-                    found.append(f"{process.pid}: {' '.join(process.cmdline())}")
+                    command_lines.append(f"{process.pid}: {' '.join(process.cmdline())}")
             except psutil.Error:
                 continue
-        return found
+        return command_lines
 
     def all(self, but: Collection[int] = (), seconds: float = 3) -> list[str]:
         """Everything, once ``seconds`` have not been enough for it to go.

@@ -70,7 +70,7 @@ class Job(NamedTuple):
     in_doubt: bool
 
 
-class Known(NamedTuple):
+class PredictedCase(NamedTuple):
     """A case of this project's suites."""
 
     start_seconds: float
@@ -97,7 +97,7 @@ class Suites:
         lines = read(history, _Line, lambda warning: None) if history else ()
         measured = {(line.suite, line.key): line.median_step_seconds for _, line in lines if line.platform == PLATFORM}
         predictions, published = PredictionStore(BASELINES), PublishedStore.beside(BASELINES)
-        self.known, self.ratios = [], []
+        self.recorded, self.ratios = [], []
         for path in sorted((BASELINES / "dry-run" / PLATFORM).glob("*.json")):
             for key, recorded in predictions.suite(PLATFORM, path.stem).items():
                 least, case = recorded.predictions[-1].roofline_seconds, recorded.case
@@ -106,7 +106,7 @@ class Suites:
                 count = case.steps + case.warmup
                 seconds = measured.get((path.stem, key_of(case, "full")))
                 start = START_SECONDS + START_SECONDS_OF_A_BILLION * (recorded.predictions[-1].parameters or 0) / 1e9
-                self.known.append(Known(start, least * count, None if seconds is None else seconds * count))
+                self.recorded.append(PredictedCase(start, least * count, None if seconds is None else seconds * count))
                 row = published.get(PLATFORM, path.stem, key)
                 if row is not None and row.figures and (figure := row.figures["pytorch"].step_seconds) is not None:
                     self.ratios.append(figure.middle / least)
@@ -121,17 +121,22 @@ class Suites:
             forecast: share of the cases that have one.
             longest: seconds that no case exceeds.
         """
-        of = self.rng.choice(list(widths), cases, p=list(widths.values())) if widths else np.ones(cases, int)
-        which, ratios = self.rng.integers(len(self.known), size=cases), self.rng.choice(self.ratios, cases)
-        foretold, doubtful = self.rng.random(cases) < forecast, self.rng.random(cases) < IN_DOUBT
+        widths_of_cases = self.rng.choice(list(widths), cases, p=list(widths.values())) if widths else np.ones(cases, int)
+        which, ratios = self.rng.integers(len(self.recorded), size=cases), self.rng.choice(self.ratios, cases)
+        have_forecast, doubtful = self.rng.random(cases) < forecast, self.rng.random(cases) < IN_DOUBT
         suite = []
-        for known, ratio, nodes, told, doubt in zip(
-            map(self.known.__getitem__, which), ratios.tolist(), of.tolist(), foretold, doubtful.tolist(), strict=True
+        for recorded, ratio, nodes, has_forecast, doubt in zip(
+            map(self.recorded.__getitem__, which),
+            ratios.tolist(),
+            widths_of_cases.tolist(),
+            have_forecast,
+            doubtful.tolist(),
+            strict=True,
         ):
-            steps = known.forecast * ratio if known.steps_seconds is None else known.steps_seconds
-            seconds = min(longest, known.start_seconds + steps)
-            guess = known.forecast if known.steps_seconds is None else known.steps_seconds
-            suite.append(Job(seconds, nodes, guess if told else 0.0, doubt))
+            steps = recorded.forecast * ratio if recorded.steps_seconds is None else recorded.steps_seconds
+            seconds = min(longest, recorded.start_seconds + steps)
+            guess = recorded.forecast if recorded.steps_seconds is None else recorded.steps_seconds
+            suite.append(Job(seconds, nodes, guess if has_forecast else 0.0, doubt))
         return suite
 
     def shuffled(self, jobs: Sequence[Job], runs: int) -> list[int]:
@@ -220,8 +225,8 @@ class Fleet:
                     to_submit.appendleft(test)
                 else:
                     test += 1
-            room = min(self.window, seen_running + max(seen_running, self.least_waiting))
-            while to_submit and submitted - seen_ended < room:
+            limit = min(self.window, seen_running + max(seen_running, self.least_waiting))
+            while to_submit and submitted - seen_ended < limit:
                 submitted, idle_at = submitted + 1, max(clock, idle_at) + self.submit_seconds
                 at(idle_at, "arrives", to_submit.popleft())
             while queued and jobs[queued[0]].nodes <= free:
@@ -237,45 +242,45 @@ _FLEET: Final = Fleet()
 def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
     """The claims one by one, then what is not claimed."""
 
-    def told(
+    def row(
         setting: str,
         cases: int,
         limit: float | None,
         *,
         fleet: Fleet = _FLEET,
-        by: Rule = rule,
+        rule_of_row: Rule = rule,
         runs: int = 1,
-        **how: Any,
+        **draw_options: Any,
     ) -> Row:
         excesses = []
         for _ in range(max(2, replicates * 500 // cases)):
-            jobs = suites.draw(cases, **how)
+            jobs = suites.draw(cases, **draw_options)
             shortest = least(jobs, fleet.nodes, doubts=fleet.doubt != "none", runs=runs)
-            excesses.append(100 * (fleet.makespan(jobs, by(suites, jobs, runs)) / shortest - 1))
+            excesses.append(100 * (fleet.makespan(jobs, rule_of_row(suites, jobs, runs)) / shortest - 1))
         claim = f"over the least{'' if limit is None else f' <= {limit:g} %'}"
         middle, most = float(np.median(excesses)), float(np.quantile(excesses, 0.99))
         return Row(setting, claim, middle, most, limit, unit=" %", digits=1)
 
-    yield told("500 cases", 500, 10)
-    yield told("500 cases of 10 minutes at most", 500, 10, longest=600)
-    yield told("500 cases of 1 to 8 nodes", 500, 10, widths=WIDTHS)
-    yield told("10,000 cases", 10_000, 10)
-    yield told("10,000 cases of 1 to 8 nodes", 10_000, 10, widths=WIDTHS)
-    yield told("500 cases, 11 % in doubt", 500, 10, fleet=Fleet(doubt="at once"))
-    yield told("10,000 cases, 11 % in doubt", 10_000, 10, fleet=Fleet(doubt="at once"))
-    yield told("500 cases, five runs of each", 500, 10, runs=5)
-    yield told("500 cases, a fifth of them unknown", 500, None, forecast=0.8)
-    yield told("500 cases, a window of 64", 500, None, fleet=Fleet(window=64))
-    yield told("10,000 cases, a window of 64", 10_000, None, fleet=Fleet(window=64))
-    yield told("500 cases, submitted in 0.5 s each", 500, None, fleet=Fleet(submit_seconds=0.5))
-    yield told("500 cases, in no order", 500, None, by=RULES["random"])
-    yield told("500 cases of 10 minutes at most, in no order", 500, None, by=RULES["random"], longest=600)
-    yield told("500 cases, the shortest first", 500, None, by=RULES["shortest"])
-    yield told("10,000 cases, in no order", 10_000, None, by=RULES["random"])
-    yield told("of 10 minutes at most, 11 % in doubt", 500, None, fleet=Fleet(doubt="at once"), longest=600)
-    yield told("of 10 minutes at most, in doubt, behind", 500, None, fleet=Fleet(doubt="behind"), longest=600)
-    yield told("500 cases, 11 % in doubt, tests ask", 500, None, fleet=Fleet(doubt="asked for"))
-    yield told("10,000 cases, 11 % in doubt, tests ask", 10_000, None, fleet=Fleet(doubt="asked for"))
+    yield row("500 cases", 500, 10)
+    yield row("500 cases of 10 minutes at most", 500, 10, longest=600)
+    yield row("500 cases of 1 to 8 nodes", 500, 10, widths=WIDTHS)
+    yield row("10,000 cases", 10_000, 10)
+    yield row("10,000 cases of 1 to 8 nodes", 10_000, 10, widths=WIDTHS)
+    yield row("500 cases, 11 % in doubt", 500, 10, fleet=Fleet(doubt="at once"))
+    yield row("10,000 cases, 11 % in doubt", 10_000, 10, fleet=Fleet(doubt="at once"))
+    yield row("500 cases, five runs of each", 500, 10, runs=5)
+    yield row("500 cases, a fifth of them unknown", 500, None, forecast=0.8)
+    yield row("500 cases, a window of 64", 500, None, fleet=Fleet(window=64))
+    yield row("10,000 cases, a window of 64", 10_000, None, fleet=Fleet(window=64))
+    yield row("500 cases, submitted in 0.5 s each", 500, None, fleet=Fleet(submit_seconds=0.5))
+    yield row("500 cases, in no order", 500, None, rule_of_row=RULES["random"])
+    yield row("500 cases of 10 minutes at most, in no order", 500, None, rule_of_row=RULES["random"], longest=600)
+    yield row("500 cases, the shortest first", 500, None, rule_of_row=RULES["shortest"])
+    yield row("10,000 cases, in no order", 10_000, None, rule_of_row=RULES["random"])
+    yield row("of 10 minutes at most, 11 % in doubt", 500, None, fleet=Fleet(doubt="at once"), longest=600)
+    yield row("of 10 minutes at most, in doubt, behind", 500, None, fleet=Fleet(doubt="behind"), longest=600)
+    yield row("500 cases, 11 % in doubt, tests ask", 500, None, fleet=Fleet(doubt="asked for"))
+    yield row("10,000 cases, 11 % in doubt, tests ask", 10_000, None, fleet=Fleet(doubt="asked for"))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -287,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     seconds, ratios = [job.seconds for job in jobs], suites.ratios
     print(f"seed {given.seed}, {given.replicates} suites, {given.rule} first, {NODES} nodes")
     print(
-        f"{len(suites.known)} predicted cases; {len(ratios)} published ones took {min(ratios):.1f} to {max(ratios):.1f} "
+        f"{len(suites.recorded)} predicted cases; {len(ratios)} published ones took {min(ratios):.1f} to {max(ratios):.1f} "
         f"times the least, {np.median(ratios):.1f} in the middle; a case takes {np.mean(seconds):.0f} s, half of them "
         f"{np.median(seconds):.0f} s or less, the longest {max(seconds) / 60:.0f} min"
     )

@@ -39,7 +39,7 @@ class Failure(NamedTuple):
     seed: int
     where: str
     """The line that it ends at, by which failures are told apart."""
-    told: str
+    detail: str
 
 
 def attempt(reader: Reader, seed: int, scratch: Scratch) -> tuple[str, Failure | None]:
@@ -57,8 +57,8 @@ def attempt(reader: Reader, seed: int, scratch: Scratch) -> tuple[str, Failure |
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}"
-        told = "".join(traceback.format_exception(error)[-6:]) + f"input: {data[:300]!r}"
-        return "failed", Failure(reader.name, seed, where, told)
+        detail = "".join(traceback.format_exception(error)[-6:]) + f"input: {data[:300]!r}"
+        return "failed", Failure(reader.name, seed, where, detail)
     return "accepted", None
 
 
@@ -82,18 +82,18 @@ def run(readers: list[Reader], inputs: int, seed: int) -> int:
         start = time.process_time()
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
             scratch = Scratch(Path(folder))
-            for one in seeds_of(reader, seed, count):
-                outcome, failure = attempt(reader, one, scratch)
+            for input_seed in seeds_of(reader, seed, count):
+                outcome, failure = attempt(reader, input_seed, scratch)
                 outcomes[outcome] += 1
                 if failure is not None:
                     failures.setdefault((failure.reader, failure.where), []).append(failure)
         total += count
-        told = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.most_common())
-        print(f"{reader.name:12} {count:9,} inputs {time.process_time() - start:6.0f} s: {told}", flush=True)
+        counts = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.most_common())
+        print(f"{reader.name:12} {count:9,} inputs {time.process_time() - start:6.0f} s: {counts}", flush=True)
     print(f"{total:,} inputs in {time.monotonic() - began:.0f} s, {sum(map(len, failures.values())):,} failures")
-    for found in list(failures.values())[:SHOWN]:
+    for alike in list(failures.values())[:SHOWN]:
         print(
-            f"\n{found[0].reader}, {len(found):,} times, for one --seed {found[0].seed}: {found[0].where}\n{found[0].told}"
+            f"\n{alike[0].reader}, {len(alike):,} times, for one --seed {alike[0].seed}: {alike[0].where}\n{alike[0].detail}"
         )
     return len(failures)
 

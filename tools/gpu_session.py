@@ -121,24 +121,24 @@ def collected(asked: Asked) -> list[str]:
 def ordered(nodes: Sequence[str], marker: str) -> list[str]:
     """Those first that are known to take least memory, so that the first call has figures of many."""
     store = PredictionStore(ROOT / "baselines")
-    known = {}
+    predicted_bytes = {}
     for node in nodes:
         suite = Path(node.partition("::")[0]).stem.removeprefix("test_")
-        found = predicted(store, marker, suite, case_of(node))
-        known[node] = found.peak_allocated_bytes if found else sys.maxsize
-    return sorted(nodes, key=known.__getitem__)
+        prediction = predicted(store, marker, suite, case_of(node))
+        predicted_bytes[node] = prediction.peak_allocated_bytes if prediction else sys.maxsize
+    return sorted(nodes, key=predicted_bytes.__getitem__)
 
 
 def predicted(store: PredictionStore, platform: str, suite: str, key: str) -> Prediction | None:
     """For the platform, or for an H100, whose kernels take the same memory as those of its kin."""
-    found = (store.suite(platform, suite) or store.suite("h100", suite)).get(key)
-    return found.predictions[-1] if found else None
+    entry = (store.suite(platform, suite) or store.suite("h100", suite)).get(key)
+    return entry.predictions[-1] if entry else None
 
 
 def left_over(todo: Iterator[Step], done: Sequence[Done], seconds_left: float) -> Step | None:
     """The next step that is not done and that may end in time; None where there is none."""
-    names = {one.name for one in done}
-    slowest = max((one.seconds for one in done if one.name not in ("driver", "tests")), default=0.0)
+    names = {finished.name for finished in done}
+    slowest = max((finished.seconds for finished in done if finished.name not in ("driver", "tests")), default=0.0)
     if seconds_left < max(LEAST_SECONDS, slowest):
         return None
     return next((step for step in todo if step.name not in names), None)
@@ -154,8 +154,8 @@ def work(asked: Asked, seconds: float) -> int:
     end = time.monotonic() + seconds
     failed = False
     while True:
-        left = end - time.monotonic()
-        step = left_over(steps(asked), log_of(asked.folder), left)
+        seconds_left = end - time.monotonic()
+        step = left_over(steps(asked), log_of(asked.folder), seconds_left)
         if step is None:
             break
         begin = time.monotonic()
@@ -166,10 +166,10 @@ def work(asked: Asked, seconds: float) -> int:
             output.flush()
             try:
                 status = subprocess.run(
-                    step.command, cwd=ROOT, stdout=output, stderr=output, timeout=left, check=False
+                    step.command, cwd=ROOT, stdout=output, stderr=output, timeout=seconds_left, check=False
                 ).returncode
             except subprocess.TimeoutExpired:
-                if left < seconds - 1:  # of less than a whole call
+                if seconds_left < seconds - 1:  # of less than a whole call
                     print(f"{step.name} was cut off, and is tried again by the next call")
                     break
                 status = TIMED_OUT
@@ -180,7 +180,7 @@ def work(asked: Asked, seconds: float) -> int:
             f"{step.name}: {'done' if status == 0 else f'exit status {status}, see output.txt'} in {took:.0f} s", flush=True
         )
         failed = failed or status != 0
-    names = {one.name for one in log_of(asked.folder)}
+    names = {finished.name for finished in log_of(asked.folder)}
     left_names = [step.name for step in steps(asked) if step.name not in names]
     print(f"{len(names)} steps done, {len(left_names)} left{': call again' if left_names else ''}")
     return int(failed)
@@ -189,11 +189,11 @@ def work(asked: Asked, seconds: float) -> int:
 def rows(folder: Path) -> list[tuple[str, ...]]:
     """A row for each case of each report, measured figures with the predicted memory beside them."""
     store = PredictionStore(ROOT / "baselines")
-    found = []
+    table_rows = []
     for path in sorted((folder / "reports").glob("*.json")):
         for result in read_report(path).results:
-            found.append(_row(path.stem, result, store))
-    return found
+            table_rows.append(_row(path.stem, result, store))
+    return table_rows
 
 
 def _row(name: str, result: Result, store: PredictionStore) -> tuple[str, ...]:

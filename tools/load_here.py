@@ -67,16 +67,16 @@ def run(folder: Path, cases: int, steps: int, options: list[str]) -> dict[str, f
     )
     if done.returncode or f"{cases} passed" not in done.stdout:
         raise SystemExit(f"pytest failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    told: dict[str, float] = json.loads((folder / "load-parent.json").read_text())
-    return told
+    figures: dict[str, float] = json.loads((folder / "load-parent.json").read_text())
+    return figures
 
 
-def closing(told: dict[str, float]) -> float:
-    return told["finish_cpu_seconds"] + told["table_cpu_seconds"]
+def closing(figures: dict[str, float]) -> float:
+    return figures["finish_cpu_seconds"] + figures["table_cpu_seconds"]
 
 
-def peak(told: dict[str, float]) -> float:
-    return max(value for name, value in told.items() if name.endswith("_peak_bytes"))
+def peak(figures: dict[str, float]) -> float:
+    return max(value for name, value in figures.items() if name.endswith("_peak_bytes"))
 
 
 class Table:
@@ -94,20 +94,25 @@ def load(table: Table, folder: Path, cases: int, steps: int, workers: int) -> No
     """Runs of growing size."""
     counts = [max(1, cases // 10), max(1, 3 * cases // 10), cases]
     modes = MODES | ({f"judge, {workers} workers": ["-n", str(workers)]} if workers else {})
-    told: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    figures: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
     for count in counts:
-        own = folder / str(count)
-        own.mkdir()
+        run_folder = folder / str(count)
+        run_folder.mkdir()
         for mode, options in modes.items():
-            told[mode].append(run(own, count, steps, options))
-            last = told[mode][-1]
+            figures[mode].append(run(run_folder, count, steps, options))
+            last = figures[mode][-1]
             each = f"{1000 * last['run_cpu_seconds'] / count:.1f} ms a case, {closing(last):.1f} s to close"
             kept = peak(last) < MOST_BYTES and closing(last) < MOST_CLOSING_SECONDS * max(1, count / 10_000)
             table.tell(f"{count:,} cases, {mode}", f"{each}, peak {peak(last) / 2**20:.0f} MiB", kept)
-        sizes = {path.name: path.stat().st_size >> 20 for path in own.rglob("*.json*") if path.name != "load-parent.json"}
+        sizes = {
+            path.name: path.stat().st_size >> 20 for path in run_folder.rglob("*.json*") if path.name != "load-parent.json"
+        }
         print("     " + ", ".join(f"{name} {size:,} MiB" for name, size in sorted(sizes.items()) if size))
-    for mode, runs in told.items():
-        for what, taken in (("run", [one["run_cpu_seconds"] for one in runs]), ("close", list(map(closing, runs)))):
+    for mode, runs in figures.items():
+        for what, taken in (
+            ("run", [run_figures["run_cpu_seconds"] for run_figures in runs]),
+            ("close", list(map(closing, runs))),
+        ):
             power = math.log(taken[-1] / taken[0]) / math.log(counts[-1] / counts[0])
             table.tell(f"exponent of {what}, {mode}", f"{power:.2f}", power < MOST_EXPONENT)
 
@@ -149,8 +154,8 @@ def history(table: Table, folder: Path, count: int) -> None:
             _, status, usage = os.wait4(process.pid, 0)
         if os.waitstatus_to_exitcode(status):
             raise SystemExit("gputrain trend failed")
-        found: list[dict[str, Any]] = json.loads((folder / "trends.json").read_text())["courses"]
-        changed = {course["key"] for course in found if course["changes"]}
+        trends: list[dict[str, Any]] = json.loads((folder / "trends.json").read_text())["courses"]
+        changed = {course["key"] for course in trends if course["changes"]}
         seconds, most = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
         taken.append((most, seconds))
         shown = f"{size >> 20:,} MiB, {seconds:.0f} s of one core, peak {most >> 20} MiB, {len(changed):,} cases changed"

@@ -58,7 +58,7 @@ class Noise:
     """Share of processes that are bad."""
 
 
-class Bench:
+class SimulatedMachine:
     """Processes of a simulated machine; figures are logarithms of seconds."""
 
     def __init__(self, seed: int) -> None:
@@ -80,18 +80,18 @@ class Bench:
             logs += np.where(self.rng.random((cases, runs)) < noise.bad, slower, 0)
         return logs
 
-    def case(self, cases: int, known: int, noise: Noise, *, days: bool = True) -> tuple[Array, Array]:
+    def case(self, cases: int, baseline_runs: int, noise: Noise, *, days: bool = True) -> tuple[Array, Array]:
         """Baselines, and five runs of today.
 
         Args:
             days: every run of a baseline is of another day, not all of one.
         """
-        base = self.runs(cases, known, noise) + self.rng.normal(0, noise.day, (cases, known if days else 1))
+        base = self.runs(cases, baseline_runs, noise) + self.rng.normal(0, noise.day, (cases, baseline_runs if days else 1))
         return base, self.runs(cases, stats.MOST_RUNS, noise) + self.rng.normal(0, noise.day, (cases, 1))
 
-    def suite(self, known: int, noise: Noise, *, days: bool) -> tuple[Array, Array]:
+    def suite(self, baseline_runs: int, noise: Noise, *, days: bool) -> tuple[Array, Array]:
         """Likewise, of cases that share their days."""
-        base = self.runs(CASES, known, noise) + self.rng.normal(0, noise.day, known if days else 1)
+        base = self.runs(CASES, baseline_runs, noise) + self.rng.normal(0, noise.day, baseline_runs if days else 1)
         return base, self.runs(CASES, stats.MOST_RUNS, noise) + self.rng.normal(0, noise.day)
 
 
@@ -102,9 +102,9 @@ def _centre(base: Array) -> Array:
 
 def _limit(base: Array, new: Array, tolerance: float, prior: Array, sds: float) -> Array:
     """Of every case, by its baseline and the runs so far."""
-    known, found = base.shape[1], new.shape[1]
-    parts = [abs(base - _centre(base)[:, None])] if known > 1 else []
-    parts += [abs(new - np.median(new, axis=1)[:, None])] if found > 1 else []
+    baseline_runs, new_runs = base.shape[1], new.shape[1]
+    parts = [abs(base - _centre(base)[:, None])] if baseline_runs > 1 else []
+    parts += [abs(new - np.median(new, axis=1)[:, None])] if new_runs > 1 else []
     weighted = stats.PRIOR_WEIGHT * prior**2
     squares = weighted
     if parts:
@@ -112,8 +112,8 @@ def _limit(base: Array, new: Array, tolerance: float, prior: Array, sds: float) 
         spread = (stats.NORMAL_MAD * np.median(dev, axis=1)) ** 2
         first = np.sqrt((weighted + dev.shape[1] * spread) / (stats.PRIOR_WEIGHT + dev.shape[1]))
         squares = weighted + (np.minimum(dev, stats.WINSOR * first[:, None]) ** 2).sum(axis=1)
-    sd = np.sqrt(squares / (stats.PRIOR_WEIGHT + known - 1 + found - 1))
-    bound = sds * sd * math.sqrt(0.65 + 1.15 / known)
+    sd = np.sqrt(squares / (stats.PRIOR_WEIGHT + baseline_runs - 1 + new_runs - 1))
+    bound = sds * sd * math.sqrt(0.65 + 1.15 / baseline_runs)
     return np.asarray(np.maximum(math.log1p(tolerance), bound))
 
 
@@ -154,39 +154,44 @@ def once(base: Array, new: Array, *, tolerance: float, prior: float = stats.PRIO
 RULES: Final[dict[str, Rule]] = {"vote": vote, "mean": mean_of_three, "once": once}
 
 
-def differs_from_the_rule(bench: Bench, cases: int = 1000) -> str:
+def differs_from_the_rule(machine: SimulatedMachine, cases: int = 1000) -> str:
     """Where the vectorised rule says other than `pytest_gputrain.gate.statistics.decide`; empty where nowhere."""
-    for known in (1, 2, 4, 5, 20):
+    for baseline_runs in (1, 2, 4, 5, 20):
         noise = Noise(process=0.015, bad=0.05)
-        base, new = bench.case(cases, known, noise)
-        new += bench.rng.uniform(-0.02, 0.08, (cases, 1))
-        shift = np.where(bench.rng.random(cases) < 0.5, bench.rng.normal(0, 0.03, cases), 0)
-        found = vote(base, new, tolerance=0.03, shift=shift)
+        base, new = machine.case(cases, baseline_runs, noise)
+        new += machine.rng.uniform(-0.02, 0.08, (cases, 1))
+        shift = np.where(machine.rng.random(cases) < 0.5, machine.rng.normal(0, 0.03, cases), 0)
+        regressed = vote(base, new, tolerance=0.03, shift=shift)
         for row in range(cases):
-            if _decided(base[row], new[row], float(shift[row])) != found[row]:
+            if _decided(base[row], new[row], float(shift[row])) != regressed[row]:
                 return f"baseline {base[row].tolist()}, runs {new[row].tolist()}, shift {shift[row]}"
     return ""
 
 
 def _decided(base: Array, new: Array, shift: float) -> bool:
     """What the product says, given one run after the other."""
-    known, found = np.exp(base).tolist(), np.exp(new).tolist()
-    for runs in range(1, len(found) + 1):
-        decision = stats.decide(known, found[:runs], tolerance=0.03, shift=shift)
+    baseline_seconds, seconds = np.exp(base).tolist(), np.exp(new).tolist()
+    for runs in range(1, len(seconds) + 1):
+        decision = stats.decide(baseline_seconds, seconds[:runs], tolerance=0.03, shift=shift)
         if decision.settled:
             return decision.outcome == "regressed"
     raise AssertionError("the rule does not end")
 
 
-def rows(bench: Bench, rule: Rule, replicates: int) -> Iterator[Row]:
+def rows(machine: SimulatedMachine, rule: Rule, replicates: int) -> Iterator[Row]:
     """The claims one by one, then what is not claimed."""
     quiet, mixed = Noise(), Noise(process=0.01 / math.sqrt(2), day=0.01 / math.sqrt(2))
 
-    def told(
-        setting: str, known: int, noise: Noise, claims: dict[float, float | None], tolerance: float = 0.03, days: bool = True
+    def rows_of(
+        setting: str,
+        baseline_runs: int,
+        noise: Noise,
+        claims: dict[float, float | None],
+        tolerance: float = 0.03,
+        days: bool = True,
     ) -> Iterator[Row]:
         """A row for each slowdown and what is claimed of it, in percent; that of no slowdown is of false alarms."""
-        base, new = bench.case(replicates, known, noise, days=days)
+        base, new = machine.case(replicates, baseline_runs, noise, days=days)
         for slowdown, limit in claims.items():
             share = float(rule(base, new + math.log1p(slowdown), tolerance=tolerance).mean())
             bound = wilson(share, replicates, upper=not slowdown)
@@ -194,33 +199,33 @@ def rows(bench: Bench, rule: Rule, replicates: int) -> Iterator[Row]:
             claim = "" if limit is None else f" {'>=' if slowdown else '<='} {limit:g} %"
             yield Row(setting, what + claim, 100 * share, 100 * bound, limit, slowdown > 0, " %", 2 if slowdown else 3)
 
-    yield from told("5 runs, sd 1 %", 5, quiet, {0.0: 0.05, 0.05: 98.0, 0.06: 99.8})
-    yield from told("5 runs, sd 1 %, tolerance 2.5 %", 5, quiet, {0.0: 0.1, 0.05: 99.0}, tolerance=0.025)
-    yield from told("20 runs, sd 1 %", 20, quiet, {0.05: 99.5})
-    yield from told("1 run, sd 1 %", 1, quiet, {0.0: 0.5, 0.08: 99.0})
-    yield from told("5 runs, 2 % of processes bad", 5, Noise(bad=0.02), {0.0: 0.05, 0.05: 96.0})
-    yield from told("5 runs of 5 days, half the variance per day", 5, mixed, {0.0: 0.2, 0.05: 96.5})
-    yield _suite(bench, rule, max(20, replicates // 400), days=True, limit=0.1)
-    yield from told("5 runs of 1 day, half the variance per day", 5, mixed, {0.0: None}, days=False)
-    yield from told("5 runs, sd 3 %", 5, Noise(process=0.03), {0.0: None, 0.05: None})
-    yield _suite(bench, rule, max(20, replicates // 400), days=False, limit=None)
+    yield from rows_of("5 runs, sd 1 %", 5, quiet, {0.0: 0.05, 0.05: 98.0, 0.06: 99.8})
+    yield from rows_of("5 runs, sd 1 %, tolerance 2.5 %", 5, quiet, {0.0: 0.1, 0.05: 99.0}, tolerance=0.025)
+    yield from rows_of("20 runs, sd 1 %", 20, quiet, {0.05: 99.5})
+    yield from rows_of("1 run, sd 1 %", 1, quiet, {0.0: 0.5, 0.08: 99.0})
+    yield from rows_of("5 runs, 2 % of processes bad", 5, Noise(bad=0.02), {0.0: 0.05, 0.05: 96.0})
+    yield from rows_of("5 runs of 5 days, half the variance per day", 5, mixed, {0.0: 0.2, 0.05: 96.5})
+    yield _suite(machine, rule, max(20, replicates // 400), days=True, limit=0.1)
+    yield from rows_of("5 runs of 1 day, half the variance per day", 5, mixed, {0.0: None}, days=False)
+    yield from rows_of("5 runs, sd 3 %", 5, Noise(process=0.03), {0.0: None, 0.05: None})
+    yield _suite(machine, rule, max(20, replicates // 400), days=False, limit=None)
 
 
-def _suite(bench: Bench, rule: Rule, suites: int, *, days: bool, limit: float | None) -> Row:
+def _suite(machine: SimulatedMachine, rule: Rule, suites: int, *, days: bool, limit: float | None) -> Row:
     """False alarms in a suite whose days differ by 1.5 %; that the whole suite is slower counts as one.
 
     The cases come one after the other: a case knows the first runs of those before it, and of ten at least.
     """
     alarms = np.empty(suites)
     for index in range(suites):
-        base, new = bench.suite(5, Noise(day=0.015), days=days)
+        base, new = machine.suite(5, Noise(day=0.015), days=days)
         first = new[:, 0] - _centre(base)
         prior = float(np.median(base.std(axis=1, ddof=1) / (1 - 1 / (4 * base.shape[1]))))
-        known = sorted(first[: stats.MANY_CASES].tolist())
-        shifts = [statistics.median(known)] * stats.MANY_CASES
+        earlier_shifts = sorted(first[: stats.MANY_CASES].tolist())
+        shifts = [statistics.median(earlier_shifts)] * stats.MANY_CASES
         for value in first[stats.MANY_CASES :].tolist():
-            insort(known, value)
-            shifts.append(statistics.median(known))
+            insort(earlier_shifts, value)
+            shifts.append(statistics.median(earlier_shifts))
         regressed = rule(base, new, tolerance=0.03, prior=prior, shift=np.array(shifts))
         alarms[index] = regressed.sum() + (shifts[-1] > math.log1p(0.03))
     mean = float(alarms.mean())
@@ -232,13 +237,13 @@ def _suite(bench: Bench, rule: Rule, suites: int, *, days: bool, limit: float | 
 
 def main(arguments: list[str] | None = None) -> int:
     given = parser(__doc__, replicates=400_000, rules=RULES, default="vote").parse_args(arguments)
-    bench = Bench(given.seed)
+    machine = SimulatedMachine(given.seed)
     print(f"seed {given.seed}, {given.replicates:,} replicates, rule {given.rule}")
-    different = differs_from_the_rule(bench)
+    different = differs_from_the_rule(machine)
     if different:
         print(f"FAIL this simulation's rule is not that of pytest_gputrain.gate.statistics: {different}")
         return 1
-    return report(rows(bench, RULES[given.rule], given.replicates), 48, 30)
+    return report(rows(machine, RULES[given.rule], given.replicates), 48, 30)
 
 
 if __name__ == "__main__":

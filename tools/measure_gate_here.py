@@ -135,10 +135,10 @@ def table(counts: Counts) -> str:
     """Markdown: a row for each state and share."""
     header = ["machine", "slowed by", "verdicts", *VERDICTS, "other"]
     rows = [header, ["---"] * len(header)]
-    for (state, slower), found in counts.items():
-        total = found.total()
-        shares = [f"{found[verdict]} ({found[verdict] / total:.0%})" if total else "" for verdict in VERDICTS]
-        other = total - sum(found[verdict] for verdict in VERDICTS)
+    for (state, slower), verdicts in counts.items():
+        total = verdicts.total()
+        shares = [f"{verdicts[verdict]} ({verdicts[verdict] / total:.0%})" if total else "" for verdict in VERDICTS]
+        other = total - sum(verdicts[verdict] for verdict in VERDICTS)
         rows.append([state, f"{slower:.0%}", str(total), *shares, str(other)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

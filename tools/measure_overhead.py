@@ -82,8 +82,8 @@ def cpu_seconds(command: list[str], cwd: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def alternated(one: list[str], other: list[str], cwd: Path, rounds: int) -> list[tuple[float, float]]:
-    pairs = [(cpu_seconds(one, cwd), cpu_seconds(other, cwd)) for _ in range(rounds + 1)]
+def alternated(first: list[str], second: list[str], cwd: Path, rounds: int) -> list[tuple[float, float]]:
+    pairs = [(cpu_seconds(first, cwd), cpu_seconds(second, cwd)) for _ in range(rounds + 1)]
     return pairs[1:]  # the first round warms the disk
 
 
@@ -106,12 +106,12 @@ def main() -> int:
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
         pairs = alternated([*pytest, "test_one.py"], [*pytest, "-p", "no:gputrain", "test_one.py"], folder, 15)
-        added = statistics.median(one - other for one, other in pairs)
+        added = statistics.median(first - second for first, second in pairs)
         tell("added to the start of pytest", added, 0.1, f"{1000 * added:.0f} ms (limit 100 ms)")
 
         collect = [*pytest, "--collect-only"]
         pairs = alternated([*collect, "test_declared.py"], [*collect, "test_plain.py"], folder, 5)
-        ratio = statistics.median(one / other for one, other in pairs)
+        ratio = statistics.median(first / second for first, second in pairs)
         tell(f"collecting {CASES:,} cases", ratio, 1.5, f"{ratio:.2f} x a plain parametrize (limit 1.5 x)")
 
         command = [sys.executable, "-c", LOOP, str(folder / "progress.jsonl")]

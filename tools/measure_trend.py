@@ -52,7 +52,7 @@ RULES: Final[dict[str, dict[str, Any]]] = {
 """Constants of the product that a rule changes."""
 
 
-class Bench:
+class Simulation:
     """Histories of simulated cases; figures are logarithms of seconds."""
 
     def __init__(self, seed: int) -> None:
@@ -67,7 +67,7 @@ class Bench:
         return logs
 
 
-def found(logs: Array) -> tuple[int, ...]:
+def detected(logs: Array) -> tuple[int, ...]:
     """Where the product sees changes."""
     return change_points.levels(np.exp(logs)).starts[1:]
 
@@ -78,17 +78,17 @@ def near(changes: tuple[int, ...], at: int, within: int = NEAR) -> bool:
 
 def alarms_online(logs: Array) -> int:
     """Runs at which the number of changes grows."""
-    known, alarms = 0, 0
+    changes_before, alarms = 0, 0
     for length in range(2 * change_points.LEAST_LENGTH, len(logs) + 1):
-        changes = len(found(logs[:length]))
-        alarms += changes > known
-        known = changes
+        changes = len(detected(logs[:length]))
+        alarms += changes > changes_before
+        changes_before = changes
     return alarms
 
 
 def delay(logs: Array, at: int) -> float:
     """Runs from ``at`` on until a change is told there; infinite for never."""
-    return next((length - at for length in range(at + 1, len(logs) + 1) if near(found(logs[:length]), at)), math.inf)
+    return next((length - at for length in range(at + 1, len(logs) + 1) if near(detected(logs[:length]), at)), math.inf)
 
 
 def rate_bound(events: int, points: int) -> float:
@@ -97,39 +97,39 @@ def rate_bound(events: int, points: int) -> float:
     return 1000 * more * (1 - 1 / (9 * more) + ONE_SIDED / (3 * math.sqrt(more))) ** 3 / points
 
 
-def rows(bench: Bench, replicates: int) -> Iterator[Row]:
+def rows(simulation: Simulation, replicates: int) -> Iterator[Row]:
     """The claims one by one, then what is not claimed."""
     for setting, bad in (("sd 1 %", 0.0), ("sd 1 %, 2 % of runs bad", 0.02)):
-        series = bench.series(replicates, LENGTH, bad=bad)
-        alarms = sum(len(found(logs)) for logs in series)
+        series = simulation.series(replicates, LENGTH, bad=bad)
+        alarms = sum(len(detected(logs)) for logs in series)
         points = replicates * LENGTH
         yield Row(setting, "offline, alarms per 1000 <= 0.01", 1000 * alarms / points, rate_bound(alarms, points), 0.01)
-        yield _caught(bench, setting, replicates, bad, math.log(1.03), 98.0)
+        yield _caught(simulation, setting, replicates, bad, math.log(1.03), 98.0)
         few = max(5, replicates // 20)
         for length, several, most in ((NEW, 10 * few, 1.5), (ONLINE_LENGTH, 2 * few, 1.0)):
-            alarms, points = sum(map(alarms_online, bench.series(several, length, bad=bad))), several * length
+            alarms, points = sum(map(alarms_online, simulation.series(several, length, bad=bad))), several * length
             claim = f"online, first {length} runs, alarms per 1000 <= {most:g}"
             yield Row(setting, claim, 1000 * alarms / points, rate_bound(alarms, points), most)
         for slowdown, late in ((0.03, 4), (0.05, 3)):
-            told = bench.series(few, ONLINE_STEP + 2 * SHORT, bad=bad)
-            told[:, ONLINE_STEP:] += math.log1p(slowdown)
-            middle = statistics.median(delay(logs, ONLINE_STEP) for logs in told)
+            shifted = simulation.series(few, ONLINE_STEP + 2 * SHORT, bad=bad)
+            shifted[:, ONLINE_STEP:] += math.log1p(slowdown)
+            middle = statistics.median(delay(logs, ONLINE_STEP) for logs in shifted)
             yield Row(setting, f"+{slowdown:.0%}: told after runs <= {late}", middle, middle, late)
-        mended = bench.series(few, LENGTH, bad=bad)
+        mended = simulation.series(few, LENGTH, bad=bad)
         mended[:, LENGTH // 2 : LENGTH // 2 + SHORT] += math.log(1.03)
-        both = [near(changes, LENGTH // 2) and near(changes, LENGTH // 2 + SHORT) for changes in map(found, mended)]
+        both = [near(changes, LENGTH // 2) and near(changes, LENGTH // 2 + SHORT) for changes in map(detected, mended)]
         share = sum(both) / few
         claim = f"+3% for {SHORT} runs: both ends found >= 90 %"
         yield Row(setting, claim, 100 * share, 100 * wilson(share, few, upper=False), 90.0, True, " %")
-    yield _speed(bench, min(1000, replicates))
-    yield _caught(bench, "sd 1 %", replicates, 0.0, math.log(1.02), None)
-    yield _caught(bench, "sd 3 %", replicates, 0.0, math.log(1.05), None, sd=0.03)
-    yield _caught(bench, "sd 1 %", replicates, 0.0, math.log(1.03), None, within=0)
-    yield _caught(bench, "sd 1 %", replicates, 0.0, math.log(1.05), None, within=0)
+    yield _speed(simulation, min(1000, replicates))
+    yield _caught(simulation, "sd 1 %", replicates, 0.0, math.log(1.02), None)
+    yield _caught(simulation, "sd 3 %", replicates, 0.0, math.log(1.05), None, sd=0.03)
+    yield _caught(simulation, "sd 1 %", replicates, 0.0, math.log(1.03), None, within=0)
+    yield _caught(simulation, "sd 1 %", replicates, 0.0, math.log(1.05), None, within=0)
 
 
 def _caught(
-    bench: Bench,
+    simulation: Simulation,
     setting: str,
     count: int,
     bad: float,
@@ -140,21 +140,21 @@ def _caught(
     within: int = NEAR,
 ) -> Row:
     """A step somewhere in each series, but for ten runs at either end."""
-    series, at = bench.series(count, LENGTH, sd=sd, bad=bad), bench.rng.integers(10, LENGTH - 10, count)
+    series, at = simulation.series(count, LENGTH, sd=sd, bad=bad), simulation.rng.integers(10, LENGTH - 10, count)
     for logs, where in zip(series, at, strict=True):
         logs[where:] += step
-    share = sum(near(found(logs), int(where), within) for logs, where in zip(series, at, strict=True)) / count
+    share = sum(near(detected(logs), int(where), within) for logs, where in zip(series, at, strict=True)) / count
     what = "found" if within else "the very run found"
     claim = f"+{math.expm1(step):.0%}: {what}{'' if limit is None else f' >= {limit:g} %'}"
     return Row(setting, claim, 100 * share, 100 * wilson(share, count, upper=False), limit, True, " %")
 
 
-def _speed(bench: Bench, count: int) -> Row:
-    series = bench.series(count, LENGTH, bad=0.02)
+def _speed(simulation: Simulation, count: int) -> Row:
+    series = simulation.series(count, LENGTH, bad=0.02)
     series[:, LENGTH // 2 :] += math.log(1.03)
     begin = time.process_time()
     for logs in series:
-        found(logs)
+        detected(logs)
     seconds = (time.process_time() - begin) * 10_000 / count
     return Row("10,000 series of 500, a change each", "seconds of one core <= 10", seconds, seconds, 10, unit=" s")
 
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser(__doc__, replicates=4000, rules=RULES, default="winsorised").parse_args(arguments)
     print(f"seed {given.seed}, {given.replicates:,} replicates, rule {given.rule}")
     with mock.patch.multiple(change_points, **RULES[given.rule]):
-        return report(rows(Bench(given.seed), given.replicates), 34, 44)
+        return report(rows(Simulation(given.seed), given.replicates), 34, 44)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def reply(name: str) -> Any:
 
 def sound_result(name: str = "cpu_measured", **fields: Any) -> Result:
     replies = (reply(name),)
-    known: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "nodeid": "test_llm.py::test_it",
         "suite": "llm",
         "key": f"{CASE}@tiny",
@@ -99,7 +99,7 @@ def sound_result(name: str = "cpu_measured", **fields: Any) -> Result:
         "summary": summarise(CASE, MACHINE, replies),
         "verdict": Verdict(status="pass", sentence=f"{CASE} is within its limits"),
     }
-    return Result(**known | fields)
+    return Result(**defaults | fields)
 
 
 def sound_report() -> bytes:
@@ -148,7 +148,9 @@ def read_predictions(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     scratch.file("dry-run/h100/llm_finetuning.json", data)
     store = PredictionStore(scratch.folder)
     for key, entry in store.suite("h100", "llm_finetuning").items():
-        results = [sound_result(key=key, replies=(), summary=None, prediction=one) for one in entry.predictions]
+        results = [
+            sound_result(key=key, replies=(), summary=None, prediction=prediction) for prediction in entry.predictions
+        ]
         show(results)
 
 
@@ -180,11 +182,11 @@ def read_history(data: bytes, scratch: Scratch, rng: random.Random) -> None:
 def read_reply(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     scratch.file("reply.json", data)
     exit_code = rng.choice((0, 0, 0, 0, 1, -9, -99))
-    found = ranks._read_reply(scratch.folder, exit_code, Event(phase="measure"), False, "output")
-    if isinstance(found, Served | Prediction):
+    parsed = ranks._read_reply(scratch.folder, exit_code, Event(phase="measure"), False, "output")
+    if isinstance(parsed, Served | Prediction):
         return
-    verdict = judge(CASE, [found], sound(), TOLERANCE).verdict
-    result = sound_result(replies=(found,), summary=summarise(CASE, MACHINE, (found,)), verdict=verdict)
+    verdict = judge(CASE, [parsed], sound(), TOLERANCE).verdict
+    result = sound_result(replies=(parsed,), summary=summarise(CASE, MACHINE, (parsed,)), verdict=verdict)
     failure_of(result), detail_of(result)
     if rng.random() < 0.1:
         show([result])
@@ -345,8 +347,8 @@ READERS: Final = (
     Reader(
         "settings",
         read_settings,
-        tuple(json.dumps([one, {}]).encode() for one in _SETTINGS)
-        + tuple(json.dumps([{}, one]).encode() for one in _SETTINGS),
+        tuple(json.dumps([setting, {}]).encode() for setting in _SETTINGS)
+        + tuple(json.dumps([{}, setting]).encode() for setting in _SETTINGS),
         (ValueError,),
         20,
     ),

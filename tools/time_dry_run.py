@@ -40,8 +40,8 @@ def limit_of(test: str) -> float | None:
 def tests() -> list[str]:
     """Node ids of the tests with a limit."""
     command = [*PYTEST, "--collect-only", "benchmarks/test_llm_finetuning.py", "benchmarks/test_diffusion.py"]
-    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100).stdout
-    return [line for line in told.splitlines() if "::" in line and limit_of(line.split("::")[1]) is not None]
+    listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100).stdout
+    return [line for line in listing.splitlines() if "::" in line and limit_of(line.split("::")[1]) is not None]
 
 
 def timed(nodeid: str) -> tuple[float, int]:
@@ -63,10 +63,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.runs < 1:
         parser.error(f"--runs: {arguments.runs} is not a number of runs from 1 on")
-    known = tests()
-    chosen = [nodeid for nodeid in known if arguments.only in nodeid]
+    node_ids = tests()
+    chosen = [nodeid for nodeid in node_ids if arguments.only in nodeid]
     if not chosen:
-        parser.error(f"--only: no case with a limit has {arguments.only!r} in its name; known: {', '.join(known)}")
+        parser.error(f"--only: no case with a limit has {arguments.only!r} in its name; known: {', '.join(node_ids)}")
     broken = 0
     for nodeid in chosen:
         name = nodeid.split("::")[1]

@@ -1,1 +1,2 @@
-"""The child side: the only home of torch. Nothing here imports pytest, and nothing outside imports this package."""
+"""The worker, a child process that trains one case. Only this package imports torch; it imports no pytest, and nothing
+outside imports it."""

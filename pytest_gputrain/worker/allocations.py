@@ -1,4 +1,4 @@
-"""Live tensor storages on a CPU, counted one by one."""
+"""Counts live tensor storages on a CPU, one by one, where no allocator does."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class AllocationCounter(SharedMode):
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, FakeTensor):
-                for part in _strided(value):
+                for part in strided_parts(value):
                     storage = part.untyped_storage()
                     if not self._storages.knows(storage):
                         self._see(storage, _name(func), tuple(part.shape), part.dtype)
         return result
 
     def __enter__(self) -> AllocationCounter:
-        self._resizing = resizes_told_to(self._see_resized)
+        self._resizing = resizes_noted_by(self._see_resized)
         self._resizing.__enter__()
         self._phases.__enter__()
         super().__enter__()
@@ -95,7 +95,7 @@ class AllocationCounter(SharedMode):
 
 
 @contextlib.contextmanager
-def resizes_told_to(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def resizes_noted_by(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """A context in which ``seen`` gets every storage that Python code resizes, as FSDP does: no operator tells of it."""
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -121,7 +121,7 @@ def wraps(types: Iterable[type]) -> bool:
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
-def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors that hold the storages of one that may be sparse."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()

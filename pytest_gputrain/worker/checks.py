@@ -1,4 +1,4 @@
-"""Is what was measured what the case names? A figure for the wrong model, or for one that does not train, misleads.
+"""Checks that what was measured is what the case names: a figure for another model, or one that does not train, misleads.
 
 Not covered: whether the model would learn anything from real data.
 """
@@ -22,11 +22,11 @@ _CHUNK: Final = 2**24
 
 
 class CheckFailed(Exception):
-    """What is wrong with the run, as one sentence."""
+    """The run is not what its case says; the message is one sentence."""
 
 
 def check_parameters(model: nn.Module, name: str, expected: int | None) -> int:
-    """Count of the unadapted model's parameters, tied ones once.
+    """Return the count of the unadapted model's parameters, tied ones once.
 
     Args:
         expected: None where nobody published it.
@@ -41,7 +41,7 @@ def check_parameters(model: nn.Module, name: str, expected: int | None) -> int:
 
 
 def check_trainable(model: nn.Module, method: str, expected: int | None) -> int:
-    """Count of the parameters that train.
+    """Return the count of the parameters that train.
 
     Args:
         expected: None where nobody published it.
@@ -65,7 +65,7 @@ def check_losses(losses: Sequence[float]) -> None:
 
 
 def check_peak(peaks: Peaks, held: int) -> None:
-    """Ask whether the allocator's peak can be true.
+    """Check that the allocator's peak can be true.
 
     Args:
         held: bytes of the model's tensors on the device; 0 where there is no model to look at.
@@ -87,7 +87,7 @@ def check_peak(peaks: Peaks, held: int) -> None:
 
 
 def finite_losses(losses: Sequence[float], name: str, *, steps: int) -> tuple[float, ...]:
-    """The losses before the first that is not finite: divergence is what a curve is recorded to show.
+    """Return the losses before the first that is not finite: divergence is what a curve is recorded to show.
 
     Args:
         steps: how many steps were run.
@@ -106,9 +106,12 @@ class Movement:
 
     Args:
         idle: regular expressions for whole names of parameters that get no gradient by construction.
+        accepts_zeros: whether a gradient of zeros is one. The losses of two players can cancel: that of a critic has no
+            gradient for the bias of its last layer.
     """
 
-    def __init__(self, model: nn.Module, idle: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, idle: Sequence[str] = (), *, accepts_zeros: bool = False) -> None:
+        self._accepts_zeros = accepts_zeros
         self._trained = {
             name: value
             for name, value in model.named_parameters()
@@ -119,44 +122,46 @@ class Movement:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which backward passes tell whose gradients are not all zero."""
+        """A context in which the names of parameters are noted that get a gradient."""
 
-        def saw(name: str) -> Callable[[Tensor], None]:
+        def note_gradient_of(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 gradient = None if parameter.grad is None else local(parameter.grad)
                 if gradient is not None and gradient.is_sparse:
                     gradient = gradient.coalesce().values()
-                if gradient is not None and gradient.numel() and torch.linalg.vector_norm(gradient, ord=math.inf) != 0:
+                if gradient is None or not gradient.numel():
+                    return
+                if self._accepts_zeros or torch.linalg.vector_norm(gradient, ord=math.inf) != 0:
                     self._reached.add(name)
 
             return hook
 
-        hooks = [value.register_post_accumulate_grad_hook(saw(name)) for name, value in self._trained.items()]
+        hooks = [value.register_post_accumulate_grad_hook(note_gradient_of(name)) for name, value in self._trained.items()]
         try:
             yield
         finally:
             for handle in hooks:
                 handle.remove()
 
-    def seen(self) -> tuple[set[str], set[str]]:
-        """Names of the tensors that changed since the start, and of those that got a gradient in the watched step."""
+    def changes(self) -> tuple[set[str], set[str]]:
+        """Return the names of tensors that changed since the start, and of those with a gradient in the watched step."""
         return {name for name, value in self._trained.items() if self._before[name] != fingerprint(value)}, self._reached
 
-    def check(self, moved: set[str], reached: set[str], *, steps: int, elsewhere: int = 0) -> None:
+    def check(self, moved: set[str], reached: set[str], *, steps: int, remote_tensors: int = 0) -> None:
         """Every trained tensor got a gradient in the watched step, and every trained matrix changed since the start.
 
         Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
 
         Args:
-            moved: what `seen` gives, of any process of the case: one may hold rows of a sharded table that no sample names,
-                and of a small tensor nothing.
+            moved: what `changes` returns, united over all processes of the case: one may hold rows of a sharded table
+                that no sample names, and nothing of a small tensor.
             reached: likewise.
-            elsewhere: trained tensors that other processes hold, and check.
+            remote_tensors: trained tensors that other processes hold, and check.
 
         Raises:
             CheckFailed: otherwise, naming the first tensor.
         """
-        if not self._trained and not elsewhere:
+        if not self._trained and not remote_tensors:
             raise CheckFailed("no parameter requires a gradient: nothing trains")
         shapes = {name: _shape(value) for name, value in self._trained.items()}
         still = [name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape and name not in moved]
@@ -166,14 +171,15 @@ class Movement:
             )
         starved = [name for name, shape in shapes.items() if 0 not in shape and name not in reached]
         if starved:
+            zeros = "" if self._accepts_zeros else ", or one of zeros only"
             raise CheckFailed(
-                f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]}), or one of "
-                "zeros only; where that is meant, give them requires_grad_(False)"
+                f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]}){zeros}; "
+                "where that is meant, give them requires_grad_(False)"
             )
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that is sharded over several; the tensor itself otherwise."""
+    """Return this process's part of a tensor that is sharded over several; the tensor itself otherwise."""
     # torch's DTensor; DeepSpeed's stage 3.
     shard: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return shard
@@ -185,7 +191,7 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def fingerprint(parameter: Tensor) -> list[float]:
-    """Norms of pieces of the tensor in double precision: they differ when any element does, for all that rounding does.
+    """Compute norms of pieces of the tensor in double precision: they differ when any element does, but for rounding.
 
     In pieces, because a double copy of a 128k-token embedding would take 4 GiB; as numbers, which no counter takes for
     tensors of the training.

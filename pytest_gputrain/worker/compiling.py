@@ -1,4 +1,4 @@
-"""``torch.compile`` of the parts of a model that repeat."""
+"""Applies ``torch.compile`` to the repeated blocks of a model, and notes whether own code calls it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CompileCalls:
     """Notes whether own code hands something to `torch.compile`, by its name, as a decorator or by ``model.compile()``."""
 
     def __init__(self) -> None:
-        self.seen = False
+        self.any = False
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -55,7 +55,7 @@ class CompileCalls:
 
         @functools.wraps(real)
         def compile_(*args: Any, **kwargs: Any) -> Any:
-            self.seen = self.seen or not _a_library_is_imported(sys._getframe(1))
+            self.any = self.any or not _a_library_is_imported(sys._getframe(1))
             return real(*args, **kwargs)
 
         with mock.patch.object(torch, "compile", compile_):

@@ -43,10 +43,10 @@ class Device(Protocol):
         """Wait until the device has finished all work."""
 
     def stamp(self) -> Any:
-        """A moment in the work of the device, after all that has been asked of it so far."""
+        """Mark a moment in the work of the device, after all that has been asked of it so far."""
 
-    def seconds_between(self, one: Any, other: Any) -> float:
-        """From one stamp to a later one, on an idle device."""
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Return the seconds from the stamp ``start`` to the later ``end``, on an idle device."""
 
     def keeping_peaks(self) -> contextlib.AbstractContextManager[None]:
         """A context in which peaks are kept through resets by other code: a step's own, or a library's."""
@@ -55,10 +55,10 @@ class Device(Protocol):
         """Let peaks start from what is live now."""
 
     def peaks(self) -> Peaks:
-        """Peaks since the last reset."""
+        """Return the peaks since the last reset."""
 
     def allocated_bytes(self) -> int | None:
-        """Bytes in live tensors now, None where only a counted pass could tell. Called after each step."""
+        """Return the bytes in live tensors now, None where only a counted pass knows. It is called after each step."""
 
     def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
         """A context in which tensor storages are counted one by one, where no allocator does it; else an empty one.
@@ -69,7 +69,7 @@ class Device(Protocol):
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether the device is one, or stands for one in a dry run: there is the CPU, and ``cpu:0``."""
+    """Tell whether the device is a GPU, or stands for one in a dry run, where ``cpu`` is the CPU and ``cpu:0`` the GPU."""
     return device.type != "cpu" or device.index is not None
 
 
@@ -101,24 +101,24 @@ class Accelerator:
         event.record()
         return event
 
-    def seconds_between(self, one: torch.cuda.Event, other: torch.cuda.Event) -> float:
-        milliseconds: float = one.elapsed_time(other)
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        milliseconds: float = start.elapsed_time(end)
         return milliseconds / 1000
 
     @contextlib.contextmanager
     def keeping_peaks(self) -> Iterator[None]:
-        def kept(reset: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*args: Any) -> Any:
+        def keeping(reset: Callable[..., Any]) -> Callable[..., Any]:
+            def keep_and_reset(*args: Any) -> Any:
                 self._keep_peaks()
                 result = reset(*args)
                 self._last = (0, 0)
                 return result
 
-            return called
+            return keep_and_reset
 
         with contextlib.ExitStack() as stack:
             for name in _RESETS & set(dir(torch._C)):
-                stack.enter_context(mock.patch.object(torch._C, name, kept(getattr(torch._C, name))))
+                stack.enter_context(mock.patch.object(torch._C, name, keeping(getattr(torch._C, name))))
             yield
 
     def reset_peaks(self) -> None:
@@ -166,8 +166,8 @@ class Cpu:
     def stamp(self) -> float:
         return time.perf_counter()
 
-    def seconds_between(self, one: float, other: float) -> float:
-        return other - one
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
 
     def keeping_peaks(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -197,7 +197,7 @@ class Cpu:
 
 
 def peak_host_bytes() -> int:
-    """Highest resident set of this process in bytes.
+    """Return the highest resident set of this process in bytes.
 
     From ``VmHWM`` where there is a /proc: ``ru_maxrss`` starts at the parent's value there.
     """

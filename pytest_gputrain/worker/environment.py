@@ -1,4 +1,4 @@
-"""Where a case was measured, as the worker sees it; the parent adds what only drivers tell."""
+"""Describes where a case is measured, as the worker sees it; the parent adds what only drivers know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, those that activation checkpointing repeats counted apart."""
+"""Counts the floating-point operations of a step; those that activation checkpointing repeats are counted apart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_gputrain.worker.threads import SharedMode, on_this_thread
 
 
 class Count(Protocol):
-    """What is told how much of it was recomputation."""
+    """A count of FLOPs, to which `checkpoint_contexts` adds how many of them were recomputation."""
 
     recomputed: int
 
@@ -27,23 +27,23 @@ class Count(Protocol):
     def total(self) -> int: ...
 
 
-_at_work: list[Callable[[], Count]] = []
+_active_counts: list[Callable[[], Count]] = []
 """The counter, for recomputation deep inside of backward. No context variable: on a GPU, backward has threads of its own."""
 
 
 @dataclass(slots=True)
 class _Share:
-    """What one thread computed: none other adds to it, and recomputation is that of the thread that tells of it."""
+    """What one thread computed: no other thread adds to it, and recomputation belongs to the thread that repeats it."""
 
     total: int = 0
     recomputed: int = 0
     by_type: Counter[torch.dtype] = field(default_factory=Counter)
     optimizers: int = 0
-    """That take a step at this moment."""
+    """How many optimizers take a step at this moment."""
 
 
 class FlopCount(SharedMode):
-    """Counts what it is entered for, by the formulas of torch.utils.flop_counter.
+    """Counts the FLOPs of the operators that run while it is entered, by the formulas of torch.utils.flop_counter.
 
     torch's own FlopCounterMode takes memory for it: it follows modules by hooks that keep the graph of every recomputation
     until the step ends, and takes operators apart that have a kernel, such as the backward pass of SiLU. A step that just
@@ -63,16 +63,16 @@ class FlopCount(SharedMode):
 
     @property
     def recomputed(self) -> int:
-        """Those that activation checkpointing repeats."""
+        """Floating-point operations that activation checkpointing repeats."""
         return sum(share.recomputed for share in self._shares.values())
 
     @property
     def by_type(self) -> Counter[torch.dtype]:
-        """Those outside of optimizers, by the type of their operands, of complex numbers that of their parts."""
+        """FLOPs outside of optimizers, by the type of their operands; complex numbers count as the type of their parts."""
         return sum((share.by_type for share in self._shares.values()), Counter())
 
     def share(self) -> _Share:
-        """Those of this thread."""
+        """Return the count of this thread."""
         return self._shares.setdefault(threading.get_native_id(), _Share())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,35 +123,35 @@ def _is_composite(func: Any, args: Any) -> bool:
 
 @contextlib.contextmanager
 def count_flops() -> Iterator[FlopCount]:
-    """Counts matrix multiplications, convolutions and attention."""
+    """A context in which matrix multiplications, convolutions and attention are counted."""
     count = FlopCount()
-    with recomputation_told_to(count.share), count:
+    with recomputation_counted_by(count.share), count:
         yield count
 
 
 @contextlib.contextmanager
-def recomputation_told_to(count: Callable[[], Count]) -> Iterator[None]:
-    """A context in which `checkpoint_contexts` tells what ``count`` returns."""
-    _at_work.append(count)
+def recomputation_counted_by(count: Callable[[], Count]) -> Iterator[None]:
+    """A context in which `checkpoint_contexts` adds recomputation to what ``count`` returns."""
+    _active_counts.append(count)
     try:
         yield
     finally:
-        _at_work.pop()
+        _active_counts.pop()
 
 
 def formulas() -> dict[Any, Callable[..., int]]:
-    """By operator: its FLOPs from its arguments and, as ``out_val``, its result."""
+    """Return by operator the function that gives its FLOPs from its arguments and, as ``out_val``, its result."""
     return dict(FlopCounterMode(display=False, custom_mapping=_own_formulas()).flop_registry)
 
 
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """``context_fn`` of `torch.utils.checkpoint.checkpoint`: tells the counter what is recomputation."""
+    """Return the contexts for ``context_fn`` of `torch.utils.checkpoint.checkpoint`: the second counts recomputation."""
     return contextlib.nullcontext(), _recomputing()
 
 
 @contextlib.contextmanager
 def _recomputing() -> Iterator[None]:
-    count = _at_work[-1]() if _at_work else None
+    count = _active_counts[-1]() if _active_counts else None
     before = count.total if count else 0
     try:
         yield

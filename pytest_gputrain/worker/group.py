@@ -1,4 +1,4 @@
-"""The processes of one case, by torch.distributed."""
+"""The processes of one case, which exchange tensors by torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Group:
         local_rank: number of this process among those of its node: that of its GPU.
         meeting: through which they find each other, as torch.distributed's init_method.
         servers: further processes, which serve them.
-        rehearsed: this is the only one that there is: what it sends goes nowhere, and what it receives was never sent.
+        simulated: in a dry run only this process exists: what it sends goes nowhere, and what it receives was never sent.
         trainers: torch's group of those that train; None where that is everybody.
     """
 
@@ -34,7 +34,7 @@ class Group:
     local_rank: int = 0
     meeting: str = ""
     servers: int = 0
-    rehearsed: bool = False
+    simulated: bool = False
     trainers: Any = field(default=None, init=False)
 
     @property
@@ -54,8 +54,8 @@ class Group:
             return
         import torch.distributed as dist
 
-        if self.rehearsed:
-            with self._alone():
+        if self.simulated:
+            with self._joined_alone():
                 yield
             return
         assert self.meeting, "several processes need a place to meet"
@@ -80,8 +80,8 @@ class Group:
         dist.destroy_process_group()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """torch's own process group for such a purpose."""
+    def _joined_alone(self) -> Iterator[None]:
+        """A context with torch's own process group for simulations, in which no other process takes part."""
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -95,14 +95,14 @@ class Group:
         finally:
             dist.destroy_process_group()
 
-    def of_all(self, names: tuple[set[str], ...]) -> tuple[set[str], ...]:
-        """Sets of names, each united over the processes that train; all of them must call this."""
+    def union(self, names: tuple[set[str], ...]) -> tuple[set[str], ...]:
+        """Unite each set of names over the processes that train; all of them must call this."""
         if self.size == 1:
             return names
         from pytest_gputrain.worker import messages
 
-        given = messages.of_all(names, tuple[set[str], ...], self.trainers)
-        return tuple(set().union(*sets) for sets in zip(*given, strict=True))
+        gathered = messages.gather(names, tuple[set[str], ...], self.trainers)
+        return tuple(set().union(*sets) for sets in zip(*gathered, strict=True))
 
     def barrier(self) -> None:
         """Wait for the other processes that train."""

@@ -1,4 +1,4 @@
-"""Memory that own code keeps from step to step: a leak, or a buffer that its test allows."""
+"""Finds memory that own code keeps from step to step: a leak, or a buffer that its test allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.records import Task
 from pytest_gputrain.utils.units import KiB, MiB, format_bytes
-from pytest_gputrain.worker.allocations import wraps
+from pytest_gputrain.worker.allocations import strided_parts, wraps
 from pytest_gputrain.worker.checks import CheckFailed, local
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -111,7 +111,7 @@ class Growth:
         if self._resident is not None and (now := resident_bytes()) is not None:
             self._process.append(now - self._resident)
         if allocated is not None:
-            self._ends.append(allocated - self._known(training))
+            self._ends.append(allocated - self._expected(training))
 
     def check(self, training: Trainable, allocated: Callable[[], int | None]) -> str:
         """What the timed steps kept, as a sentence where it is remarkable.
@@ -142,25 +142,26 @@ class Growth:
         for _ in range(self._steps):
             self._begin_step()
             training.step(True)
-        return self._collected(training, allocated) if collect else allocated() - self._known(training)
+        return self._collected(training, allocated) if collect else allocated() - self._expected(training)
 
     def _collected(self, training: Trainable, allocated: Callable[[], int]) -> int:
-        """The bytes in tensors without garbage and without what is known."""
+        """The bytes in tensors without garbage and without what `_expected` counts."""
         gc.collect()
-        return allocated() - self._known(training)
+        return allocated() - self._expected(training)
 
-    def _known(self, training: Trainable) -> int:
+    def _expected(self, training: Trainable) -> int:
         """Bytes of the losses that the worker keeps, and of each parameter's gradient and states in an optimizer.
 
         A parameter gets these when it first trains, which is late for an expert that is seldom chosen. What a state collects
-        in a list is not known: it may grow for ever.
+        in a list is not among them: it may grow for ever.
         """
         optimizers = tuple(self._optimizers)
-        states = [value for one in optimizers for state in one.state.values() for value in _values(state)]
-        gradients = [value.grad for one in optimizers for group in one.param_groups for value in group["params"]]
-        found = (local(value) for value in (*training.losses, *states, *gradients) if isinstance(value, Tensor))
-        sizes = (value.nbytes for value in found if (value.device.type == "cpu") == self._on_cpu)
-        return sum(size if self._on_cpu else -(-size // _BLOCK) * _BLOCK for size in sizes)
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in _values(state)]
+        gradients = [value.grad for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]]
+        tensors = (local(value) for value in (*training.losses, *states, *gradients) if isinstance(value, Tensor))
+        storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
+        sizes = {storage._cdata: storage.nbytes() for storage in storages if (storage.device.type == "cpu") == self._on_cpu}
+        return sum(size if self._on_cpu else -(-size // _BLOCK) * _BLOCK for size in sizes.values())
 
     def _grows(self, ends: Sequence[int]) -> bool:
         growth = [later - earlier for earlier, later in itertools.pairwise(ends)]
@@ -172,7 +173,7 @@ class Growth:
         Raises:
             CheckFailed: they do.
         """
-        (suspects,) = self._group.of_all(({"this"} if suspicious else set(),))
+        (suspects,) = self._group.union(({"this"} if suspicious else set(),))
         if not suspects:
             return
         ends = [self._collected(training, allocated)]
@@ -185,8 +186,8 @@ class Growth:
         mean = (ends[-1] - ends[0]) / _ROUNDS
         after = "step" if self._steps == 1 else f"round of {self._steps} steps"
         raise CheckFailed(
-            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.told()}; let go of them (a "
-            "loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
+            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.largest()}; let go of them "
+            "(a loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
             f"{_marker(mean)}"
         )
 
@@ -228,16 +229,16 @@ class _Makers(SharedMode):
                 self._rounds[-1][storage._cdata] = weakref.ref(storage), maker, storage.nbytes()
         return result
 
-    def told(self) -> str:
-        """What is left over of the rounds before the last, whose last tensors may still be in use: the largest of it."""
+    def largest(self) -> str:
+        """Describe the largest of what is left over of all rounds but the last, whose tensors may still be in use."""
         kept: defaultdict[_Maker, list[int]] = defaultdict(list)
-        for made in self._rounds[:-1]:
-            for reference, maker, size in made.values():
+        for storages in self._rounds[:-1]:
+            for reference, maker, size in storages.values():
                 if reference() is not None:
                     kept[maker].append(size)
         if not kept:
             return ""
-        maker = max(kept, key=lambda one: sum(kept[one]))
+        maker = max(kept, key=lambda maker: sum(kept[maker]))
         where = f" in {maker.line}" if maker.line else ""
         shape = f"{maker.dtype} {list(maker.shape)}"
         return f", most of it {shape} ({format_bytes(max(kept[maker]))}) made by {maker.operator}{where}"

@@ -1,4 +1,4 @@
-"""What a case of the zoo imports, imported at once."""
+"""Imports the libraries that a case trains with, before its training starts."""
 
 from __future__ import annotations
 

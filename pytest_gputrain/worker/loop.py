@@ -1,4 +1,4 @@
-"""The only timed loop."""
+"""The timed loop: every step that is measured runs in `timed`, and `schedule` says which steps update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def timed(
     after: Callable[[int, float], bool | None] = lambda index, seconds: None,
     meet: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Wall seconds of ``len(updates)`` steps, each from an idle device to an idle device.
+    """Run ``len(updates)`` steps and return their wall seconds, each from an idle device to an idle device.
 
     Args:
         step: runs one micro-batch; its argument says whether the optimizer updates at its end.
@@ -42,7 +42,7 @@ def timed(
 
 
 def schedule(count: int, accumulation: int) -> list[bool]:
-    """Which of ``count`` micro-batches end in an update: every ``accumulation``-th, and always the last.
+    """Say which of ``count`` micro-batches end in an update: every ``accumulation``-th, and always the last.
 
     The last, because ten steps of a case that accumulates thirty-two would otherwise never show the optimizer's time and
     memory. The median step is a plain micro-batch then, as in the published tables.
@@ -50,7 +50,7 @@ def schedule(count: int, accumulation: int) -> list[bool]:
     return [index % accumulation == 0 or index == count for index in range(1, count + 1)]
 
 
-class Stamped:
+class TimedOnDevice:
     """A step that notes when the device's own clock says that it began and ended."""
 
     def __init__(self, step: Callable[[bool], object], device: Device) -> None:
@@ -64,7 +64,7 @@ class Stamped:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Of each step, on an idle device; none where that has no clock of its own."""
+        """Seconds of each step, read on an idle device; none where the device has no clock of its own."""
         if self._device.type == "cpu":
             return ()
         return tuple(self._device.seconds_between(begin, end) for begin, end in self._stamps)

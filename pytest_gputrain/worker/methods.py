@@ -1,4 +1,4 @@
-"""What trains, and in which storage."""
+"""Prepares a model for its training method: which parameters train, and how the frozen ones are stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_gputrain.worker.precision import Precision
 
 
 def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: Precision) -> nn.Module:
-    """``model`` made ready to be trained by the case's method.
+    """Return ``model`` ready to be trained by the case's method.
 
     ``lora`` and ``qlora`` put adapters on it. Of the others some train what the architecture lists for them and freeze the
     rest; the rest train everything, in the precision's storage, with optimizer states of the same type (no master copy).
@@ -32,7 +32,7 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
 
 
 def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -> int | None:
-    """How many parameters the case's method should leave trainable, where that is known."""
+    """Return how many parameters the case's method should leave trainable; None where that is not known."""
     count = architecture.trainable[case.method].get(scale)
     if count is None or architecture.lora is None or not case.lora_rank or case.method not in ADAPTING:
         return count
@@ -70,13 +70,13 @@ def _qlora(model: nn.Module, recipe: Lora, rank: int, precision: Precision) -> n
 
 def _quantise(model: nn.Module, targets: Sequence[str], compute: torch.dtype) -> None:
     # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
-    places = [
+    layers = [
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if name in targets and isinstance(child, nn.Linear)
     ]
-    for parent, name in places:
+    for parent, name in layers:
         setattr(parent, name, _quantised(getattr(parent, name), compute))
 
 

@@ -1,4 +1,4 @@
-"""What a user's own code is asked besides: is all of it counted, is it what its case says, and does it keep memory?"""
+"""Checks of own code alone: that all of it is counted, that it trains as its case says, and that it keeps no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which line of the user's own files runs."""
+"""Finds the line of the user's own files that runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which phase of training runs: the same for counted and for predicted memory."""
+"""Follows which phase of training runs, for counted and for predicted memory alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which arithmetic a case trains."""
+"""The precisions: how weights are stored, what steps compute in, and whether own code trains in the one it names."""
 
 from __future__ import annotations
 
@@ -86,20 +86,20 @@ def check_precision(name: str, label: str, weights: Mapping[torch.dtype, int], f
     ]
     if not surely or not fitting:
         return
-    found = [
-        f"{_share(weights, stored):.0%} of the bytes of its weights are {_told(stored)}" if stored else "",
-        f"{_share(flops, computed):.0%} of its FLOPs are {_told(computed)}" if computed else "",
+    shares = [
+        f"{_share(weights, stored):.0%} of the bytes of its weights are {_name(stored)}" if stored else "",
+        f"{_share(flops, computed):.0%} of its FLOPs are {_name(computed)}" if computed else "",
     ]
     raise CheckFailed(
-        f'{name} does not train in precision "{label}", which stores weights in {_told(stated.weights)} and computes in '
-        f"{_told(stated.compute)}: {' and '.join(filter(None, found))}; say precision={' or '.join(fitting)}, or take the "
+        f'{name} does not train in precision "{label}", which stores weights in {_name(stated.weights)} and computes in '
+        f"{_name(stated.compute)}: {' and '.join(filter(None, shares))}; say precision={' or '.join(fitting)}, or take the "
         "type from setup.dtype and run the forward pass in setup.casting()"
     )
 
 
 def weights_by_type(model: nn.Module) -> Counter[torch.dtype]:
     """Bytes of the parameters, frozen ones included, by type; what is packed in four bits counts as what it computes in."""
-    found: Counter[torch.dtype] = Counter()
+    sizes: Counter[torch.dtype] = Counter()
     seen: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -109,8 +109,8 @@ def weights_by_type(model: nn.Module) -> Counter[torch.dtype]:
                 continue
             seen.add(id(parameter))
             part = local(parameter)
-            found[dtype.to_real() if dtype.is_complex else dtype] += part.numel() * part.element_size()
-    return +found
+            sizes[dtype.to_real() if dtype.is_complex else dtype] += part.numel() * part.element_size()
+    return +sizes
 
 
 def _chief(amounts: Mapping[torch.dtype, int]) -> torch.dtype | None:
@@ -122,5 +122,5 @@ def _share(amounts: Mapping[torch.dtype, int], dtype: torch.dtype | None) -> flo
     return amounts.get(dtype, 0) / sum(amounts.values()) if dtype else 0.0
 
 
-def _told(dtype: torch.dtype | None) -> str:
+def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")

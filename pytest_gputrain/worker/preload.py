@@ -1,7 +1,7 @@
 """``python -P -m pytest_gputrain.worker.preload``: forks workers that find their libraries imported.
 
-Reads wishes from stdin, one JSON line each (folder, rank, cwd), and answers on stdout with the process it forked, or 0 where
-it must not; then, with its end. Ends with its stdin.
+It reads requests from stdin, one JSON line each (folder, rank, cwd). It answers each on stdout with the id of the process
+that it forked, or with 0 where it must not fork, and later with that process's end. It ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pytest_gputrain.worker.libraries import load
 _PRIVATE_READ: Final = 65_536
 
 
-def serve(wishes: int, answers: int) -> None:
-    """Fork as wished until ``wishes`` ends.
+def serve(requests: int, answers: int) -> None:
+    """Fork as requested until ``requests`` ends.
 
     Args:
-        wishes: file descriptor of JSON lines.
+        requests: file descriptor of JSON lines.
         answers: file descriptor to write some to.
     """
     # A child's end wakes the loop: its handler's byte makes the pipe readable.
@@ -39,30 +39,30 @@ def serve(wishes: int, answers: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
-    def say(**what: int) -> None:
-        os.write(answers, json.dumps(what).encode() + b"\n")
+    def answer(**fields: int) -> None:
+        os.write(answers, json.dumps(fields).encode() + b"\n")
 
     unread = b""
     while True:
-        ready, _, _ = select.select([wishes, woken], [], [])
+        ready, _, _ = select.select([requests, woken], [], [])
         if woken in ready:
             os.read(woken, _PRIVATE_READ)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                say(ended=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
-        if wishes in ready:
-            data = os.read(wishes, _PRIVATE_READ)
+                answer(ended=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
+        if requests in ready:
+            data = os.read(requests, _PRIVATE_READ)
             if not data:
                 return
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
-                say(forked=_fork(json.loads(line), keep_out=(wishes, answers, woken, wake)))
+                answer(forked=_fork(json.loads(line), keep_out=(requests, answers, woken, wake)))
 
 
-def _fork(wish: dict[str, Any], keep_out: tuple[int, ...]) -> int:
-    """The new worker's pid; 0 where this process must not be forked."""
-    folder, rank = Path(wish["folder"]), int(wish["rank"])
-    # What fails here fails again in the worker, which tells of it.
+def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
+    """Return the new worker's pid; 0 where this process must not be forked."""
+    folder, rank = Path(request["folder"]), int(request["rank"])
+    # What fails here fails again in the worker, which reports it.
     with contextlib.suppress(Exception):
         task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
         load(task.case, predicted=task.target is not None)
@@ -80,7 +80,7 @@ def _fork(wish: dict[str, Any], keep_out: tuple[int, ...]) -> int:
         for descriptor in keep_out:
             os.close(descriptor)
         redirect(folder / f"rank{rank}")
-        os.chdir(wish["cwd"])
+        os.chdir(request["cwd"])
         os.environ[PARENT] = str(os.getppid())
         main(folder, rank)
         code = 0
@@ -99,9 +99,9 @@ def _fork(wish: dict[str, Any], keep_out: tuple[int, ...]) -> int:
 
 if __name__ == "__main__":
     die_with_parent()
-    asked, told = os.dup(0), os.dup(1)
+    requests, answers = os.dup(0), os.dup(1)
     # Libraries print while they are imported.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):
         os.dup2(nowhere, standard)
-    serve(asked, told)
+    serve(requests, answers)

@@ -1,4 +1,7 @@
-"""The progress file: one JSON line an event, appended, tailed by the parent, and still there after SIGKILL."""
+"""Writes the worker's progress file: one JSON line for each event.
+
+The parent reads the lines as they are appended, and they are still there after SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _STEP_EVENT_EVERY_SECONDS: Final = 0.2
 
 
 class Progress:
-    """Where the worker stands. Step events are thinned out, so that telling costs the timed loop nothing."""
+    """Reports the worker's phase and step. Step events are thinned out, so that they cost the timed loop nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -25,12 +28,12 @@ class Progress:
         self.step: int | None = None
 
     def enter(self, phase: Phase) -> None:
-        """The worker begins ``phase``."""
+        """Report that ``phase`` begins."""
         self.phase, self.step = phase, None
         self._write(Event(phase=phase, at=time.monotonic()))
 
     def stepped(self, step: int, seconds: float, allocated_bytes: int | None) -> None:
-        """``step`` steps of the phase are done, the last in ``seconds``."""
+        """Report that ``step`` steps of the phase are done, the last in ``seconds``."""
         self.step = step
         now = time.monotonic()
         if now >= self._next_step_event:

@@ -1,4 +1,4 @@
-"""One case from its task to its reply."""
+"""Runs one case, from its task to its reply: builds it, counts, warms up, times and checks its steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_by
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
-from pytest_gputrain.worker.loop import Stamped, schedule, timed
+from pytest_gputrain.worker.loop import TimedOnDevice, schedule, timed
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.straggler_clock import OwnWork
-from pytest_gputrain.worker.training import OPTIMIZERS, Custom, StepBuilder, Trainable, Training, load_builder
+from pytest_gputrain.worker.straggler_clock import StragglerClock
+from pytest_gputrain.worker.training import OPTIMIZERS, OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
 
 SEED: Final = 20_240_101
 
@@ -115,7 +115,7 @@ def _measure(
 ) -> Measurement:
     case = task.case
 
-    def told(step: int, seconds: float) -> bool:
+    def report(step: int, seconds: float) -> bool:
         progress.stepped(step, seconds, device.allocated_bytes())
         # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of several
         # processes none may end before the others.
@@ -124,19 +124,19 @@ def _measure(
     # Asynchronous workers meet once: how far one runs ahead of another is their own affair.
     meet = _nobody if case.asynchronous else group.barrier
 
-    def met() -> None:
+    def begin_step() -> None:
         meet()
         if own:
             own.growth.begin_step()
         own_work.begin()
 
-    def done(step: int, seconds: float) -> bool:
+    def end_step(step: int, seconds: float) -> bool:
         own_work.note()
         if own:
             own.growth.end_step(training, device.allocated_bytes())
-        return told(step, seconds)
+        return report(step, seconds)
 
-    own_work, compile_calls = OwnWork(device), CompileCalls()
+    own_work, compile_calls = StragglerClock(device), CompileCalls()
     progress.enter("build")
     device.reset_peaks()
     with (
@@ -145,7 +145,7 @@ def _measure(
     ):
         training = build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
-        movement = None if training.model is None or task.curve else _movement(training.model, training.idle)
+        movement = None if training.model is None or task.curve else _movement(training.model, training.idle, own)
         # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
         gc.collect()
         device.reset_peaks()
@@ -157,12 +157,12 @@ def _measure(
     gc.collect()
     gc.freeze()
     progress.enter("warmup")
-    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, told, meet)
+    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, report, meet)
     group.barrier()
     progress.enter("measure")
-    stamped = Stamped(training.step, device)
+    stamped = TimedOnDevice(training.step, device)
     updates = schedule(_steps_to_time(task, training, group), case.gradient_accumulation)
-    seconds = timed(stamped, updates, device.synchronize, done, met)
+    seconds = timed(stamped, updates, device.synchronize, end_step, begin_step)
 
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
@@ -184,7 +184,7 @@ def _measure(
         device_used_bytes=peaks.used,
         peak_host_bytes=host,
         own_seconds=tuple(own_work.seconds) if group.size > 1 else (),
-        uncompiled=compile_calls.seen and counter is not None,
+        uncompiled=compile_calls.any and counter is not None,
         counted_threads=max(1, len(counter.threads)) if own and counter is not None else 1,
         environment=environment_of(device, group),
     )
@@ -192,8 +192,8 @@ def _measure(
     progress.enter("check")
     check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
     if task.curve:
-        made = (0 if counter is None else len(counted_steps(case))) + len(warmup) + len(seconds)
-        losses = finite_losses(losses, case.model, steps=made)[: case.steps]
+        step_count = (0 if counter is None else len(counted_steps(case))) + len(warmup) + len(seconds)
+        losses = finite_losses(losses, case.model, steps=step_count)[: case.steps]
     else:
         check_losses(losses)
     # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator has kept.
@@ -238,10 +238,10 @@ def _watched(
         movement.watching() if movement else contextlib.nullcontext(),
     ):
         training.step(True)
-    moved, reached = group.of_all(movement.seen() if movement else (set(), set()))
+    moved, reached = group.union(movement.changes() if movement else (set(), set()))
     if movement is not None:
         # A step of own code may train but a part, as one of two players or the experts that are chosen.
-        movement.check(moved, (reached | moved) if own else reached, steps=steps, elsewhere=training.elsewhere)
+        movement.check(moved, (reached | moved) if own else reached, steps=steps, remote_tensors=training.remote_tensors)
     return flops
 
 
@@ -258,10 +258,10 @@ def _count(training: Trainable, case: Case, counter: AllocationCounter, progress
             training.step(update)
 
 
-def _movement(model: nn.Module, idle: Sequence[str]) -> Movement:
-    """That of the model; its look at the weights is no part of the build that is counted."""
+def _movement(model: nn.Module, idle: Sequence[str], own: OwnCode | None) -> Movement:
+    """Return that of the model. Its look at the weights is no part of the build that is counted."""
     with _disable_current_modes():
-        return Movement(model, idle)
+        return Movement(model, idle, accepts_zeros=own is not None)
 
 
 def _own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:
@@ -335,7 +335,7 @@ def build(
     if not case.code and builder is None:
         return Training(case, task.scale, device, group, own_work_done, architecture)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
-    return Custom(case, task.scale, device, builder, group, own_work_done)
+    return OwnCodeTraining(case, task.scale, device, builder, group, own_work_done)
 
 
 def _known(count: int | None) -> int:
@@ -359,8 +359,8 @@ def model_bytes(model: nn.Module, device: torch.device | None = None) -> int:
                 yield from (value for value in vars(state).values() if isinstance(value, Tensor))
                 state = getattr(state, "state2", None)
 
-    found = (tensor for tensor in map(local, tensors()) if device is None or tensor.device == device)
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
+    on_device = (tensor for tensor in map(local, tensors()) if device is None or tensor.device == device)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in on_device}
     return sum(storages.values())
 
 

@@ -1,4 +1,4 @@
-"""Live tensor storages, each followed until it dies."""
+"""Follows live tensor storages, each until it dies, and writes a trace of them."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Storages:
         with self._lock:
             if self._left:  # by an operator of another thread that had begun before
                 return
-            known = self._sizes.get(key)
-            if known is None:
+            size_before = self._sizes.get(key)
+            if size_before is None:
                 self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-            if known != size:
+            if size_before != size:
                 before = self._numbers.pop(key, None)
                 self._sizes[key] = size
                 if size:

@@ -1,4 +1,4 @@
-"""Which of several processes is late."""
+"""Times how long each process works before it first waits for the others, which shows which of them is late."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from pytest_gputrain.worker.device import Device
 
 
-class OwnWork:
-    """How long this process works in each step before it first needs another one.
+class StragglerClock:
+    """Measures how long this process works in each step before it first needs another one.
 
     Processes wait for each other inside of a step, so all of its ends lie where the slowest one's does. What each does from
     their common start to its first exchange is not yet levelled.
@@ -19,14 +19,14 @@ class OwnWork:
         self._start: Any = None
         self._end: Any = None
         self.seconds: list[float] = []
-        """Of each step that said when its own work was done."""
+        """Seconds of own work in each step that said when that was done."""
 
     def begin(self) -> None:
-        """The processes have met: a step starts."""
+        """Start the clock: the processes have met, and a step starts."""
         self._start, self._end = self._device.stamp(), None
 
     def done(self) -> None:
-        """This step needs the other processes from now on; the first call in a step counts."""
+        """Stop the clock: the step needs the other processes from now on. The first call in a step counts."""
         if self._start is not None and self._end is None:
             self._end = self._device.stamp()
 

@@ -1,4 +1,4 @@
-"""What threads of Python compute, for dispatch modes: torch keeps these for each thread apart."""
+"""Lets dispatch modes see what other threads of Python compute: torch keeps the modes of each thread apart."""
 
 from __future__ import annotations
 

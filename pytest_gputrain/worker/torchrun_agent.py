@@ -1,7 +1,7 @@
 """``python -P -m pytest_gputrain.worker.torchrun_agent FOLDER [SEAT HOST]``: torchrun's elastic agent for a node of a case.
 
-Without a seat, Slurm's number of this task is it, and Slurm's name of the node its host. Runs this node's ranks, tells how
-one ended that did not end well, and ends with all of them when pytest says so or is heard no more.
+Without a seat, Slurm's number of this task is the seat, and Slurm's name of the node is the host. The agent runs this node's
+ranks and reports the exit of each one that failed. It ends with all of them when pytest says so or is no longer heard.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KILLED_SECONDS: Final = 5.0
 
 
 class Agent:
-    """This node's part in the case.
+    """Runs and watches this node's ranks of the case.
 
     Args:
         folder: the case's.
@@ -60,7 +60,7 @@ class Agent:
         self._kills_before = oom_kills()
 
     def run(self) -> NoReturn:
-        """Until the case is over."""
+        """Join the case and stay until it is over."""
         nodes = told(self._folder / NODES, Nodes)
         if nodes is None:
             sys.exit("the case is over")
@@ -76,7 +76,7 @@ class Agent:
         self._leave(failure, exits)
 
     def _run_ranks(self, nodes: Nodes) -> dict[int, int]:
-        """Exit codes of the ranks that failed, by rank."""
+        """Run the ranks, and return the exit codes of those that failed, by rank."""
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -106,36 +106,36 @@ class Agent:
         return {}
 
     def _endpoint(self, seconds: float) -> str:
-        """Where the agents meet: the first one chooses a port and tells the others.
+        """Return where the agents meet: the first one chooses a port and writes it down for the others.
 
         Raises:
             TimeoutError: it has not.
         """
         path = self._folder / ENDPOINT
         if self._seat == 0:
-            endpoint = Endpoint(host=self._host, port=int(self._port) if self._port else _free_port())
-            tell(path, endpoint)
-            return f"{endpoint.host}:{endpoint.port}"
+            own = Endpoint(host=self._host, port=int(self._port) if self._port else _free_port())
+            tell(path, own)
+            return f"{own.host}:{own.port}"
         deadline = time.monotonic() + seconds
-        while (found := told(path, Endpoint)) is None:
+        while (endpoint := told(path, Endpoint)) is None:
             if time.monotonic() >= deadline:
                 raise TimeoutError("the first node has not told where to meet")
             time.sleep(_POLL_SECONDS)
-        return f"{found.host}:{found.port}"
+        return f"{endpoint.host}:{endpoint.port}"
 
     def _listen(self) -> None:
         """End with the case."""
-        heard, since = -1, time.monotonic()
-        asked = False
+        last_number, last_heard = -1, time.monotonic()
+        stacks_asked = False
         while True:
             time.sleep(_POLL_SECONDS)
             word = told(self._folder / WORD, Word)
-            if word is None or word.wish == "over" or time.monotonic() - since > SILENCE_SECONDS:
+            if word is None or word.wish == "over" or time.monotonic() - last_heard > SILENCE_SECONDS:
                 self._leave("", {})
-            if word.number != heard:
-                heard, since = word.number, time.monotonic()
-            if word.wish == "stacks" and not asked:
-                asked = True
+            if word.number != last_number:
+                last_number, last_heard = word.number, time.monotonic()
+            if word.wish == "stacks" and not stacks_asked:
+                stacks_asked = True
                 self._ask_for_stacks()
 
     def _ask_for_stacks(self) -> None:
@@ -157,8 +157,10 @@ class Agent:
             killed_for_memory = oom_kills() > self._kills_before
             try:
                 for rank, exit_code in exits.items():
-                    how = RankExit(exit_code=exit_code, killed_for_memory=killed_for_memory and exit_code == -signal.SIGKILL)
-                    tell(self._folder / f"rank{rank}" / EXIT, how)
+                    rank_exit = RankExit(
+                        exit_code=exit_code, killed_for_memory=killed_for_memory and exit_code == -signal.SIGKILL
+                    )
+                    tell(self._folder / f"rank{rank}" / EXIT, rank_exit)
                 tell(self._own / LEFT, Left(failure=failure))
             except FileNotFoundError:
                 pass  # the case is over

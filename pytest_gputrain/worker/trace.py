@@ -1,4 +1,4 @@
-"""What was allocated and freed, in order, and what follows from that."""
+"""A trace of what was allocated and freed, in order, and the peaks that follow from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENTERED: Final = {event: phase for phase, event in ENTER.items()}
 
 @dataclass(slots=True)
 class Trace:
-    """Of one memory.
+    """Records what was allocated and freed in one memory.
 
     Args:
         rounding: bytes that every allocation is rounded up to a multiple of.
@@ -68,7 +68,7 @@ class Trace:
     @property
     def sizes(self) -> list[int]:
         """Bytes of the allocations by number."""
-        return [made.bytes for made in self.allocations]
+        return [allocation.bytes for allocation in self.allocations]
 
     def in_order(self) -> Trace:
         """The same with what is freed between two other events in the order of its numbers.
@@ -87,9 +87,9 @@ class Trace:
         ordered.extend(sorted(freed, reverse=True))
         return Trace(self.rounding, ordered, self.allocations)
 
-    def largest_at_peaks(self, found: Peaks) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+    def largest_at_peaks(self, phase_peaks: Peaks) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
         """What lived at the peak of each phase."""
-        return {phase: self.largest_at(event, SHOWN) for phase, event in found.events.items()}
+        return {phase: self.largest_at(event, SHOWN) for phase, event in phase_peaks.events.items()}
 
     def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
         """What lived after so many events, alike storages together, the largest ``count`` of them."""
@@ -101,11 +101,11 @@ class Trace:
                 live.remove(~event)
         alike: defaultdict[LiveTensor, list[LiveTensor]] = defaultdict(list)
         for number in sorted(live):
-            one = self.allocations[number]
-            alike[msgspec.structs.replace(one, lines=()) if one.lines else one].append(one)
+            allocation = self.allocations[number]
+            alike[msgspec.structs.replace(allocation, lines=()) if allocation.lines else allocation].append(allocation)
         rows = []
         for kind, some in alike.items():
-            lines = tuple(dict.fromkeys(line for one in some for line in one.lines))
+            lines = tuple(dict.fromkeys(line for allocation in some for line in allocation.lines))
             rows.append(msgspec.structs.replace(kind, bytes=kind.bytes * len(some), count=len(some), lines=lines))
         return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
 

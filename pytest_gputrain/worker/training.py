@@ -1,4 +1,4 @@
-"""From a case to something that steps: the zoo's model adapted, fed, and given an optimizer; or the user's own code."""
+"""Makes what a case steps: the zoo's model with its method, batch, engine and optimizer, or the user's own code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_t
 from pytest_gputrain.worker.compiling import compile_in_place
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
-from pytest_gputrain.worker.parallel import ENGINES, Setting
+from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
 
 
 class Trainable(Protocol):
-    """What the loop steps and the checks look at."""
+    """A training that the loop steps and the checks look at."""
 
     model: nn.Module | None
     trainable_parameters: int | None
@@ -35,7 +35,7 @@ class Trainable(Protocol):
     sequence_length: int
     idle: tuple[str, ...]
     """Regular expressions for whole names of trained parameters that get no gradient by construction."""
-    elsewhere: int
+    remote_tensors: int
     """Trained tensors that other processes hold, and check."""
     losses: list[Tensor | float]
 
@@ -55,7 +55,7 @@ class Trainable(Protocol):
 
 
 class Training:
-    """A case of the zoo."""
+    """The training of a case of the zoo."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Training:
         if case.compile != "off":
             compile_in_place(blocks or [adapted], case.compile, device)
         optimizer = OPTIMIZERS[case.optimizer]
-        setting = Setting(
+        engine_options = EngineOptions(
             case=case,
             precision=precision,
             device=device,
@@ -104,10 +104,10 @@ class Training:
             blocks=blocks,
             make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
         )
-        self._engine = ENGINES[case.parallel](adapted, setting)
+        self._engine = ENGINES[case.parallel](adapted, engine_options)
         self._own_work_done = own_work_done
         self._workload.model = self._engine.model
-        self.elsewhere = self._engine.elsewhere
+        self.remote_tensors = self._engine.remote_tensors
         encoders = self._workload.encoders
         self.model: nn.Module | None = nn.ModuleDict({names[0]: adapted, **encoders}) if encoders else adapted
         if case.parallel != "single":
@@ -130,7 +130,7 @@ class Training:
 
     def _loss(self) -> Tensor:
         loss = self._workload.loss(self._inputs)
-        if self._engine.forward_alone:
+        if self._engine.forward_is_local:
             self._own_work_done()
         return loss
 
@@ -180,8 +180,8 @@ StepBuilder = Callable[[Setup], Callable[[], Any]]
 """The user's function: builds everything and returns one step, which may return its loss."""
 
 
-class Custom:
-    """A user's own step."""
+class OwnCodeTraining:
+    """The training of a case of own code, by the user's own step."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Custom:
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
         self.idle: tuple[str, ...] = ()
-        self.elsewhere = 0
+        self.remote_tensors = 0
         self.updates: int = 0
         self.losses: list[Tensor | float] = []
 
@@ -245,7 +245,7 @@ class Custom:
 
 
 def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
-    """The function that ``path/to/file.py::name`` names, from below ``root``.
+    """Load the function that ``path/to/file.py::name`` names, from below ``root``.
 
     Args:
         module_name: how the parent imported that file. Where the same name leads to it here, a file of a package finds its
@@ -268,14 +268,14 @@ def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
 
 
 def _imported(module_name: str, path: Path) -> ModuleType | None:
-    """The module of that name if it is the file, None if the name leads elsewhere or nowhere."""
+    """Return the module of that name if it is the file, None if the name leads elsewhere or nowhere."""
     top, *below = module_name.split(".")
     if not top or top == "__main__":
         return None
     try:
         # To look for a module of a package imports the package: not one that the file is not in.
         package = importlib.util.find_spec(top) if below else None
-        if below and not any(path.is_relative_to(Path(place).resolve()) for place in _places(package)):
+        if below and not any(path.is_relative_to(Path(folder).resolve()) for folder in _module_folders(package)):
             return None
         spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError):
@@ -285,13 +285,13 @@ def _imported(module_name: str, path: Path) -> ModuleType | None:
     return importlib.import_module(module_name)
 
 
-def _places(package: ModuleSpec | None) -> list[str]:
-    """Folders that the modules of a package are in."""
+def _module_folders(package: ModuleSpec | None) -> list[str]:
+    """Return the folders that the modules of a package are in."""
     return list((package and package.submodule_search_locations) or ())
 
 
 def _loaded(path: Path) -> ModuleType:
-    """The file as a module that is in no package."""
+    """Load the file as a module that is in no package."""
     module_name = f"gputrain_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

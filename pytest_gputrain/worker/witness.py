@@ -1,4 +1,4 @@
-"""Whether operators ran on threads where nothing counts them, by torch's own profiler."""
+"""Finds operators that ran on threads where nothing counts them, by torch's own profiler."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Witness:
         for thread, operators in self.operators.items():
             missed = [operator for operator in operators if matters(operator)]
             if thread not in counted and missed and (others or thread in self._names):
-                return f"runs operators on {self._told(thread)}, where they are not counted (first: {missed[0]})"
+                return f"runs operators on {self._describe(thread)}, where they are not counted (first: {missed[0]})"
         return ""
 
     @property
@@ -63,14 +63,14 @@ class Witness:
         """Whether there were other threads, of which torch told nothing."""
         return not self.operators and threading.active_count() > 1
 
-    def _told(self, thread: int) -> str:
-        if known := self._names.get(thread):
-            return f"the thread {known!r}"
-        unknown = "a thread that Python's threading did not start"
+    def _describe(self, thread: int) -> str:
+        if name := self._names.get(thread):
+            return f"the thread {name!r}"
+        unnamed = "a thread that Python's threading did not start"
         try:
-            return f"{unknown} ({Path(f'/proc/self/task/{thread}/comm').read_text().strip()!r})"
+            return f"{unnamed} ({Path(f'/proc/self/task/{thread}/comm').read_text().strip()!r})"
         except OSError:  # it has ended
-            return unknown
+            return unnamed
 
 
 def _names_of_threads() -> dict[int, str]:

@@ -13,7 +13,7 @@ REPLICATES = 40_000
 
 def _broken_claims(rule: str) -> list[str]:
     """Claims that are missed by far: twice the false alarms, or half a percent of the power; of a few suites, five times."""
-    rows = list(measure_gate.rows(measure_gate.Bench(SEED), measure_gate.RULES[rule], REPLICATES))
+    rows = list(measure_gate.rows(measure_gate.SimulatedMachine(SEED), measure_gate.RULES[rule], REPLICATES))
     assert sum(row.limit is not None for row in rows) == 13
     missed = []
     for row in rows:
@@ -41,13 +41,13 @@ def test_a_broken_rule_does_not(rule: str, missed: str) -> None:
 
 
 def test_the_simulated_rule_is_the_products() -> None:
-    assert measure_gate.differs_from_the_rule(measure_gate.Bench(SEED), cases=200) == ""
+    assert measure_gate.differs_from_the_rule(measure_gate.SimulatedMachine(SEED), cases=200) == ""
 
 
 def test_another_rule_of_the_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_gate.stats, "WINSOR", 1.0)
     monkeypatch.setattr(measure_gate, "vote", measure_gate.mean_of_three)
-    assert "baseline [" in measure_gate.differs_from_the_rule(measure_gate.Bench(SEED), cases=200)
+    assert "baseline [" in measure_gate.differs_from_the_rule(measure_gate.SimulatedMachine(SEED), cases=200)
 
 
 def test_the_exit_status_tells_of_a_missed_claim(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ REPLICATES = 100
 def _broken_claims(rule: str) -> list[str]:
     """Claims that are missed by far: three times the alarms, half as long again, twice the time, or three percent found."""
     with mock.patch.multiple(measure_trend.change_points, **measure_trend.RULES[rule]):
-        rows = list(measure_trend.rows(measure_trend.Bench(SEED), REPLICATES))
+        rows = list(measure_trend.rows(measure_trend.Simulation(SEED), REPLICATES))
     assert sum(row.limit is not None for row in rows) == 15
     missed = []
     for row in rows:
@@ -42,7 +42,7 @@ def test_a_step_that_is_not_found_breaks_them() -> None:
     with mock.patch.object(measure_trend.change_points, "PENALTY", 40):
         missed = [
             str(row.claim)
-            for row in measure_trend.rows(measure_trend.Bench(SEED), REPLICATES)
+            for row in measure_trend.rows(measure_trend.Simulation(SEED), REPLICATES)
             if row.limit and not row.holds
         ]
     assert "+3%: found >= 98 %" in missed

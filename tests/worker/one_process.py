@@ -1,4 +1,4 @@
-"""What cases of several processes are compared with."""
+"""One-process reference trainings, which cases of several processes are compared with."""
 
 import torch
 

@@ -155,7 +155,7 @@ def test_a_storage_that_is_resized_counts_as_it_is():
 
 def test_of_a_tensor_that_is_spread_the_part_counts():
     gc.collect()
-    with Group(size=4, rehearsed=True).joined(torch.device("cpu")):
+    with Group(size=4, simulated=True).joined(torch.device("cpu")):
         mesh = init_device_mesh("cpu", (4,))
         with AllocationCounter() as counter:
             whole = DTensor.from_local(torch.zeros(256), mesh, [Shard(0)])

@@ -58,10 +58,10 @@ def test_a_step_without_a_loss_has_no_curve():
 
 
 def test_curves_of_one_case_are_the_same_and_fall():
-    one, other = _curve(ZOO), _curve(ZOO)
-    assert one.losses == other.losses
-    assert len(one.losses) == STEPS
-    assert one.losses[-1] < one.losses[0]
+    first, second = _curve(ZOO), _curve(ZOO)
+    assert first.losses == second.losses
+    assert len(first.losses) == STEPS
+    assert first.losses[-1] < first.losses[0]
 
 
 def test_precisions_begin_at_the_same_weights_and_batch():

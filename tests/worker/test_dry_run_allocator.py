@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain.utils.units import GiB, KiB, MiB
-from pytest_gputrain.worker.dry_run.allocator import Allocator, NoRoom, replay
+from pytest_gputrain.worker.dry_run.allocator import Allocator, CapacityExceeded, replay
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 SIZES = st.one_of(
@@ -103,7 +103,7 @@ def test_a_segment_in_use_is_not_given_back():
     allocator = Allocator(capacity=60 * MiB)
     held = [allocator.allocate(15 * MiB) for _ in range(2)]
     allocator.free(held[0])
-    with pytest.raises(NoRoom):
+    with pytest.raises(CapacityExceeded):
         allocator.allocate(45 * MiB)
 
 
@@ -166,15 +166,15 @@ def test_what_always_holds(steps, expandable, capacity):
         else:
             try:
                 held.append(allocator.allocate(size))
-            except NoRoom:
+            except CapacityExceeded:
                 continue
             assert held[-1].size >= size
         assert allocator.allocated == sum(block.size for block in held)
         assert allocator.allocated <= allocator.reserved <= allocator.peak_reserved
         assert capacity is None or allocator.peak_reserved <= capacity
-        places = sorted((block.small, block.segment, block.address, block.size) for block in held)
-        for one, other in itertools.pairwise(places):
-            assert one[:2] != other[:2] or one[2] + one[3] <= other[2], "blocks overlap"
+        ranges = sorted((block.small, block.segment, block.address, block.size) for block in held)
+        for block, following in itertools.pairwise(ranges):
+            assert block[:2] != following[:2] or block[2] + block[3] <= following[2], "blocks overlap"
     for block in held:
         allocator.free(block)
     allocator.empty_cache()

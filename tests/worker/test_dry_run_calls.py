@@ -124,9 +124,9 @@ def test_what_lists_of_tensors_write_counts():
 
 def test_values_are_forgotten_where_they_are_overwritten():
     with FakeTensorMode(), Tracker(DEVICE):
-        known = torch.ones(3)
-        torch.add(torch.empty(3), 1, out=known)
-        assert known[0].item() == 0.0  # what a float is that nobody knows
+        ones = torch.ones(3)
+        torch.add(torch.empty(3), 1, out=ones)
+        assert ones[0].item() == 0.0  # what a float is that nobody knows
 
 
 def test_no_compiler_is_loaded():

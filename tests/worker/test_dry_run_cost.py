@@ -31,6 +31,6 @@ def test_a_prediction_holds_less_than_a_gibibyte_however_large_the_model(name):
     (case,) = {case for _, case in [*declared(), *declared(several=True)] if str(case) == name}
     task = Task(case=case, scale="full", device_type="cpu", root=".", target=target_of("h100"), processes=case.gpus)
     command = [sys.executable, "-c", SCRIPT, msgspec.json.encode(task).decode()]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    predicted, held = map(int, told.split()[-2:])
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    predicted, held = map(int, output.split()[-2:])
     assert held < 1 * GiB < predicted

@@ -17,7 +17,7 @@ from test_dry_run import CPU, H100, OWN, compare, predicted
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Prediction, Task
-from pytest_gputrain.worker.dry_run.patches import _WhenImported
+from pytest_gputrain.worker.dry_run.patches import _PatchWhenImported
 from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
@@ -40,8 +40,8 @@ def refused(build, target=H100):
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_work_is_that_of_a_step(accumulation):
     def build(setup):
-        one = torch.ones(64, 64, device=setup.device)
-        return doing(lambda: one @ one @ one)
+        matrix = torch.ones(64, 64, device=setup.device)
+        return doing(lambda: matrix @ matrix @ matrix)
 
     case = OWN.replace(gradient_accumulation=accumulation)
     compare(case, build)
@@ -199,7 +199,7 @@ def test_what_a_library_needs_is_done_when_it_is_imported(tmp_path, monkeypatch)
         yield mock.patch("latecomer.answer", return_value="fake")
 
     with contextlib.ExitStack() as stack:
-        finder = _WhenImported({"latecomer": patches}, stack)
+        finder = _PatchWhenImported({"latecomer": patches}, stack)
         monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
         import latecomer
 
@@ -330,10 +330,10 @@ def test_training_by_hand_on_the_host_is_refused():
 
 def test_another_thread_that_computes_is_refused():
     def build(setup):
-        one = torch.ones(64, 64, device=setup.device)
+        matrix = torch.ones(64, 64, device=setup.device)
 
         def step():
-            thread = threading.Thread(target=lambda: one @ one, name="beside")
+            thread = threading.Thread(target=lambda: matrix @ matrix, name="beside")
             thread.start()
             thread.join()
 

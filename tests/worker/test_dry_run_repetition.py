@@ -9,8 +9,8 @@ from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.worker.dry_run import predict as predict_module
 from pytest_gputrain.worker.dry_run import tracker as tracker_module
-from pytest_gputrain.worker.dry_run.predict import Rehearsal, predict
-from pytest_gputrain.worker.dry_run.repetition import deepened
+from pytest_gputrain.worker.dry_run.predict import PredictionRun, predict
+from pytest_gputrain.worker.dry_run.repetition import extrapolate
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress
 
@@ -20,15 +20,15 @@ DEEP = 7
 
 def repeating():
     """A case of each class of models that repeat blocks, with each method of Llama, and a sharded one of each library."""
-    found = {}
+    cases = {}
     for case in [*(case for _, case in declared()), *(case for _, case in declared(several=True))]:
         part = architectures()[case.model].trained_part
         if not part.repeats or case.parallel not in ("single", "fsdp"):
             continue
         kind = part.model_class if case.parallel == "single" else part.library
         method = case.method if case.model == "llama-3.1-8b" else ""
-        found.setdefault((kind, case.parallel, method), case.replace(compile="off"))
-    return list(found.values())
+        cases.setdefault((kind, case.parallel, method), case.replace(compile="off"))
+    return list(cases.values())
 
 
 CASES = repeating()
@@ -48,15 +48,15 @@ def test_a_deep_model_shows_what_follows_from_shallow_ones(case):
     load(case, predicted=True)
     architecture = architectures()[case.model]
     # What a first run leaves behind must not count for both.
-    deep = Rehearsal(task_of(case), Progress(None)).run(architecture.repeated(DEEP))
-    shallow = Rehearsal(task_of(case), Progress(None))
+    deep = PredictionRun(task_of(case), Progress(None)).run(architecture.repeated(DEEP))
+    shallow = PredictionRun(task_of(case), Progress(None))
     runs = []
 
     def run(count):
         runs.append(count)
         return shallow.run(architecture.repeated(count))
 
-    assert deepened(run, DEEP) == deep
+    assert extrapolate(run, DEEP) == deep
     assert max(runs) < DEEP
 
 
@@ -76,27 +76,27 @@ def test_every_kind_of_block_is_repeated_as_often():
 def depths(monkeypatch):
     """The repetitions of the models that run; None for the task's own."""
     load(PHI, predicted=True)  # which makes tensors that are none of the model's
-    found = []
-    run = Rehearsal.run
+    repetitions = []
+    run = PredictionRun.run
 
     def noted(self, architecture=None):
-        found.append(architecture and architecture.repetitions)
+        repetitions.append(architecture and architecture.repetitions)
         return run(self, architecture)
 
-    monkeypatch.setattr(Rehearsal, "run", noted)
-    return found
+    monkeypatch.setattr(PredictionRun, "run", noted)
+    return repetitions
 
 
 PHI = next(case for case in CASES if case.model == "phi-3-mini-128k")
 
 
 def test_a_prediction_runs_shallow_models_only_and_is_the_whole_ones(depths):
-    found = predict(task_of(PHI), Progress(None))
+    prediction = predict(task_of(PHI), Progress(None))
     assert depths == [2, 3, 4]
-    assert isinstance(found, Prediction)
-    assert found == predict(task_of(PHI), Progress(None), whole=True)
+    assert isinstance(prediction, Prediction)
+    assert prediction == predict(task_of(PHI), Progress(None), whole=True)
     assert depths[3:] == [None]
-    assert found.parameters == architectures()[PHI.model].trained_part.parameters["full"]
+    assert prediction.parameters == architectures()[PHI.model].trained_part.parameters["full"]
 
 
 @pytest.mark.parametrize("change", [{"activation_checkpointing": 0.5}, {"parallel": "ddp", "gpus": 2}])
@@ -142,6 +142,6 @@ def test_a_model_whose_parameters_are_not_those_of_its_shallow_ones_runs_whole_a
 
 
 def test_what_does_not_follow_runs_whole(depths, monkeypatch):
-    monkeypatch.setattr(predict_module, "deepened", lambda run, repetitions: None)
+    monkeypatch.setattr(predict_module, "extrapolate", lambda run, repetitions: None)
     assert isinstance(predict(task_of(PHI.replace(method="full")), Progress(None)), Prediction)
     assert depths == [None]

@@ -81,10 +81,10 @@ def test_as_recorded(suite, case):
 
 def test_no_case_leaves_a_trace_in_the_next():
     """In the same process, in another order, and between predictions by the other rules."""
-    before = [first(case) for case in ONE_OF_EACH_FAMILY]
-    for case, known in reversed(list(zip(ONE_OF_EACH_FAMILY, before, strict=True))):
+    alone = [first(case) for case in ONE_OF_EACH_FAMILY]
+    for case, expected in reversed(list(zip(ONE_OF_EACH_FAMILY, alone, strict=True))):
         on_gpu = predicted(case, H100)
-        assert msgspec.json.encode(predicted(case)) == msgspec.json.encode(known)
+        assert msgspec.json.encode(predicted(case)) == msgspec.json.encode(expected)
         assert on_gpu.fidelity == "cuda-rules"
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened, extended, extended_trace
+from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, extrapolate, extrapolate_observed, extrapolate_trace
 from pytest_gputrain.worker.trace import EMPTY_CACHE, ENTER, Trace, peaks
 
 
@@ -17,9 +17,9 @@ def allocate(trace, size, phase="forward"):
     return trace.allocate(size, "aten.empty", phase, (size,), "uint8")
 
 
-def told(trace):
-    """What happens, with numbers in place of sizes and shapes."""
-    return list(trace.events), [(made.bytes, made.phase) for made in trace.allocations]
+def numbers_of(trace):
+    """The events of a trace, and the bytes and phase of each allocation."""
+    return list(trace.events), [(allocation.bytes, allocation.phase) for allocation in trace.allocations]
 
 
 def test_peaks_begin_anew_with_training_and_belong_to_phases():
@@ -33,12 +33,12 @@ def test_peaks_begin_anew_with_training_and_belong_to_phases():
     trace.free(activation)
     gradient = allocate(trace, 512, "backward")
     trace.events.append(ENTER["optimizer"])
-    found = peaks(trace)
-    assert found.by_phase == {"build": 1024 + 9216, "forward": 3072, "backward": 3072, "optimizer": 1536}
-    assert (found.bytes, found.phase) == (3072, "forward")
+    of_phases = peaks(trace)
+    assert of_phases.by_phase == {"build": 1024 + 9216, "forward": 3072, "backward": 3072, "optimizer": 1536}
+    assert (of_phases.bytes, of_phases.phase) == (3072, "forward")
     # A phase that begins with its peak holds what the one before it made.
-    assert [row.bytes for row in trace.largest_at(found.events["backward"], 8)] == [2048, 1024]
-    assert [row.bytes for row in trace.largest_at(found.events["optimizer"], 8)] == [1024, 512]
+    assert [row.bytes for row in trace.largest_at(of_phases.events["backward"], 8)] == [2048, 1024]
+    assert [row.bytes for row in trace.largest_at(of_phases.events["optimizer"], 8)] == [1024, 512]
     assert (model, gradient) == (0, 3)
 
 
@@ -92,9 +92,9 @@ def ran(passes, layers):
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(PASSES, st.integers(1, 4), st.integers(0, 12))
 def test_a_deep_trace_that_is_told_is_the_true_one(passes, first, more):
-    found = extended_trace([ran(passes, first + depth) for depth in range(3)], more)
-    event("refused" if found is None else "told")
-    assert found is None or told(found) == told(ran(passes, first + more))
+    deep = extrapolate_trace([ran(passes, first + depth) for depth in range(3)], more)
+    event("refused" if deep is None else "extrapolated")
+    assert deep is None or numbers_of(deep) == numbers_of(ran(passes, first + more))
 
 
 @settings(max_examples=300, deadline=None)
@@ -105,9 +105,9 @@ def test_a_deep_trace_follows_where_a_pass_has_no_two_tensors_alike(passes, firs
         for order, tensors in passes
         if order not in ("first", "last")
     ]
-    found = extended_trace([ran(passes, first + depth) for depth in range(3)], more)
-    assert found is not None
-    assert told(found) == told(ran(passes, first + more))
+    deep = extrapolate_trace([ran(passes, first + depth) for depth in range(3)], more)
+    assert deep is not None
+    assert numbers_of(deep) == numbers_of(ran(passes, first + more))
 
 
 @settings(max_examples=200, deadline=None)
@@ -124,7 +124,7 @@ def test_what_does_not_follow_is_refused(passes, first, more, leaks, rng):
         assume(changed.allocations)
         number = rng.randrange(len(changed.allocations))
         changed.allocations[number] = msgspec.structs.replace(changed.allocations[number], operator="aten.other")
-    assert extended_trace(shallow, more) is None
+    assert extrapolate_trace(shallow, more) is None
 
 
 @pytest.mark.parametrize("growth", [lambda n: n * n, lambda n: 2**n, lambda n: max(0, n - 3)])
@@ -135,7 +135,7 @@ def test_what_does_not_grow_evenly_is_refused(growth):
             made.free(allocate(made, 8))
         return made
 
-    assert extended_trace([trace(layers) for layers in (2, 3, 4)], 10) is None
+    assert extrapolate_trace([trace(layers) for layers in (2, 3, 4)], 10) is None
 
 
 def test_sizes_that_grow_with_the_depth_are_refused():
@@ -144,7 +144,7 @@ def test_sizes_that_grow_with_the_depth_are_refused():
         allocate(made, 8 * layers)
         return made
 
-    assert extended_trace([trace(layers) for layers in (2, 3, 4)], 10) is None
+    assert extrapolate_trace([trace(layers) for layers in (2, 3, 4)], 10) is None
 
 
 def test_sums_grow_evenly_or_are_refused():
@@ -153,23 +153,23 @@ def test_sums_grow_evenly_or_are_refused():
     def of(*values, name="FLOPs"):
         return [empty({(name, ALL): value}) for value in values]
 
-    found = extended(of(10, 13, 16), 30)
-    assert found is not None
-    assert found.sums == {("FLOPs", ALL): 100}
-    assert extended(of(10, 13, 17), 30) is None
+    deep = extrapolate_observed(of(10, 13, 16), 30)
+    assert deep is not None
+    assert deep.sums == {("FLOPs", ALL): 100}
+    assert extrapolate_observed(of(10, 13, 17), 30) is None
     for other in itertools.permutations([*of(10, 13), *of(16, name="bytes")]):
-        assert extended(other, 30) is None
+        assert extrapolate_observed(other, 30) is None
 
 
 def test_layers_of_many_tensors_and_many_layers():
     rng = random.Random(1)
     passes = [(order, [(rng.randrange(200), 1, 0) for _ in range(150)]) for order in ("up", "down", "up", "down")]
-    found = extended_trace([ran(passes, layers) for layers in (2, 3, 4)], 98)
-    assert found is not None
-    assert told(found) == told(ran(passes, 100))
+    deep = extrapolate_trace([ran(passes, layers) for layers in (2, 3, 4)], 98)
+    assert deep is not None
+    assert numbers_of(deep) == numbers_of(ran(passes, 100))
 
 
 def test_what_is_not_deeper_than_its_shallow_models_is_not_made_of_them():
     runs = []
-    assert deepened(runs.append, 5) is None
+    assert extrapolate(runs.append, 5) is None
     assert not runs

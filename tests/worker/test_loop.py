@@ -1,4 +1,4 @@
-"""The timed loop."""
+"""The timed loop times each step alone, and schedules updates as accumulation asks."""
 
 import pytest
 from hypothesis import given

@@ -155,6 +155,24 @@ def test_experts_that_are_seldom_chosen_train_and_keep_nothing(forgets):
     assert isinstance(reply, Measurement), reply
 
 
+def test_sparse_gradients_that_differ_in_size_are_no_growth():
+    def build(setup):
+        table = torch.nn.Embedding(1000, 64, sparse=True)
+        optimizer, rows = torch.optim.SparseAdam(list(table.parameters())), iter(range(50, 1000, 50))
+
+        def step():
+            optimizer.zero_grad()
+            loss = table(torch.arange(next(rows))).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    reply = run_here(MINE, build)
+    assert isinstance(reply, Measurement), reply
+
+
 def test_what_an_optimizer_collects_is_kept():
     class Collects(torch.optim.SGD):
         def step(self, closure=None):

@@ -95,13 +95,13 @@ def test_two_threads_at_once_are_counted_together():
     pool, meeting = ThreadPoolExecutor(2), threading.Barrier(2)
 
     def half():
-        kept = torch.ones(WIDTH, WIDTH)
+        matrix = torch.ones(WIDTH, WIDTH)
         meeting.wait(timeout=10)
-        return kept @ kept
+        return matrix @ matrix
 
     def step():
         halves = [pool.submit(half) for _ in range(2)]
-        [one.result() for one in halves]
+        [future.result() for future in halves]
 
     reply = measured(MINE, lambda setup: step)
     assert reply.flops_per_step == 2 * FLOPS
@@ -155,11 +155,11 @@ def test_where_an_allocator_counts_memory_only_products_of_other_threads_matter(
             step()
         return own.check(flops, SimpleNamespace(model=None, losses=[]), lambda: None)
 
-    known = checked(in_a_loop("copier", lambda: torch.ones(8) + 1))
-    unknown = checked(in_a_loop("looper"))
-    assert known == ((), True)
-    assert not unknown.knows_flops
-    (note,) = unknown.notes
+    copying = checked(in_a_loop("copier", lambda: torch.ones(8) + 1))
+    multiplying = checked(in_a_loop("looper"))
+    assert copying == ((), True)
+    assert not multiplying.knows_flops
+    (note,) = multiplying.notes
     assert note.startswith("FLOPs are not known, because a step runs operators on the thread 'looper', where they are not")
 
 
@@ -231,7 +231,7 @@ def test_what_ends_after_the_count_is_no_part_of_it():
 def test_a_thread_may_compute_before_the_rounds_that_look_closer():
     with countable_threads(), _Makers(OwnLines([])) as makers, ThreadPoolExecutor(1) as pool:
         assert pool.submit(torch.ones, 4).result().numel() == 4
-    assert makers.told() == ""
+    assert makers.largest() == ""
 
 
 def test_recomputation_of_one_thread_is_not_that_of_another():

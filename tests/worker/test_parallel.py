@@ -138,10 +138,10 @@ def test_a_straggler_is_told_though_all_steps_take_as_long(faults):
     assert min(fast.step_seconds) > 0.1, "the other process waits for it"
     assert [len(rank.own_seconds) for rank in reply.ranks] == [2, 2]
     assert max(fast.own_seconds) < 0.1 < min(slow.own_seconds)
-    found = widest([reply])
-    assert found is not None
-    assert (found.slowest, found.lag > 1) == (1, True)
-    assert found.lag_seconds == pytest.approx(0.1, abs=0.05)
+    spread = widest([reply])
+    assert spread is not None
+    assert (spread.slowest, spread.lag > 1) == (1, True)
+    assert spread.lag_seconds == pytest.approx(0.1, abs=0.05)
 
 
 @pytest.mark.parametrize(

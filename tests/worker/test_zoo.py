@@ -84,11 +84,11 @@ def test_lora_targets_match_every_block(name):
 
 
 def test_the_parent_s_vocabulary_is_what_the_worker_offers():
-    known = architectures().values()
-    assert {method for architecture in known for method in architecture.trainable} <= set(METHODS)
+    models = architectures().values()
+    assert {method for architecture in models for method in architecture.trainable} <= set(METHODS)
     assert set(PRECISIONS) == set(precision.PRECISIONS)
     assert set(OPTIMIZERS) == set(training.OPTIMIZERS)
-    assert {architecture.family for architecture in known} == set(zoo.FAMILIES)
+    assert {architecture.family for architecture in models} == set(zoo.FAMILIES)
 
 
 @pytest.mark.parametrize("scale", ["full", "tiny"])

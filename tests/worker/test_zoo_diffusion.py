@@ -15,7 +15,7 @@ from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.zoo import diffusion
 
-IMAGES = [name for name, known in architectures().items() if known.family == "diffusion"]
+IMAGES = [name for name, architecture in architectures().items() if architecture.family == "diffusion"]
 UNETS = ["sd-1.5", "sdxl"]
 ENCODING = ["sd-1.5", "sd3"]
 

@@ -26,9 +26,9 @@ def test_a_sample_longer_than_the_table_of_positions_is_told_at_any_scale(name, 
 @pytest.mark.parametrize("name", WITH_POSITIONS)
 def test_a_sample_has_the_case_s_length_up_to_the_tiny_table(name):
     most = architectures()[name].trained_part.facts("tiny")["max_position_embeddings"]
-    for asked, found in [(7, 7), (most, most), (most + 1, most)]:
+    for asked, expected in [(7, 7), (most, most), (most + 1, most)]:
         batch = built(name, sequence_length=asked).batch(torch.device("cpu"))
-        assert batch.sequence_length == batch.inputs["input_ids"].shape[1] == found
+        assert batch.sequence_length == batch.inputs["input_ids"].shape[1] == expected
 
 
 @pytest.mark.parametrize("name", WITH_POSITIONS)

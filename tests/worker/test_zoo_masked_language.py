@@ -1,4 +1,4 @@
-"""BERT-large: masked tokens and next sentence."""
+"""BERT-large trains on masked tokens and next sentences."""
 
 import torch
 from torch.nn import functional
@@ -8,11 +8,11 @@ from zoo_examples import built, example, inputs_of, measured
 def test_fifteen_percent_of_the_tokens_are_masked_and_to_be_told():
     inputs = inputs_of(built("bert-large", batch_size=5))
     ids, labels = inputs["input_ids"], inputs["labels"]
-    told = labels != -100
-    assert (told.sum(dim=1) == round(0.15 * 64)).all()
-    assert (ids[told] == 103).all()
-    assert (labels[told] > 0).all()
-    assert len({tuple(row.nonzero().flatten().tolist()) for row in told}) > 1, "every sample hides the same places"
+    masked = labels != -100
+    assert (masked.sum(dim=1) == round(0.15 * 64)).all()
+    assert (ids[masked] == 103).all()
+    assert (labels[masked] > 0).all()
+    assert len({tuple(row.nonzero().flatten().tolist()) for row in masked}) > 1, "every sample hides the same places"
 
 
 def test_samples_are_pairs_of_sentences_without_padding():
@@ -31,8 +31,8 @@ def test_loss_is_that_of_the_masked_tokens_and_of_the_next_sentence():
     workload.model.eval()
     inputs = inputs_of(workload)
     outputs = workload.model(input_ids=inputs["input_ids"], token_type_ids=inputs["token_type_ids"])
-    told = inputs["labels"] != -100
-    tokens = functional.cross_entropy(outputs.prediction_logits[told], inputs["labels"][told])
+    masked = inputs["labels"] != -100
+    tokens = functional.cross_entropy(outputs.prediction_logits[masked], inputs["labels"][masked])
     sentences = functional.cross_entropy(outputs.seq_relationship_logits, inputs["next_sentence_label"])
     torch.testing.assert_close(workload.loss(inputs), tokens + sentences)
 

@@ -1,4 +1,4 @@
-"""PanGu: GPT with a query layer, by a module of our own."""
+"""PanGu is a GPT with a query layer, by a module of our own."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""word2vec on sparse gradients, CTR-DNN and wide & deep."""
+"""The recommendation models: word2vec on sparse gradients, CTR-DNN and wide & deep."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Transformer big: encoder and decoder with one table."""
+"""Transformer big is an encoder and a decoder with one table."""
 
 import torch
 from torch.nn import functional
@@ -28,8 +28,8 @@ def test_a_token_of_the_target_is_not_told_before_it_is_due():
     changed = target.clone()
     changed[0, 9] = 5 if target[0, 9] != 5 else 6
     with torch.no_grad():
-        one, other = (model(input_ids=source, decoder_input_ids=given).logits for given in (target, changed))
-    difference = (one - other).abs().amax(dim=(0, 2))
+        logits, logits_of_changed = (model(input_ids=source, decoder_input_ids=given).logits for given in (target, changed))
+    difference = (logits - logits_of_changed).abs().amax(dim=(0, 2))
     assert (difference[:9] == 0).all()
     assert (difference[9:] > 0).all()
 
@@ -40,8 +40,8 @@ def test_loss_is_smoothed_by_a_tenth():
     inputs = inputs_of(workload)
     logits = workload.model(input_ids=inputs["input_ids"], decoder_input_ids=inputs["decoder_input_ids"]).logits
     logs = functional.log_softmax(logits, dim=2)
-    told = logs.gather(2, inputs["labels"][..., None])
-    torch.testing.assert_close(workload.loss(inputs), -(0.9 * told.mean() + 0.1 * logs.mean()))
+    log_likelihoods = logs.gather(2, inputs["labels"][..., None])
+    torch.testing.assert_close(workload.loss(inputs), -(0.9 * log_likelihoods.mean() + 0.1 * logs.mean()))
 
 
 def test_only_the_two_position_tables_do_not_train():

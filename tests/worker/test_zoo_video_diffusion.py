@@ -17,7 +17,7 @@ from pytest_gputrain.worker import checks
 from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.zoo import video_diffusion
 
-VIDEO = [model for model, known in architectures().items() if known.family == "video_diffusion"]
+VIDEO = [model for model, architecture in architectures().items() if architecture.family == "video_diffusion"]
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 

@@ -1,4 +1,4 @@
-"""ResNet-50 and VGG-16."""
+"""ResNet-50 and VGG-16 classify images as published, at full and at tiny size."""
 
 import itertools
 
@@ -24,8 +24,8 @@ def test_labels_are_classes_of_the_model(name):
 def test_published_images_leave_seven_by_seven_features(name, features):
     model = built(name, "full", "meta").model
     images = torch.empty(1, 3, 224, 224, device="meta")
-    found = model.resnet(images).last_hidden_state if name == "resnet-50" else model.features[:-2](images)
-    assert found.shape == (1, *features)
+    maps = model.resnet(images).last_hidden_state if name == "resnet-50" else model.features[:-2](images)
+    assert maps.shape == (1, *features)
 
 
 def test_vgg_16_has_sixteen_layers_of_weights():

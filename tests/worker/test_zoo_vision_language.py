@@ -16,7 +16,7 @@ from pytest_gputrain.worker.zoo.vision_language import LEAD, PatchedImage, Tiled
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
-MODELS = [name for name, known in architectures().items() if known.family == "vision_language"]
+MODELS = [name for name, architecture in architectures().items() if architecture.family == "vision_language"]
 PAIRS = [(model, method) for model, method in METHODS_OF_MODELS if model in MODELS]
 LLAVA, QWEN = "llava-1.6-13b", "qwen2-vl-2b"  # one has three blocks at tiny scale, the other ties its head
 SIDES = st.integers(1, 2000)

@@ -51,12 +51,12 @@ def measured(case, builder=None):
 
 
 MODELS = list(architectures())
-METHODS_OF_MODELS = [(model, method) for model, known in architectures().items() for method in known.trainable]
+METHODS_OF_MODELS = [(model, method) for model, architecture in architectures().items() for method in architecture.trainable]
 """Pairs of names."""
 EXAMPLES = [example(*pair) for pair in METHODS_OF_MODELS]
 """One case per pair."""
 LANGUAGE = [
     model
-    for model, known in architectures().items()
-    if known.family == "language" and known.trained_part.library == "transformers"
+    for model, architecture in architectures().items()
+    if architecture.family == "language" and architecture.trained_part.library == "transformers"
 ]

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator, replayed on a trace: how much memory it holds, and whether a capacity suffices.
+"""Replays CUDA's caching allocator on a trace: how much memory it holds, and whether a capacity suffices.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, for one stream:
 
@@ -34,7 +34,7 @@ ROUND_LARGE: Final = 2 * MiB
 _ENDLESS: Final = 2**60
 
 
-class NoRoom(Exception):
+class CapacityExceeded(Exception):
     """Even with all free memory given back, a request exceeds the capacity."""
 
 
@@ -64,10 +64,10 @@ class Block:
 
     def absorb_next(self) -> None:
         """Take over the block behind this one."""
-        gone = self.after
-        assert gone is not None
-        self.size += gone.size
-        self.after = gone.after
+        absorbed = self.after
+        assert absorbed is not None
+        self.size += absorbed.size
+        self.after = absorbed.after
         if self.after is not None:
             self.after.before = self
 
@@ -79,23 +79,23 @@ class _Pool:
         self._keys: list[tuple[int, int, int]] = []
         self.blocks: list[Block] = []
 
-    def place(self, size: int, segment: int = -1, address: int = -1) -> int:
-        """Of the first block that is not smaller."""
+    def index(self, size: int, segment: int = -1, address: int = -1) -> int:
+        """Return the index of the first block that is not smaller."""
         return bisect.bisect_left(self._keys, (size, segment, address))
 
     def add(self, block: Block) -> None:
-        place = self.place(block.size, block.segment, block.address)
-        self._keys.insert(place, (block.size, block.segment, block.address))
-        self.blocks.insert(place, block)
+        position = self.index(block.size, block.segment, block.address)
+        self._keys.insert(position, (block.size, block.segment, block.address))
+        self.blocks.insert(position, block)
 
     def remove(self, block: Block) -> None:
-        place = self.place(block.size, block.segment, block.address)
-        assert self.blocks[place] is block
-        del self._keys[place], self.blocks[place]
+        position = self.index(block.size, block.segment, block.address)
+        assert self.blocks[position] is block
+        del self._keys[position], self.blocks[position]
 
 
 class Allocator:
-    """State of the caching allocator.
+    """The state of the caching allocator.
 
     Args:
         capacity: bytes that it may hold, None for no limit.
@@ -123,24 +123,24 @@ class Allocator:
         self.retries = 0
 
     def allocate(self, count: int) -> Block:
-        """A block of at least ``count`` bytes.
+        """Hand out a block of at least ``count`` bytes.
 
         Raises:
-            NoRoom: the capacity does not suffice.
+            CapacityExceeded: the capacity does not suffice.
         """
         size = max(MIN_BLOCK, -(-count // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL_SIZE
-        block = self._best_fit(size, small) or self._more(size, small)
+        block = self._best_fit(size, small) or self._new_memory(size, small)
         if block is None:
             self.retries += 1
             self.empty_cache()
-            block = self._more(size, small)
+            block = self._new_memory(size, small)
             if block is None:
-                raise NoRoom
+                raise CapacityExceeded
         self._pools[small].remove(block)
         block.free = False
-        left = block.size - size
-        if (left >= MIN_BLOCK) if small or self._expandable else (left > SMALL_SIZE):
+        excess = block.size - size
+        if (excess >= MIN_BLOCK) if small or self._expandable else (excess > SMALL_SIZE):
             rest = block.split(size)
             rest.free = True
             self._pools[small].add(rest)
@@ -185,58 +185,58 @@ class Allocator:
 
     def _best_fit(self, size: int, small: bool) -> Block | None:
         blocks = self._pools[small].blocks
-        place = self._pools[small].place(size)
-        if place == len(blocks):
+        index = self._pools[small].index(size)
+        if index == len(blocks):
             return None
-        # A block that can grow counts with the room behind it: others that fit are taken first.
-        while place + 1 < len(blocks) and _room(blocks[place + 1]) < _room(blocks[place]):
-            place += 1
-        return blocks[place]
+        # A block that can grow counts with the space behind it: others that fit are taken first.
+        while index + 1 < len(blocks) and _space(blocks[index + 1]) < _space(blocks[index]):
+            index += 1
+        return blocks[index]
 
-    def _more(self, size: int, small: bool) -> Block | None:
-        """A free block of at least ``size`` made with new memory, in its pool; None where the capacity forbids it."""
+    def _new_memory(self, size: int, small: bool) -> Block | None:
+        """Return a free block of at least ``size`` made with new memory, in its pool; None where the capacity forbids it."""
         if self._expandable:
-            return self._grown(size, small)
+            return self._expanded(size, small)
         if small:
-            held = SMALL_BUFFER
+            segment_size = SMALL_BUFFER
         elif size < MIN_LARGE:
-            held = LARGE_BUFFER
+            segment_size = LARGE_BUFFER
         else:
-            held = -(-size // ROUND_LARGE) * ROUND_LARGE
-        if not self._hold(held):
+            segment_size = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if not self._reserve(segment_size):
             return None
         self._segments += 1
-        return self._pool(Block(small, self._segments, 0, held, free=True))
+        return self._pool(Block(small, self._segments, 0, segment_size, free=True))
 
-    def _hold(self, size: int) -> bool:
+    def _reserve(self, size: int) -> bool:
         if self._capacity is not None and self.reserved + size > self._capacity:
             return False
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
-    def _grown(self, size: int, small: bool) -> Block | None:
-        place: Block | None = self._ranges[small]
+    def _expanded(self, size: int, small: bool) -> Block | None:
+        block: Block | None = self._ranges[small]
         # The first hole that is large enough, together with the free blocks around it.
         while True:
-            assert place is not None, "the last block is endless"
-            if not place.mapped:
-                start = place.before if place.before is not None and place.before.free else place
-                room, last = 0, start
-                while room < size and last.free and last.after is not None:
-                    room, last = room + last.size, last.after
-                if last.after is None or room >= size:
+            assert block is not None, "the last block is endless"
+            if not block.mapped:
+                start = block.before if block.before is not None and block.before.free else block
+                space, last = 0, start
+                while space < size and last.free and last.after is not None:
+                    space, last = space + last.size, last.after
+                if last.after is None or space >= size:
                     break
-            place = place.after
+            block = block.after
         while not start.mapped or start.size < size:
             hole = start
-            have = 0
+            held = 0
             if start.mapped:
                 assert start.after is not None
-                hole, have = start.after, start.size
+                hole, held = start.after, start.size
             page = _page(small)
-            wanted = min(-(-(size - have) // page) * page, hole.size)
-            if not self._hold(wanted):
+            wanted = min(-(-(size - held) // page) * page, hole.size)
+            if not self._reserve(wanted):
                 return None
             if wanted < hole.size:
                 hole.split(wanted)
@@ -273,7 +273,7 @@ def replay(trace: Trace, allocator: Allocator) -> int | None:
     """Run a trace through ``allocator``.
 
     Returns:
-        The number of the allocation that found no room; None where all did.
+        The number of the allocation that exceeded the capacity; None where none did.
     """
     sizes = trace.sizes
     blocks: dict[int, Block] = {}
@@ -281,7 +281,7 @@ def replay(trace: Trace, allocator: Allocator) -> int | None:
         if event >= 0:
             try:
                 blocks[event] = allocator.allocate(sizes[event])
-            except NoRoom:
+            except CapacityExceeded:
                 return event
         elif event > EMPTY_CACHE:
             allocator.free(blocks.pop(~event))
@@ -291,7 +291,7 @@ def replay(trace: Trace, allocator: Allocator) -> int | None:
     return None
 
 
-def _room(block: Block) -> int:
+def _space(block: Block) -> int:
     behind = block.after
     return block.size + (behind.size if behind is not None and not behind.mapped else 0)
 

@@ -1,4 +1,4 @@
-"""Which kernel of scaled dot product attention a GPU takes, and the memory inside of kernels that no operator shows."""
+"""Chooses the kernel that a GPU takes for scaled dot product attention, and sizes the memory inside of these kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CUDNN = ((9, 0), (10, 0))
 
 
 def chooser(target: Target) -> Callable[..., Tensor]:
-    """``scaled_dot_product_attention`` by the rules of ATen/native/transformers/cuda/sdp_utils.cpp.
+    """Return ``scaled_dot_product_attention`` by the rules of ATen/native/transformers/cuda/sdp_utils.cpp.
 
     cuDNN's kernel on 9.0 and 10.0 (halves, no dropout, aligned heads of up to 256, masks too), where attention is that of
     today: torch prefers it since 2.7. Else flash where it can (halves, no mask, heads of up to 256, compute capability 8.0);
@@ -64,7 +64,7 @@ def chooser(target: Target) -> Callable[..., Tensor]:
             result = aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, scale=scale)
             return result[0][..., :width] if width % 8 else result[0]
         aligned = 8 if half else 4 if modern else 1
-        if fused and not grouped and not width % aligned and not height % aligned and _knows(target, query.dtype):
+        if fused and not grouped and not width % aligned and not height % aligned and _supports(target, query.dtype):
             bias = _as_bias(attn_mask, query)
             result = aten._scaled_dot_product_efficient_attention(
                 query, key, value, bias, recorded, dropout_p, is_causal, scale=scale
@@ -78,8 +78,8 @@ def chooser(target: Target) -> Callable[..., Tensor]:
     return attention
 
 
-def _knows(target: Target, dtype: torch.dtype) -> bool:
-    """Whether the memory-efficient kernel is there for the type."""
+def _supports(target: Target, dtype: torch.dtype) -> bool:
+    """Tell whether there is a memory-efficient kernel for the type."""
     return dtype in (torch.float32, torch.float16) or (dtype == torch.bfloat16 and target.capability >= (8, 0))
 
 
@@ -90,8 +90,8 @@ def _unfused(
     scores = query @ key.transpose(-1, -2)
     scores = scores / math.sqrt(query.shape[-1]) if scale is None else scores * scale
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = torch.where(seen, scores, -1e4)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = torch.where(visible, scores, -1e4)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = functional.softmax(scores, dim=-1, dtype=torch.float32).type(value.dtype)
@@ -99,7 +99,7 @@ def _unfused(
 
 
 def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask as what is added to the scores, over all heads."""
+    """Return a mask as what is added to the scores, over all heads."""
     if mask is None:
         return None
     mask = _added(mask, query.dtype)
@@ -112,15 +112,15 @@ def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the scores."""
+    """Return a mask as what is added to the scores."""
     if mask.dtype != torch.bool:
         return mask
-    kept, left_out = (mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf))
-    return torch.where(mask, kept, left_out)
+    zero, minus_infinity = (mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf))
+    return torch.where(mask, zero, minus_infinity)
 
 
 def temporaries() -> dict[Any, Temporaries]:
-    """What kernels of attention allocate and free, by operator."""
+    """Return by operator what kernels of attention allocate and free."""
     aten = torch.ops.aten
     return {
         aten._scaled_dot_product_efficient_attention: _efficient,

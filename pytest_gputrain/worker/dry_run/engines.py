@@ -20,7 +20,7 @@ _MIB: Final = 2**20
 
 
 class DistributedDataParallel(nn.Module):
-    """torch's, whose reducer is C++ and refuses fakes: buckets in which gradients are averaged, beside the gradients.
+    """Stands in for torch's, whose reducer is C++ and refuses fakes: gradients are averaged in buckets beside them.
 
     Rules are those of torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp. One bucket for
     everything (``_ddp_init_helper``) is replaced, before the forward pass that follows the first exchange, by buckets of 1
@@ -31,35 +31,35 @@ class DistributedDataParallel(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, *, process_group: Any = None, broadcast_buffers: bool = True, **others: Any
+        self, module: nn.Module, *, process_group: Any = None, broadcast_buffers: bool = True, **options: Any
     ) -> None:
         super().__init__()
-        unknown = sorted(others.keys() - {"device_ids", "output_device"})
+        unknown = sorted(options.keys() - {"device_ids", "output_device"})
         if unknown:
             raise CheckFailed(f"a dry run does not know what DistributedDataParallel does with {', '.join(unknown)}")
         self.module = module
         self._size = dist.get_world_size(process_group)
         self._exchanging = True
         self._trained: list[Tensor] = [value for value in module.parameters() if value.requires_grad]
-        self._came: list[Tensor] | None = []
-        """Parameters in the order of their gradients; None once that is known."""
+        self._arrival_order: list[Tensor] | None = []
+        """Parameters in the order in which their gradients arrived; None once the buckets follow it."""
         self._views: dict[Tensor, Tensor] = {}
-        """A parameter's place in its bucket."""
+        """The part of a bucket that is a parameter's."""
         self._waiting: set[Tensor] = set()
         self._make_buckets(self._trained, [sys.maxsize])
         for value in self._trained:
             value.register_post_accumulate_grad_hook(self._arrived)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._came:
-            came, self._came = self._came, None
-            self._make_buckets(came, [_MIB, 25 * _MIB])
+        if self._arrival_order:
+            arrival_order, self._arrival_order = self._arrival_order, None
+            self._make_buckets(arrival_order, [_MIB, 25 * _MIB])
         self._waiting = set(self._trained) if torch.is_grad_enabled() and self._exchanging else set()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As in the original."""
+        """A context in which backward passes exchange no gradients, as in the original."""
         before, self._exchanging = self._exchanging, False
         try:
             yield
@@ -80,8 +80,8 @@ class DistributedDataParallel(nn.Module):
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             raise CheckFailed("a dry run does not know what DistributedDataParallel does with sparse gradients")
-        if self._came is not None:
-            self._came.append(parameter)
+        if self._arrival_order is not None:
+            self._arrival_order.append(parameter)
         torch.mul(parameter.grad, 1 / self._size, out=self._views[parameter])
         self._waiting.remove(parameter)
         if not self._waiting:
@@ -91,7 +91,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def assigned(values: list[Tensor], limits: list[int]) -> list[list[Tensor]]:
-    """The buckets of ``compute_bucket_assignment_by_size``: those of one dtype are closed by the tensor that fills them."""
+    """Fill the buckets of ``compute_bucket_assignment_by_size``: one of a dtype is closed by the tensor that fills it."""
     filling: dict[torch.dtype, list[Tensor]] = {}
     sizes: dict[torch.dtype, int] = {}
     closed: dict[torch.dtype, int] = {}
@@ -137,14 +137,14 @@ class RowGradient:
         return RowGradient(ids[: len(once)].copy_(once), values[: len(once)])
 
     def coalesce(self) -> RowGradient:
-        """Its rows are each there once."""
+        """Return the gradient itself, since each row is there once."""
         return self
 
     def cpu(self) -> RowGradient:
-        """On the host."""
+        """Return a copy on the host."""
         return RowGradient(self._ids.cpu(), self._values.cpu())
 
 
 def row_gradient(ids: Tensor, values: Tensor, rows: int) -> RowGradient:
-    """What `table_server.sparse` makes: a sorted copy."""
+    """Stand in for `table_server.sparse`: return a sorted copy."""
     return RowGradient(ids.clone(), values.clone())

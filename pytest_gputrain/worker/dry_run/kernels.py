@@ -1,4 +1,4 @@
-"""Memory inside of CUDA's kernels: what each allocates beside its results, which no operator shows.
+"""Sizes the memory inside of CUDA's kernels: what each allocates beside its results, which no operator shows.
 
 Every rule was measured: the operator ran in torch's CUDA build (2.13) under its own caching allocator, for several shapes
 and types, and the history of that allocator was read. `tests/worker/test_dry_run_kernels.py` has the figures.
@@ -24,12 +24,12 @@ _OFTEN: Final = 32
 _SORTING: Final = 1279
 """Bytes of a scan."""
 _SEGMENT_ROWS: Final = 10
-"""Of the sorted rows, those that one thread adds up."""
+"""Sorted rows that one thread adds up."""
 
 
 def temporaries(target: Target) -> dict[Any, Temporaries]:
-    """What kernels allocate and free, by operator."""
-    found: dict[Any, Temporaries] = {
+    """Return by operator what kernels allocate and free."""
+    sizes_of: dict[Any, Temporaries] = {
         _ATEN._softmax: _copies_of_strided,
         _ATEN._softmax_backward_data: _softmax_backward,
         _ATEN.native_layer_norm: _copies_of_strided,
@@ -42,12 +42,12 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
         _ATEN.mse_loss: _loss,
         _ATEN.smooth_l1_loss: _loss,
     }
-    found |= reductions.temporaries(target)
-    found |= attention.temporaries()
+    sizes_of |= reductions.temporaries(target)
+    sizes_of |= attention.temporaries()
     four_bits = getattr(torch.ops, "bitsandbytes", None)
     if four_bits is not None and hasattr(four_bits, "gemm_4bit"):
-        found[four_bits.gemm_4bit] = _unpacked
-    return found
+        sizes_of[four_bits.gemm_4bit] = _unpacked
+    return sizes_of
 
 
 def _copied(*tensors: Tensor) -> tuple[int, ...]:

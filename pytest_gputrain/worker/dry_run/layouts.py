@@ -1,4 +1,4 @@
-"""Operators whose results torch lays out on fakes otherwise than its kernels do.
+"""Replaces operators whose results torch lays out on fakes otherwise than its kernels do.
 
 Found by comparing, operator by operator, the results of real steps of every case with those of fakes of the same arguments:
 size, strides, type and storage of all others are alike.
@@ -22,28 +22,28 @@ Layout = Callable[..., Any]
 
 
 def layouts(target: Target) -> dict[Any, Layout]:
-    """What to call instead, by operator."""
-    found: dict[Any, Layout] = {
-        operator: _viewing(operator) for operator in (_ATEN.view.default, _ATEN._unsafe_view.default)
+    """Return by operator what to call instead."""
+    replacements: dict[Any, Layout] = {
+        operator: _view_by_kernel(operator) for operator in (_ATEN.view.default, _ATEN._unsafe_view.default)
     }
     for operator in (_ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default):
-        found[operator] = _losing(operator)
-    found[_ATEN.clone.default] = _clone
-    found[_ATEN.convolution.default] = _convolution
+        replacements[operator] = _reduced_loss(operator)
+    replacements[_ATEN.clone.default] = _clone
+    replacements[_ATEN.convolution.default] = _convolution
     if target.kind == "cpu":
         # Autocast of a CPU leaves norms alone: halves meet weights of fp32. Of a GPU it runs them in fp32.
-        found[_ATEN.native_layer_norm.default] = _layer_norm
-        found[_ATEN.native_group_norm.default] = _group_norm
-        found[_ATEN.native_group_norm_backward.default] = _group_norm_backward
+        replacements[_ATEN.native_layer_norm.default] = _layer_norm
+        replacements[_ATEN.native_group_norm.default] = _group_norm
+        replacements[_ATEN.native_group_norm_backward.default] = _group_norm_backward
     else:
-        found[_ATEN.native_layer_norm.default] = _layer_norm_of_gpu
-        found[_ATEN._fused_rms_norm.default] = _fused_rms_norm
-        found[_ATEN._fused_rms_norm_backward.default] = _fused_rms_norm_backward
-        found[_ATEN._scaled_dot_product_efficient_attention.default] = _efficient_attention
-    return found
+        replacements[_ATEN.native_layer_norm.default] = _layer_norm_of_gpu
+        replacements[_ATEN._fused_rms_norm.default] = _fused_rms_norm
+        replacements[_ATEN._fused_rms_norm_backward.default] = _fused_rms_norm_backward
+        replacements[_ATEN._scaled_dot_product_efficient_attention.default] = _efficient_attention
+    return replacements
 
 
-def _viewing(operator: Any) -> Layout:
+def _view_by_kernel(operator: Any) -> Layout:
     """Strides of dimensions of one element, by which later operators take their memory format, differ from those of C++."""
 
     def view(source: Any, shape: Any) -> Any:
@@ -56,8 +56,8 @@ def _viewing(operator: Any) -> Layout:
     return view
 
 
-def _losing(operator: Any) -> Layout:
-    """The kernel takes room for the loss of every element, and then shrinks the result to one number but not its storage."""
+def _reduced_loss(operator: Any) -> Layout:
+    """The kernel allocates the loss of every element, and then shrinks the result to one number but not its storage."""
 
     def loss(source: Tensor, target: Tensor, reduction: int = 1, *more: Any) -> Any:
         if reduction == 0:
@@ -120,13 +120,13 @@ def _efficient_attention(*args: Any, **options: Any) -> Any:
 
 def _fused_rms_norm(source: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
     rows = [*source.shape[: source.dim() - len(shape)], *[1] * len(shape)]
-    kept = torch.float32 if source.itemsize < 4 else source.dtype
-    return source.new_empty(source.shape), source.new_empty(rows, dtype=kept)
+    statistics_type = torch.float32 if source.itemsize < 4 else source.dtype
+    return source.new_empty(source.shape), source.new_empty(rows, dtype=statistics_type)
 
 
 def _fused_rms_norm_backward(
     grad: Tensor, source: Tensor, shape: Any, deviation: Tensor, weight: Tensor | None, wanted: Any
 ) -> Any:
-    of_source = source.new_empty(source.shape) if wanted[0] else None
-    of_weight = weight.new_empty(weight.shape) if wanted[1] and weight is not None else None
-    return of_source, of_weight
+    source_gradient = source.new_empty(source.shape) if wanted[0] else None
+    weight_gradient = weight.new_empty(weight.shape) if wanted[1] and weight is not None else None
+    return source_gradient, weight_gradient

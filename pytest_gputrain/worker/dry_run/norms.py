@@ -1,4 +1,4 @@
-"""Operators that CUDA has a kernel for, where a CPU takes them apart into operators with results of their own."""
+"""Norms and softmax as CUDA's kernels compute them, where a CPU takes them apart into operators with own results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ class _RmsNorm(torch.autograd.Function):
             result, deviation = _ATEN._fused_rms_norm.default(source, shape, weight, eps)
         ctx.save_for_backward(source, weight, deviation)
         ctx.shape = shape
-        made: Tensor = result
-        return made
+        normed: Tensor = result
+        return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         source, weight, deviation = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         with torch._C._AutoDispatchBelowAutograd():
-            of_source, of_weight = _ATEN._fused_rms_norm_backward.default(grad, source, ctx.shape, deviation, weight, wanted)
-        return of_source, None, of_weight, None
+            source_gradient, weight_gradient = _ATEN._fused_rms_norm_backward.default(
+                grad, source, ctx.shape, deviation, weight, wanted
+            )
+        return source_gradient, None, weight_gradient, None
 
 
 def rms_norm(source: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a dry run looks up of an operator, once."""
+"""The properties of operators that a dry run needs, each looked up once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNKNOWN: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operator:
-    """One overload.
+    """The properties of one overload of an operator.
 
     Attributes:
         call: it, or what takes its place.
@@ -55,13 +55,13 @@ class Operator:
     from_start: bool
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-        """The tensors that a call writes to."""
-        for place, name in self.written:
-            yield from tensors_in((args[place] if place < len(args) else kwargs.get(name),))
+        """Yield the tensors that a call writes to."""
+        for position, name in self.written:
+            yield from tensors_in((args[position] if position < len(args) else kwargs.get(name),))
 
 
 class Operators:
-    """What is known of them, by overload.
+    """The properties of all operators, by overload.
 
     Args:
         layouts: what to call instead of an operator, see `layouts`.
@@ -83,25 +83,27 @@ class Operators:
         tags = set(func.tags)
         reads_nothing = name.startswith(("aten.empty", "aten.new_empty")) or name == "aten.detach"
         reshapes = packet in _RESHAPED or torch.Tag.inplace_view in tags
-        known = self._known[func] = Operator(
+        operator = self._known[func] = Operator(
             name=name,
             call=self._layouts.get(func, func),
             flops=self._formulas.get(packet),
             temporaries=self._temporaries.get(packet),
             moves=not (func.is_view or reads_nothing),
             multiplies=packet in _PRODUCTS,
-            written=tuple((place, each.name) for place, each in enumerate(func._schema.arguments) if each.is_write),
+            written=tuple(
+                (position, argument.name) for position, argument in enumerate(func._schema.arguments) if argument.is_write
+            ),
             reshapes=reshapes,
             repeats=func.namespace in _REPEATING and not _UNKNOWN & tags and not reshapes,
             in_place_on_lists=name.startswith("aten._foreach_") and not func._schema.returns,
             dynamic=torch.Tag.dynamic_output_shape in tags,
             from_start=func is _ATEN.as_strided.default,
         )
-        return known
+        return operator
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among the values, in lists and tuples too."""
+    """Yield the tensors among the values, in lists and tuples too."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

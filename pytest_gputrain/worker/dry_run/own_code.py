@@ -1,4 +1,4 @@
-"""What own code may call that no model of the zoo does: made to work on fakes, or refused with one sentence."""
+"""Makes what own code may call, and no model of the zoo does, work on fakes, or refuses it with one sentence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def patches(gpu: torch.device | None) -> Iterator[Any]:
         yield mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": str(gpu)})
 
 
-def of_trainer(gpu: torch.device) -> Iterator[Any]:
+def trainer_patches(gpu: torch.device) -> Iterator[Any]:
     """transformers' Trainer moves batches to this, which is the host under ``use_cpu=not torch.cuda.is_available()``."""
     module = sys.modules["transformers.training_args"]
 
@@ -61,7 +61,7 @@ def _yes() -> bool:
     return True
 
 
-def of_dynamo() -> Iterator[Any]:
+def dynamo_patches() -> Iterator[Any]:
     """Refuse what would be compiled; what torch.compiler.set_stance or TORCH_COMPILE_DISABLE keeps as it is runs."""
     eval_frame = sys.modules["torch._dynamo.eval_frame"]
     choose = eval_frame._callback_from_stance
@@ -131,9 +131,9 @@ class PythonCalls(TorchFunctionMode):
             raise CheckFailed(
                 "the case makes a numpy array of a tensor on setup.device, which a GPU refuses; take Tensor.cpu()"
             )
-        known = value_of(tensor)
-        if known is not None:
-            return known
+        value = value_of(tensor)
+        if value is not None:
+            return value
         if not tensor.is_floating_point() or tensor.numel() > LIMIT:
             raise CheckFailed(
                 "the case reads what a tensor holds (Tensor.numpy), which a dry run does not know: measure it instead"
@@ -169,13 +169,13 @@ def _is_cuda(device: Any) -> bool:
 def _of_numbers(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """``torch.tensor`` of a list that may hold tensors, whose numbers C++ would read from their memory."""
     data, *others = args or (kwargs.pop("data"),)
-    found = list(tensors_in(data)) if isinstance(data, list | tuple) else []
-    if not found:
+    tensors = list(tensors_in(data)) if isinstance(data, list | tuple) else []
+    if not tensors:
         return func(data, *others, **kwargs)
     if kwargs.get("dtype") is None:
         kwargs["dtype"] = functools.reduce(torch.promote_types, _dtypes(data))
     made = func(_numbers(data), *others, **kwargs)
-    if any(value_of(tensor) is None for tensor in found):
+    if any(value_of(tensor) is None for tensor in tensors):
         forget(made)
     return made
 

@@ -1,4 +1,4 @@
-"""What a fake tensor needs to pass for a real one, and what CUDA does otherwise than a CPU: every patch, with its reason.
+"""Patches torch and libraries so that fake tensors pass for real ones and act as on CUDA: every patch, with its reason.
 
 Fakes are labelled ``cpu``, so that a torch without CUDA can run them. All patches are global: a dry run has a process of its
 own, and undoes them for tests that share one.
@@ -49,24 +49,24 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(forget_all)
         gpu = device if target.kind == "cuda" else None
-        for patch in itertools.chain(own_code.patches(gpu), _for_fakes()):
+        for patch in itertools.chain(own_code.patches(gpu), _fake_patches()):
             stack.enter_context(patch)
         libraries: dict[str, Callable[[], Iterator[Any]]] = {
             "deepspeed": lambda: zero.patches(gpu),
-            "transformers": lambda: _of_transformers(target),
-            "bitsandbytes": _of_bitsandbytes,
-            "torch._dynamo.eval_frame": own_code.of_dynamo,
+            "transformers": lambda: _transformers_patches(target),
+            "bitsandbytes": _bitsandbytes_patches,
+            "torch._dynamo.eval_frame": own_code.dynamo_patches,
         }
         if gpu is not None:
-            libraries["transformers.training_args"] = lambda: own_code.of_trainer(gpu)
-        when_imported = _WhenImported(libraries, stack)
+            libraries["transformers.training_args"] = lambda: own_code.trainer_patches(gpu)
+        when_imported = _PatchWhenImported(libraries, stack)
         sys.meta_path.insert(0, when_imported)
         stack.callback(when_imported.close)
         if target.kind == "cuda":
-            for patch in _for_gpu(device):
+            for patch in _gpu_patches(device):
                 stack.enter_context(patch)
             if target.lists:
-                for patch in _for_lists():
+                for patch in _list_patches():
                     stack.enter_context(patch)
             library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
             _register_cuda(library, target)
@@ -77,7 +77,7 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _WhenImported(MetaPathFinder):
+class _PatchWhenImported(MetaPathFinder):
     """Applies the patches of each library once it is there: the zoo's are imported before, and own code's when it likes.
 
     Args:
@@ -94,8 +94,8 @@ class _WhenImported(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name not in self._libraries:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        other_finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in other_finders)), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -117,21 +117,28 @@ class _WhenImported(MetaPathFinder):
 
 
 def _to_list(self: FakeTensor) -> Any:
-    known = value_of(self)
-    return Tensor.tolist(self if known is None else known)
+    value = value_of(self)
+    return Tensor.tolist(self if value is None else value)
 
 
-def _load_here(self: Any, *args: Any, **kwargs: Any) -> None:
+def _load_in_this_process(self: Any, *args: Any, **kwargs: Any) -> None:
     """`torch.utils.data.DataLoader.__init__`, in this process."""
-    given = inspect.signature(_LOADER).bind(self, *args, **kwargs).arguments
-    alone = {"num_workers", "multiprocessing_context", "timeout", "prefetch_factor", "persistent_workers", "worker_init_fn"}
-    _LOADER(**{name: value for name, value in given.items() if name not in alone})
+    arguments = inspect.signature(_LOADER).bind(self, *args, **kwargs).arguments
+    of_processes = {
+        "num_workers",
+        "multiprocessing_context",
+        "timeout",
+        "prefetch_factor",
+        "persistent_workers",
+        "worker_init_fn",
+    }
+    _LOADER(**{name: value for name, value in arguments.items() if name not in of_processes})
 
 
 _LOADER: Final = DataLoader.__init__
 
 
-def _for_fakes() -> Iterator[Any]:
+def _fake_patches() -> Iterator[Any]:
     # A fake of one element stays the real tensor that it was made of, on that one's device.
     yield mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1, create=True)
     # Tells of every exception what it raises anyway.
@@ -139,7 +146,7 @@ def _for_fakes() -> Iterator[Any]:
     # Reads one element after another.
     yield mock.patch.object(FakeTensor, "tolist", _to_list, create=True)
     # Processes of their own get no fakes.
-    yield mock.patch.object(DataLoader, "__init__", _load_here)
+    yield mock.patch.object(DataLoader, "__init__", _load_in_this_process)
     # Module.to() swaps fakes instead of setting their data, and refuses those with weak references, as ours all have.
     yield mock.patch.object(nn.Module, "_apply", _apply)
     # Data that is set leaves a fake its device and its value.
@@ -158,7 +165,7 @@ def _for_fakes() -> Iterator[Any]:
     yield mock.patch("pytest_gputrain.worker.parallel.parameter_server.sparse", engines.row_gradient)
 
 
-def _of_transformers(target: Target) -> Iterator[Any]:
+def _transformers_patches(target: Target) -> Iterator[Any]:
     # Takes fakes for tracing, for which it makes masks that a real run leaves out.
     import transformers.utils.import_utils as transformers_utils
 
@@ -171,7 +178,7 @@ def _of_transformers(target: Target) -> Iterator[Any]:
         yield mock.patch.object(gemma2, "eager_attention_forward", _uncapped)
 
 
-def _of_bitsandbytes() -> Iterator[Any]:
+def _bitsandbytes_patches() -> Iterator[Any]:
     import bitsandbytes
 
     # A subclass of Parameter cannot be made of a fake: a plain one stands in, with the attributes that are read.
@@ -208,13 +215,13 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _for_gpu(device: torch.device) -> Iterator[Any]:
+def _gpu_patches(device: torch.device) -> Iterator[Any]:
     # FSDP knows one CPU.
     if "torch.distributed.fsdp" in sys.modules:
         yield mock.patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", return_value=device)
 
 
-def _for_lists() -> Iterator[Any]:
+def _list_patches() -> Iterator[Any]:
     # Optimizers loop over tensors on a CPU, and take lists of them on a GPU: its temporaries are as large as all weights.
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         yield mock.patch.object(sys.modules[module], "_get_foreach_kernels_supported_devices", return_value=["cpu"])
@@ -256,11 +263,11 @@ def _in_fp32(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _to_fp32(operator: Any, args: Any, kwargs: Any) -> Any:
-    place = next(index for index, argument in enumerate(operator._schema.arguments) if argument.name == "dtype")
-    given = args[place] if place < len(args) else kwargs.get("dtype")
+    position = next(index for index, argument in enumerate(operator._schema.arguments) if argument.name == "dtype")
+    given = args[position] if position < len(args) else kwargs.get("dtype")
     if given is None and _is_half(args[0]):
         kwargs = {**kwargs, "dtype": torch.float32}
-        args = args[:place]
+        args = args[:position]
     with torch._C._DisableAutocast():
         return operator(*args, **kwargs)
 
@@ -272,8 +279,8 @@ def _is_half(value: Any) -> bool:
 def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0:
         return values
-    kept: Tensor = torch.native_dropout(values, p, True)[0]
-    return kept
+    dropped_out: Tensor = torch.native_dropout(values, p, True)[0]
+    return dropped_out
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -350,8 +357,8 @@ def _four_bits(
     parameter.quant_type = quant_type
     parameter.quant_storage = quant_storage
     parameter.bnb_quantized = bnb_quantized
-    made: nn.Parameter = parameter
-    return made
+    four_bits: nn.Parameter = parameter
+    return four_bits
 
 
 def _copy_of_four_bits(parameter: Any, data: Tensor, memo: dict[Any, Any]) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Whether a dry run sees what trains: on the GPU that is predicted for, not on the host, in the thread that it follows."""
+"""Checks that a dry run sees what trains: on the GPU that is predicted for, not on the host, in the thread it follows."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class Placement:
 
     def __enter__(self) -> Placement:
         self._hook = register_optimizer_step_pre_hook(self._see)
-        here, dispatch, bootstrap = threading.get_ident(), FakeTensor.__torch_dispatch__, threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+        this_thread, dispatch = threading.get_ident(), FakeTensor.__torch_dispatch__
+        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
         # Modes, and so the tracker, belong to a thread; a fake brings torch's own with it into any other.
         def noting(cls: Any, *call: Any) -> Any:
-            if threading.get_ident() != here:
+            if threading.get_ident() != this_thread:
                 self._note_thread()
             return dispatch(*call)
 
@@ -97,7 +98,9 @@ class Placement:
         if self._threads:
             raise self._refusal()
         if not case.cpu_offload and not case.offload_param:
-            stepped = {key: one for storages in self._stepped.values() for key, one in storages.items()}
+            stepped = {
+                key: device_and_size for storages in self._stepped.values() for key, device_and_size in storages.items()
+            }
             held = stepped if model is None else _storages(model.parameters())
             trained = {} if model is None else _storages(value for value in model.parameters() if value.requires_grad)
             # Lightning takes the model back to the host after its fit.
@@ -114,37 +117,37 @@ class Placement:
 
 
 class _Watched(TorchFunctionMode):
-    """Tells of calls on its thread that name the GPU.
+    """Reports calls on its thread that name the GPU.
 
     Args:
         gpu: its label.
-        told: is called.
+        report: is called for each.
     """
 
-    def __init__(self, gpu: torch.device, told: Callable[[], None]) -> None:
+    def __init__(self, gpu: torch.device, report: Callable[[], None]) -> None:
         super().__init__()
         self._gpu = str(gpu)
-        self._told = told
+        self._report = report
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(value, str | torch.device) and str(value) == self._gpu for value in (*args, *kwargs.values())):
-            self._told()
+            self._report()
         return func(*args, **kwargs)
 
 
 def _storages(parameters: Iterable[Tensor]) -> _Storages:
     """Those of what this process holds of the parameters."""
-    found = {}
+    storages = {}
     for parameter in map(local, parameters):
         if isinstance(parameter, FakeTensor) and parameter.layout is torch.strided and parameter.fake_device.type != "meta":
             storage = parameter.untyped_storage()
-            found[storage._cdata] = parameter.fake_device, storage.nbytes()
-    return {key: (where, size) for key, (where, size) in found.items() if size}
+            storages[storage._cdata] = parameter.fake_device, storage.nbytes()
+    return {key: (where, size) for key, (where, size) in storages.items() if size}
 
 
 def _has_backward(trace: Trace) -> bool:
-    return any(made.phase == "backward" for made in trace.allocations)
+    return any(allocation.phase == "backward" for allocation in trace.allocations)
 
 
 def _places(storages: _Storages, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""From a task to its prediction."""
+"""Predicts a task: builds and steps its case on fake tensors, and derives the figures for the task's target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytest_gputrain.worker.dry_run.layouts import layouts
 from pytest_gputrain.worker.dry_run.patches import patched
 from pytest_gputrain.worker.dry_run.placement import Placement
 from pytest_gputrain.worker.dry_run.refusals import refusal
-from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, deepened
+from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, extrapolate
 from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.methods import trainable_parameters
@@ -57,8 +57,8 @@ def predict(
         gc.collect()
         gc.freeze()
     try:
-        observed = None if whole or builder is not None else _of_shallow(task, progress)
-        return _told(task, observed or Rehearsal(task, progress, builder).run())
+        observed = None if whole or builder is not None else _from_shallow_models(task, progress)
+        return _prediction(task, observed or PredictionRun(task, progress, builder).run())
     except Exception as error:
         return refusal(error, progress, own_code=builder is not None or bool(task.case.code))
     finally:
@@ -66,8 +66,8 @@ def predict(
             gc.unfreeze()
 
 
-class Rehearsal:
-    """A task that runs on fakes, as often as one asks: what is known of operators stays."""
+class PredictionRun:
+    """Runs a task on fakes, as often as needed: what is known of operators stays."""
 
     def __init__(self, task: Task, progress: Progress, builder: StepBuilder | None = None) -> None:
         assert task.target is not None, "a prediction is for a device"
@@ -87,7 +87,7 @@ class Rehearsal:
             peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
             bandwidth=target.bandwidth,
         )
-        self._group = Group(size=task.processes, servers=task.servers, rehearsed=True)
+        self._group = Group(size=task.processes, servers=task.servers, simulated=True)
 
     def run(self, architecture: Architecture | None = None) -> Observed:
         """Build and step the case, or that of another architecture."""
@@ -117,10 +117,10 @@ class Rehearsal:
                 weights = None if training.model is None else model_bytes(training.model)
         finally:
             gc.enable()
-        return _seen(tracker, works[typical_step(task.case)], training, weights)
+        return _observed(tracker, works[typical_step(task.case)], training, weights)
 
 
-def _seen(tracker: Tracker, typical: Work, training: Trainable, weights: int | None) -> Observed:
+def _observed(tracker: Tracker, typical: Work, training: Trainable, weights: int | None) -> Observed:
     sums: dict[tuple[str, str], int | None] = {
         ("parameters", ALL): training.parameters,
         ("trainable parameters", ALL): training.trainable_parameters,
@@ -132,16 +132,16 @@ def _seen(tracker: Tracker, typical: Work, training: Trainable, weights: int | N
     }
     for name, (calls, flops, moved) in typical.operators.items():
         sums |= {("calls", name): calls, ("FLOPs", name): flops, ("bytes", name): moved}
-    known = {what: value for what, value in sums.items() if value is not None}
-    return Observed(tracker.trace.in_order(), tracker.host.in_order(), known)
+    known_sums = {name_of_sum: value for name_of_sum, value in sums.items() if value is not None}
+    return Observed(tracker.trace.in_order(), tracker.host.in_order(), known_sums)
 
 
 class _ShallowFailed(Exception):
     """A shallow model does not run."""
 
 
-def _of_shallow(task: Task, progress: Progress) -> Observed | None:
-    """What a model of the zoo would show, from models of fewer repetitions; None where only the model itself will do."""
+def _from_shallow_models(task: Task, progress: Progress) -> Observed | None:
+    """Return what a model of the zoo would show, from shallow ones; None where only the model itself will do."""
     case = task.case
     if case.code or task.scale != "full" or case.parallel not in _PART_BY_PART:
         return None
@@ -150,37 +150,37 @@ def _of_shallow(task: Task, progress: Progress) -> Observed | None:
     architecture = architectures()[case.model]
     if not architecture.repetitions:
         return None
-    rehearsal = Rehearsal(task, progress)
+    prediction_run = PredictionRun(task, progress)
 
     def run(repetitions: int) -> Observed:
         try:
-            return rehearsal.run(architecture.repeated(repetitions))
+            return prediction_run.run(architecture.repeated(repetitions))
         except Exception as error:
             raise _ShallowFailed from error
 
     try:
-        observed = deepened(run, architecture.repetitions)
+        observed = extrapolate(run, architecture.repetitions)
     except _ShallowFailed:
         return None  # the model itself will tell
     if observed is None:
         return None
     expected = architecture.trained_part.parameters["full"], trainable_parameters(architecture, case, "full")
-    found = observed.sums["parameters", ALL], observed.sums["trainable parameters", ALL]
-    return observed if found == expected else None
+    parameters = observed.sums["parameters", ALL], observed.sums["trainable parameters", ALL]
+    return observed if parameters == expected else None
 
 
-def _told(task: Task, observed: Observed) -> Prediction:
-    """What follows from it for the task's target."""
+def _prediction(task: Task, observed: Observed) -> Prediction:
+    """Derive the figures for the task's target from what the run showed."""
     target = task.target
     assert target is not None, "a prediction is for a device"
     cuda = target.kind == "cuda"
     trace, sums = observed.device, observed.sums
     capacity = None if target.memory_bytes is None else target.memory_bytes - target.context_bytes
-    held = Allocator(capacity, expandable=target.expandable_segments)
-    refused = replay(trace, held)
+    allocator = Allocator(capacity, expandable=target.expandable_segments)
+    refused = replay(trace, allocator)
     if refused is not None:
-        held = Allocator(expandable=target.expandable_segments)
-        replay(trace, held)
+        allocator = Allocator(expandable=target.expandable_segments)
+        replay(trace, allocator)
     peak = peaks(trace)
     running = task.processes + task.servers
     return Prediction(
@@ -189,11 +189,11 @@ def _told(task: Task, observed: Observed) -> Prediction:
         parameters=sums.get(("parameters", ALL)),
         trainable_parameters=sums.get(("trainable parameters", ALL)),
         model_bytes=sums.get(("model bytes", ALL)),
-        peak_allocated_bytes=held.peak_allocated if cuda else peak.bytes,
+        peak_allocated_bytes=allocator.peak_allocated if cuda else peak.bytes,
         peak_phase=peak.phase,
         phase_peak_bytes=peak.by_phase,
         largest=trace.largest_at_peaks(peak),
-        peak_reserved_bytes=held.peak_reserved if cuda else None,
+        peak_reserved_bytes=allocator.peak_reserved if cuda else None,
         host_bytes=peaks(observed.host).bytes,
         fits=None if capacity is None else refused is None,
         refused=None if refused is None else trace.allocations[refused],
@@ -202,9 +202,9 @@ def _told(task: Task, observed: Observed) -> Prediction:
         bytes_per_step=sums["bytes", ALL],
         roofline_seconds=sums["yoctoseconds", ALL] / YOCTOSECONDS or None,
         operators={
-            of: OperatorWork(calls=calls, flops=sums["FLOPs", of], bytes=sums["bytes", of])
-            for (what, of), calls in sorted(sums.items())
-            if what == "calls"
+            operator: OperatorWork(calls=calls, flops=sums["FLOPs", operator], bytes=sums["bytes", operator])
+            for (name_of_sum, operator), calls in sorted(sums.items())
+            if name_of_sum == "calls"
         },
         packages=_packages(task.case),
         processes=running if running < task.case.gpus + task.case.servers else None,
@@ -212,7 +212,7 @@ def _told(task: Task, observed: Observed) -> Prediction:
 
 
 def _packages(case: Case) -> dict[str, str]:
-    """Versions of the libraries that decided what the case does: of own code those that it imported, and no kernels'."""
+    """Return the versions of libraries that decided what the case does: of own code those imported, and no kernels'."""
     return {
         name: version
         for name, version in library_versions(case).items()

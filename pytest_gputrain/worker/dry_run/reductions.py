@@ -1,4 +1,4 @@
-"""The buffer through which blocks of a GPU add up a sum together: ``setReduceConfig`` of ATen/native/cuda/Reduce.cuh.
+"""Sizes the buffer through which blocks of a GPU add up a sum: ``setReduceConfig`` of ATen/native/cuda/Reduce.cuh.
 
 A sum over rows, as that of a bias's gradient, can take more of it than the summands: 132 MiB for 16384 rows of 4096.
 """
@@ -30,17 +30,17 @@ _ACCUMULATED_IN: Final = 4
 
 
 def temporaries(target: Target) -> dict[Any, Temporaries]:
-    """Buffers of sums and of what is computed like them, by operator."""
+    """Return by operator the buffers of sums and of what is computed like them."""
     threads = target.multiprocessors * _FEWER_THREADS.get(target.capability, _MOST_THREADS)
 
-    def over_dimensions(place: int) -> Temporaries:
+    def over_dimensions(position: int) -> Temporaries:
         def sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
-            return _sizes(args[0], args[place] if place < len(args) else None, threads)
+            return _sizes(args[0], args[position] if position < len(args) else None, threads)
 
         return sizes
 
-    found = {operator: over_dimensions(1) for operator in (_ATEN.sum, _ATEN.mean)}
-    return {**found, _ATEN.linalg_vector_norm: over_dimensions(2)}
+    sizes_of = {operator: over_dimensions(1) for operator in (_ATEN.sum, _ATEN.mean)}
+    return {**sizes_of, _ATEN.linalg_vector_norm: over_dimensions(2)}
 
 
 class _Dimension(NamedTuple):
@@ -49,7 +49,7 @@ class _Dimension(NamedTuple):
 
 
 def _sizes(source: Tensor, dimensions: Any, threads: int) -> tuple[int, ...]:
-    """Of the buffer and of the counters of finished blocks; none where each block has sums of its own.
+    """Return the sizes of the buffer and of the counters of finished blocks; none where each block has sums of its own.
 
     Args:
         threads: that the GPU runs at once.
@@ -58,11 +58,16 @@ def _sizes(source: Tensor, dimensions: Any, threads: int) -> tuple[int, ...]:
         return ()
     if isinstance(dimensions, int):
         dimensions = [dimensions]
-    summed = {place % source.dim() for place in dimensions} if dimensions and source.dim() else set(range(source.dim()))
+    summed = (
+        {position % source.dim() for position in dimensions} if dimensions and source.dim() else set(range(source.dim()))
+    )
     reduced = _joined(source, summed)
-    kept = _joined(source, set(range(source.dim())) - summed)
-    inputs, outputs = math.prod(one.size for one in reduced), math.prod(one.size for one in kept)
-    along = not kept or (bool(reduced) and reduced[0].stride < kept[0].stride)
+    remaining = _joined(source, set(range(source.dim())) - summed)
+    inputs, outputs = (
+        math.prod(dimension.size for dimension in reduced),
+        math.prod(dimension.size for dimension in remaining),
+    )
+    along = not remaining or (bool(reduced) and reduced[0].stride < remaining[0].stride)
     vector = 1
     if along:
         width, height = inputs, outputs
@@ -70,8 +75,8 @@ def _sizes(source: Tensor, dimensions: Any, threads: int) -> tuple[int, ...]:
             width //= _VECTOR
     else:
         width, height = outputs, inputs
-        if kept[0].stride == 1:
-            vector = math.gcd(_VECTOR, kept[0].size, *(one.stride for one in (*reduced, *kept[1:])))
+        if remaining[0].stride == 1:
+            vector = math.gcd(_VECTOR, remaining[0].size, *(dimension.stride for dimension in (*reduced, *remaining[1:])))
             width //= vector
     block_width, block_height = _block(width, height, _THREADS // vector)
     step_input, step_output = (block_width, 1) if along else (1, block_width)
@@ -90,19 +95,21 @@ def _sizes(source: Tensor, dimensions: Any, threads: int) -> tuple[int, ...]:
     return (size if along else size * block_width * vector, 4 * grid)
 
 
-def _joined(source: Tensor, places: set[int]) -> list[_Dimension]:
-    """Those dimensions, the fastest first, and as one where one continues the other."""
-    found: list[_Dimension] = []
-    for one in sorted(_Dimension(source.stride(place), source.shape[place]) for place in places if source.shape[place] > 1):
-        if found and found[-1].stride * found[-1].size == one.stride:
-            found[-1] = _Dimension(found[-1].stride, found[-1].size * one.size)
+def _joined(source: Tensor, positions: set[int]) -> list[_Dimension]:
+    """Return those dimensions, the fastest first, and joined where one continues the other."""
+    joined: list[_Dimension] = []
+    for dimension in sorted(
+        _Dimension(source.stride(position), source.shape[position]) for position in positions if source.shape[position] > 1
+    ):
+        if joined and joined[-1].stride * joined[-1].size == dimension.stride:
+            joined[-1] = _Dimension(joined[-1].stride, joined[-1].size * dimension.size)
         else:
-            found.append(one)
-    return found
+            joined.append(dimension)
+    return joined
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Of threads, in powers of two."""
+    """Return width and height of a block of threads, in powers of two."""
     widest, highest = (min(threads, 1 << (max(1, side).bit_length() - 1)) for side in (width, height))
     block_height = min(highest, threads // min(widest, _WARP))
     return min(widest, threads // block_height), block_height

@@ -1,4 +1,4 @@
-"""Why there is no prediction: one sentence, with the line of own code and without torch's."""
+"""Says in one sentence why there is no prediction, with the line of own code and without torch's."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _is_own(path: Path) -> bool:
 
 def _without_internals(error: Exception) -> str:
     """The traceback without the lines of torch and of this package."""
-    told = traceback.TracebackException.from_exception(error)
-    link: traceback.TracebackException | None = told
+    described = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = described
     while link is not None:
         kept = [
             frame for frame in link.stack if not any(Path(frame.filename).is_relative_to(folder) for folder in _INTERNAL)
@@ -83,4 +83,4 @@ def _without_internals(error: Exception) -> str:
         link.stack = traceback.StackSummary.from_list(kept)
         link.__context__ = None  # on its way, torch raised and caught others
         link = link.__cause__
-    return "".join(told.format())
+    return "".join(described.format())

@@ -1,4 +1,4 @@
-"""What a deep model would show on fakes, from what three shallow ones of the same blocks did.
+"""Extrapolates what a deep model would show on fakes from what three shallow models of the same blocks showed.
 
 A model that repeats a block runs the same events for each. Of three runs with 2, 3 and 4 repetitions the second has
 everything of the first and some stretches more, the third each of these stretches twice: one where the blocks are built,
@@ -23,7 +23,7 @@ from pytest_gputrain.records import LiveTensor
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 ALL: Final = ""
-"""What a sum is of that is not one operator's."""
+"""Name of the operator for a sum over all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Observed:
     Attributes:
         device: trace of the device's memory, in order.
         host: of the host's, likewise.
-        sums: FLOPs, parameters and the like, by what and of which operator, or of `ALL`.
+        sums: FLOPs, parameters and the like, by the name of the sum and the operator's, or `ALL`.
     """
 
     device: Trace
@@ -45,22 +45,22 @@ _SHALLOW: Final = (2, 3, 4, 5)
 """Repetitions of the models that run for a deeper one: three of them, or the last three where blocks are not yet alike."""
 
 
-def deepened(run: Callable[[int], Observed], repetitions: int) -> Observed | None:
-    """What ``run(repetitions)`` would show, from runs of fewer; None where that does not follow, or is no less work."""
+def extrapolate(run: Callable[[int], Observed], repetitions: int) -> Observed | None:
+    """Return what ``run(repetitions)`` would show, from runs of fewer; None if that does not follow or is no less work."""
     if repetitions <= _SHALLOW[-1]:
         return None
     shallow: list[Observed] = []
     for count in _SHALLOW:
         shallow = [*shallow[-2:], run(count)]
         if len(shallow) == 3:
-            found = extended(shallow, repetitions - (count - 2))
-            if found is not None:
-                return found
+            observed = extrapolate_observed(shallow, repetitions - (count - 2))
+            if observed is not None:
+                return observed
     return None
 
 
-def extended(shallow: Sequence[Observed], more: int) -> Observed | None:
-    """What a model would show that repeats its blocks ``more`` times more often than the first of three.
+def extrapolate_observed(shallow: Sequence[Observed], more: int) -> Observed | None:
+    """Return what a model would show that repeats its blocks ``more`` times more often than the first of three.
 
     Args:
         shallow: of models with one repetition more each.
@@ -68,9 +68,9 @@ def extended(shallow: Sequence[Observed], more: int) -> Observed | None:
     Returns:
         None where that does not follow from these.
     """
-    device = extended_trace([one.device for one in shallow], more)
-    host = extended_trace([one.host for one in shallow], more)
-    first, second, third = (one.sums for one in shallow)
+    device = extrapolate_trace([observed.device for observed in shallow], more)
+    host = extrapolate_trace([observed.host for observed in shallow], more)
+    first, second, third = (observed.sums for observed in shallow)
     if device is None or host is None or not first.keys() == second.keys() == third.keys():
         return None
     if any(first[name] + third[name] != 2 * second[name] for name in first):
@@ -78,15 +78,15 @@ def extended(shallow: Sequence[Observed], more: int) -> Observed | None:
     return Observed(device, host, {name: value + more * (second[name] - value) for name, value in first.items()})
 
 
-def extended_trace(shallow: Sequence[Trace], more: int) -> Trace | None:
-    """The trace of such a model, or None."""
+def extrapolate_trace(shallow: Sequence[Trace], more: int) -> Trace | None:
+    """Return the trace of such a model, or None."""
     symbols: dict[Any, int] = {}
     first, second, third = (_Line.read(trace, symbols) for trace in shallow)
     stretches = _stretches(first, second, third)
     if stretches is None:
         return None
-    made = _written(_events(first, second, third, stretches, more), list(symbols))
-    return None if made is None else Trace(shallow[0].rounding, *made).in_order()
+    events_and_allocations = _assembled(_events(first, second, third, stretches, more), list(symbols))
+    return None if events_and_allocations is None else Trace(shallow[0].rounding, *events_and_allocations).in_order()
 
 
 _CONTEXT: Final = 2
@@ -110,21 +110,21 @@ class _Line(NamedTuple):
     @classmethod
     def read(cls, trace: Trace, symbols: dict[Any, int]) -> _Line:
         line = cls([], [])
-        made: list[_Allocation] = []
+        allocations: list[_Allocation] = []
         before: deque[Any] = deque(maxlen=_CONTEXT)
         for event in trace.events:
-            what: Any = event
+            symbol: Any = event
             number = 0
             if event >= 0:
                 number = event
-                made.append(_Allocation(trace.allocations[number], tuple(before)))
-                what = True, made[number]
+                allocations.append(_Allocation(trace.allocations[number], tuple(before)))
+                symbol = True, allocations[number]
                 before.append(trace.allocations[number])
             elif event > EMPTY_CACHE:
                 number = ~event
-                what = False, made[number]
+                symbol = False, allocations[number]
                 before.append(trace.allocations[number].bytes)
-            line.symbols.append(symbols.setdefault(what, len(symbols)))
+            line.symbols.append(symbols.setdefault(symbol, len(symbols)))
             line.numbers.append(number)
         return line
 
@@ -138,15 +138,15 @@ class _Stretch(NamedTuple):
 
 
 def _stretches(first: _Line, second: _Line, third: _Line) -> list[_Stretch] | None:
-    """What the second line has more than the first, and the third twice; None where they differ otherwise."""
-    found: list[_Stretch] = []
+    """Return what the second line has more than the first, and the third twice; None where they differ otherwise."""
+    stretches: list[_Stretch] = []
     # Places in the three lines; what lies before them is explained.
     a = b = c = 0
     while True:
         same = _common(first, second, third, a, b, c)
         a, b, c = a + same, b + same, c + same
         if _at_ends(first, second, third, a, b, c):
-            return found
+            return stretches
         # Of all the lengths that are repeated in the third line, the one after which most goes on alike.
         best = longest = 0
         for length in range(1, min(len(second.symbols) - b, (len(third.symbols) - c) // 2) + 1):
@@ -163,7 +163,7 @@ def _stretches(first: _Line, second: _Line, third: _Line) -> list[_Stretch] | No
                 break
         if not best:
             return None
-        found.append(_Stretch(a, best))
+        stretches.append(_Stretch(a, best))
         b, c = b + best, c + 2 * best
 
 
@@ -172,18 +172,18 @@ def _at_ends(first: _Line, second: _Line, third: _Line, a: int, b: int, c: int) 
 
 
 def _common(first: _Line, second: _Line, third: _Line, a: int, b: int, c: int) -> int:
-    """How many events from there on are the same in all three, of allocations whose numbers grow evenly."""
-    left = min(len(first.symbols) - a, len(second.symbols) - b, len(third.symbols) - c)
-    for i in range(left):
+    """Count the events from there on that are the same in all three, of allocations whose numbers grow evenly."""
+    remaining = min(len(first.symbols) - a, len(second.symbols) - b, len(third.symbols) - c)
+    for i in range(remaining):
         if not first.symbols[a + i] == second.symbols[b + i] == third.symbols[c + i]:
             return i
         if first.numbers[a + i] + third.numbers[c + i] != 2 * second.numbers[b + i]:
             return i
-    return left
+    return remaining
 
 
 def _events(first: _Line, second: _Line, third: _Line, stretches: list[_Stretch], more: int) -> Iterator[tuple[int, int]]:
-    """Symbol and number of each event of the deeper model."""
+    """Yield symbol and number of each event of the deeper model."""
     a = b = c = 0
     for end, length in [*stretches, _Stretch(len(first.symbols), 0)]:
         for i in range(end - a):
@@ -199,26 +199,26 @@ def _events(first: _Line, second: _Line, third: _Line, stretches: list[_Stretch]
         b, c = b + length, c + 2 * length
 
 
-def _written(events: Iterator[tuple[int, int]], names: list[Any]) -> tuple[array[int], list[LiveTensor]] | None:
-    """Events and allocations of a trace; None unless all numbers fit what they are the numbers of."""
-    written = array("q")
-    made: list[_Allocation] = []
+def _assembled(events: Iterator[tuple[int, int]], happenings: list[Any]) -> tuple[array[int], list[LiveTensor]] | None:
+    """Return the events and allocations of a trace; None unless all numbers fit the allocations that they name."""
+    trace_events = array("q")
+    allocations: list[_Allocation] = []
     live: set[int] = set()
     for symbol, number in events:
-        what = names[symbol]
-        if isinstance(what, int):
-            written.append(what)
+        happening = happenings[symbol]
+        if isinstance(happening, int):
+            trace_events.append(happening)
             continue
-        is_new, allocation = what
+        is_new, allocation = happening
         if is_new:
-            if number != len(made):
+            if number != len(allocations):
                 return None
-            made.append(allocation)
+            allocations.append(allocation)
             live.add(number)
-            written.append(number)
+            trace_events.append(number)
         else:
-            if number not in live or made[number] != allocation:
+            if number not in live or allocations[number] != allocation:
                 return None
             live.remove(number)
-            written.append(~number)
-    return written, [one.tensor for one in made]
+            trace_events.append(~number)
+    return trace_events, [allocation.tensor for allocation in allocations]

@@ -1,4 +1,4 @@
-"""Calls of operators on fakes, remembered by the shapes of their arguments.
+"""A cache of operators' calls on fakes, by the shapes of their arguments.
 
 A training step repeats the same few hundred calls tens of thousands of times. FakeTensorMode has such a cache too, whose key
 alone costs more than all else in a dry run; this one knows only what a step is made of, and leaves the rest to it.
@@ -24,7 +24,7 @@ _PECULIAR: Final = -1
 
 @dataclass(slots=True)
 class Result:
-    """One of those of a call: a tensor, or what `plain` holds."""
+    """One result of a call: a tensor, or what `plain` holds."""
 
     plain: Any = None
     """A number or None."""
@@ -38,15 +38,15 @@ class Result:
     """Bytes from that of the argument: DeepSpeed's parameters are all of one shape in one storage."""
     dtype: torch.dtype = torch.float32
     number: int = _PECULIAR
-    """Of its shape."""
+    """Number of its shape."""
     device: torch.device | None = None
     nbytes: int | None = None
-    """Of the storage, where it has one of its own."""
+    """Bytes of the storage, where it has one of its own."""
 
 
 @dataclass(slots=True)
 class Call:
-    """What came of it, and will again.
+    """What a call of an operator returned, and will return again.
 
     Attributes:
         results: in order.
@@ -67,7 +67,7 @@ class Call:
 
 
 class Shapes:
-    """The calls of a dry run, however often its case runs."""
+    """The remembered calls of a dry run, however often its case runs."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -77,32 +77,32 @@ class Shapes:
         """Attributes of a new fake."""
 
     def key(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """What the call is remembered by; None if it is not.
+        """Return the key that the call is remembered by; None if it is not remembered.
 
         Args:
             tensors: gets those among the arguments, in order.
         """
         # The default is the type of what integers become.
-        found: list[Any] = [operator, torch.get_default_dtype()]
-        usual = self._describe(args, found, tensors)
+        parts: list[Any] = [operator, torch.get_default_dtype()]
+        usual = self._describe(args, parts, tensors)
         if kwargs:
-            found.extend(kwargs)
-            usual &= self._describe(kwargs.values(), found, tensors)
+            parts.extend(kwargs)
+            usual &= self._describe(kwargs.values(), parts, tensors)
         if not usual or not tensors or not operator.repeats:
             return None
         if operator.from_start:
-            found.append(tensors[0].storage_offset())
-        return tuple(found)
+            parts.append(tensors[0].storage_offset())
+        return tuple(parts)
 
     def recall(self, key: Any) -> Call | None:
-        """The call, if it was there before."""
+        """Return the call, if it was remembered before."""
         try:
             return self._calls.get(key)
         except TypeError:  # an argument without a hash
             return None
 
     def described(self, result: Any, tensors: list[Tensor]) -> Call | None:
-        """What came of a call, its work apart; None where that cannot be made again."""
+        """Describe the results of a call, without its work; None where they cannot be made again."""
         kind = type(result) if isinstance(result, list | tuple) else None
         parts = [result] if kind is None else result
         results: list[Result] = []
@@ -114,16 +114,16 @@ class Shapes:
         return Call(results, kind)
 
     def remember(self, key: Any, call: Call) -> None:
-        """Know a call from now on, its work too."""
+        """Remember a call, with its work."""
         with contextlib.suppress(TypeError):  # an argument without a hash
             self._calls[key] = call
 
     def make(self, call: Call, tensors: list[Tensor]) -> Any:
-        """Its result, for other tensors of the same shapes."""
-        made = [self._make(result, tensors) for result in call.results]
-        return made[0] if call.kind is None else call.kind(made)
+        """Make the call's result for other tensors of the same shapes."""
+        results = [self._make(result, tensors) for result in call.results]
+        return results[0] if call.kind is None else call.kind(results)
 
-    def _describe(self, values: Any, found: list[Any], tensors: list[Tensor]) -> bool:
+    def _describe(self, values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
         """Add what tells the values from others, and say whether they are of the usual kinds."""
         usual = True
         for value in values:
@@ -134,20 +134,20 @@ class Shapes:
                 if number is None:
                     number = self._number(value)
                     setattr(value, _NUMBER, number)
-                found.append(number)
+                parts.append(number)
                 if number == _PECULIAR:
                     usual = False
             elif isinstance(value, Tensor):
                 tensors.append(value)
                 usual = False
             elif isinstance(value, list | tuple):
-                found.append(kind)
-                usual &= self._describe(value, found, tensors)
-                found.append(None)
+                parts.append(kind)
+                usual &= self._describe(value, parts, tensors)
+                parts.append(None)
             else:
                 # 1, 1.0 and True are equal, but not alike; nor is a number alone, which is that of a shape.
-                found.append(kind)
-                found.append(value)
+                parts.append(kind)
+                parts.append(value)
         return usual
 
     def _number(self, fake: Any) -> int:
@@ -164,23 +164,31 @@ class Shapes:
             return Result(plain=part)
         if type(part) is not FakeTensor:
             return None
-        for place, tensor in enumerate(tensors):
+        for number_of_argument, tensor in enumerate(tensors):
             if tensor is part:
-                return Result(same=place)
+                return Result(same=number_of_argument)
         number = self._number(part)
         if number == _PECULIAR:
             return None
         size, stride, offset, dtype = tuple(part.shape), part.stride(), int(part.storage_offset()), part.dtype
         storage = part.untyped_storage()
         device = device_of(part)
-        for place, tensor in enumerate(tensors):
+        for number_of_argument, tensor in enumerate(tensors):
             if tensor.untyped_storage()._cdata == storage._cdata:
                 offset = offset * dtype.itemsize - int(tensor.storage_offset()) * tensor.itemsize
-                return Result(base=place, size=size, stride=stride, offset=offset, dtype=dtype, number=number, device=device)
+                return Result(
+                    base=number_of_argument,
+                    size=size,
+                    stride=stride,
+                    offset=offset,
+                    dtype=dtype,
+                    number=number,
+                    device=device,
+                )
         with torch._C._DisableTorchDispatch():
-            again = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+            copy = torch.empty_strided(size, stride, dtype=dtype, device=_META)
         nbytes = storage.nbytes()
-        if offset or again.untyped_storage().nbytes() != nbytes:
+        if offset or copy.untyped_storage().nbytes() != nbytes:
             return None
         return Result(size=size, stride=stride, dtype=dtype, number=number, device=device, nbytes=nbytes)
 
@@ -204,18 +212,18 @@ class Shapes:
         device: Any = result.device
         attributes = self._fresh.get(device)
         if attributes is None:
-            made = FakeTensor(mode, element, device)
-            self._fresh[device] = dict(made.__dict__)
+            fake = FakeTensor(mode, element, device)
+            self._fresh[device] = dict(fake.__dict__)
         else:
-            made = Tensor._make_subclass(FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device)
-            torch._C._set_throw_on_mutable_data_ptr(made)
-            made.__dict__.update(attributes)
-        setattr(made, _NUMBER, result.number)
-        return made
+            fake = Tensor._make_subclass(FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device)
+            torch._C._set_throw_on_mutable_data_ptr(fake)
+            fake.__dict__.update(attributes)
+        setattr(fake, _NUMBER, result.number)
+        return fake
 
 
 def forget_shape(tensor: Any) -> None:
-    """The tensor has become another shape, or one of another storage."""
+    """Forget the shape of a tensor that got another shape or storage."""
     if isinstance(tensor, FakeTensor):
         setattr(tensor, _NUMBER, None)
 

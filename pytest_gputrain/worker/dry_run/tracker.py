@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gputrain.worker.allocations import resizes_told_to, wraps
+from pytest_gputrain.worker.allocations import resizes_noted_by, wraps
 from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.dry_run.operators import Operator, Operators, Temporaries, tensors_in
 from pytest_gputrain.worker.dry_run.shapes import Call, Shapes, forget_shape
-from pytest_gputrain.worker.dry_run.values import are_touched, compute, map_tensors
-from pytest_gputrain.worker.flops import recomputation_told_to
+from pytest_gputrain.worker.dry_run.values import compute, map_tensors, touches_values
+from pytest_gputrain.worker.flops import recomputation_counted_by
 from pytest_gputrain.worker.phases import Phases
 from pytest_gputrain.worker.storages import Storages
 from pytest_gputrain.worker.trace import Trace
@@ -26,12 +26,12 @@ _FAKES: Final = (FakeTensor,)
 _DEVICE_OF: Final = torch.ops.prim.device.default
 
 YOCTOSECONDS: Final = 10**24
-"""In a second."""
+"""Yoctoseconds in a second."""
 
 
 @dataclass(slots=True)
 class Work:
-    """Of one step."""
+    """The work of one step."""
 
     flops: int = 0
     recomputed: int = 0
@@ -49,7 +49,8 @@ class Work:
 
 
 class Tracker(TorchDispatchMode):
-    """Entered inside a FakeTensorMode, always the same one: each time anew, but for what it remembers of operators.
+    """The mode that follows a run on fakes. It is entered inside a FakeTensorMode, always the same one; each time it starts
+    anew, but for what it remembers of operators.
 
     Args:
         device: whose storages are followed.
@@ -128,7 +129,7 @@ class Tracker(TorchDispatchMode):
             self._take_workspace()
         tensors: list[Tensor] = []
         key = self._shapes.key(operator, args, kwargs, tensors)
-        if key is not None and are_touched(operator, tensors):
+        if key is not None and touches_values(operator, tensors):
             key = None
         call = None if key is None else self._shapes.recall(key)
         if call is not None:
@@ -152,36 +153,38 @@ class Tracker(TorchDispatchMode):
         return result
 
     def _again(self, operator: Operator, call: Call, tensors: list[Tensor]) -> Any:
-        """What `__torch_dispatch__` does, for a call that is remembered."""
+        """Do what `__torch_dispatch__` does, for a call that is remembered."""
         result = self._shapes.make(call, tensors)
-        for known, tensor in zip(call.results, (result,) if call.kind is None else result, strict=True):
-            if known.nbytes is None:
+        for described, tensor in zip(call.results, (result,) if call.kind is None else result, strict=True):
+            if described.nbytes is None:
                 continue
-            if known.device != self._device:
+            if described.device != self._device:
                 self._see_elsewhere(tensor, operator.name)
                 continue
             storage = tensor.untyped_storage()
-            self._on_device.see(storage, known.nbytes, operator.name, self._phases.current, known.size, known.dtype)
+            self._on_device.see(
+                storage, described.nbytes, operator.name, self._phases.current, described.size, described.dtype
+            )
         self._pass(call.temporaries, operator.name)
         self._count(operator, call)
         return result
 
     def _on_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator on lists of DTensors, each element of which needs no other: this process's parts, as in DTensor.
+        """Call an operator on this process's parts of lists of DTensors, whose elements need no other, as in DTensor.
 
         DTensor takes minutes to find that out, with the square of the tensors in a list.
         """
         parts = self.__torch_dispatch__(func, _FAKES, map_tensors(args, _part), map_tensors(kwargs, _part))
         if parts is None:
             return None
-        return [type(one)(part, one._spec, requires_grad=False) for one, part in zip(args[0], parts, strict=True)]
+        return [type(whole)(part, whole._spec, requires_grad=False) for whole, part in zip(args[0], parts, strict=True)]
 
     def __enter__(self) -> Tracker:
         self._begin()
         self._phases.__enter__()
-        self._telling = recomputation_told_to(lambda: self.work)
-        self._telling.__enter__()
-        self._resizing = resizes_told_to(self._see_resized)
+        self._counting_recomputation = recomputation_counted_by(lambda: self.work)
+        self._counting_recomputation.__enter__()
+        self._resizing = resizes_noted_by(self._see_resized)
         self._resizing.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -189,7 +192,7 @@ class Tracker(TorchDispatchMode):
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         self._resizing.__exit__(*exc_info)
-        self._telling.__exit__(*exc_info)
+        self._counting_recomputation.__exit__(*exc_info)
         self._phases.__exit__(*exc_info)
         # No callbacks into a tracker that nobody reads any more.
         self._on_device.leave()
@@ -219,7 +222,7 @@ class Tracker(TorchDispatchMode):
             self._on_host.see(storage, storage.nbytes(), operator, self._phases.current, tuple(tensor.shape), tensor.dtype)
 
     def _bytes_of(self, tensor: Tensor) -> int:
-        """Of the elements of a tensor on the device; of an expanded one no more than the storage."""
+        """Return the bytes of a tensor's elements on the device; of an expanded one no more than the storage."""
         if tensor.layout is not torch.strided or getattr(tensor, "fake_device", None) != self._device:
             return 0
         return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
@@ -231,8 +234,8 @@ class Tracker(TorchDispatchMode):
 
     def _pass(self, sizes: tuple[int, ...], operator: str) -> None:
         """Allocate and free what a kernel holds beside its results: most make these first."""
-        made = [self.trace.allocate(size, operator, self._phases.current, (size,), "bytes") for size in sizes if size]
-        for number in reversed(made):
+        numbers = [self.trace.allocate(size, operator, self._phases.current, (size,), "bytes") for size in sizes if size]
+        for number in reversed(numbers):
             self.trace.free(number)
 
     def _take_workspace(self) -> None:
@@ -245,7 +248,7 @@ class Tracker(TorchDispatchMode):
     def _measure(
         self, call: Call, operator: Operator, read: list[Tensor], written: int, result: Any, args: Any, kwargs: Any
     ) -> None:
-        """The work of a call."""
+        """Note the work of a call."""
         if operator.moves:
             call.moved = written + sum(self._bytes_of(tensor) for tensor in read)
         call.yoctoseconds = call.moved * self._time_of_byte

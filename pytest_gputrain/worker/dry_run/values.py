@@ -1,4 +1,4 @@
-"""Values of small fake tensors: what shapes and branches of a model depend on."""
+"""Keeps the values of small fake tensors: what shapes and branches of a model depend on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ storage's while there is a reference."""
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
-    """The contents of a tensor that may be fake, None where they are not known."""
+    """Return the contents of a tensor that may be fake, None where they are not known."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     value: Tensor | None = getattr(tensor, _NAME, None)
@@ -51,7 +51,7 @@ def value_of(tensor: Tensor) -> Tensor | None:
 
 
 def forget(tensor: Tensor) -> None:
-    """Something unknown was written into a fake: what was known of it, and of all that shares its storage, is no more."""
+    """Forget the values of a fake, and of all that shares its storage: something unknown was written into it."""
     value = getattr(tensor, _NAME, None)
     if value is not None:
         storage = value.untyped_storage()
@@ -59,7 +59,7 @@ def forget(tensor: Tensor) -> None:
 
 
 def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """``func(*args, **kwargs)`` on fakes, and on their values where all of them are known.
+    """Call ``func(*args, **kwargs)`` on fakes, and on their values where all of them are known.
 
     Args:
         operator: what is known of it.
@@ -79,15 +79,15 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
         return _read(tensors[0], func)
     if func.namespace == "c10d":
         if func is not _SEND and not (func is _BROADCAST and args[2] == 0):
-            # Of what the other processes hold nothing is known; the one that is rehearsed is the first.
+            # Of what the other processes hold nothing is known; the simulated one is the first.
             for tensor in tensors:
                 forget(tensor)
         return func(*args, **kwargs)
-    known = all(value_of(tensor) is not None for tensor in tensors)
-    if operator.dynamic and (known or func in (_INDEX, _SELECT)):
-        return _made_of(_real(func, args, kwargs), tensors) if known else _taken(func, *args)
+    all_known = all(value_of(tensor) is not None for tensor in tensors)
+    if operator.dynamic and (all_known or func in (_INDEX, _SELECT)):
+        return _fakes_of(_real(func, args, kwargs), tensors) if all_known else _taken(func, *args)
     result = None if operator.in_place_on_lists else operator.call(*args, **kwargs)
-    if known:
+    if all_known:
         if not all(_is_small(part) for part in tensors_in((result,))):
             return result
         with contextlib.suppress(RuntimeError):  # a kernel that only a GPU has
@@ -98,10 +98,10 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return result
 
 
-def are_touched(operator: Operator, tensors: list[Tensor]) -> bool:
-    """Whether a call has to do with known values: it computes or overwrites some."""
-    known = [getattr(tensor, _NAME, None) is not None for tensor in tensors]
-    return any(known) if operator.written else all(known)
+def touches_values(operator: Operator, tensors: list[Tensor]) -> bool:
+    """Tell whether a call computes or overwrites known values."""
+    have_values = [getattr(tensor, _NAME, None) is not None for tensor in tensors]
+    return any(have_values) if operator.written else all(have_values)
 
 
 def _read(tensor: Tensor, func: Any) -> Any:
@@ -111,11 +111,11 @@ def _read(tensor: Tensor, func: Any) -> Any:
             return value.item()
     if tensor.is_floating_point():
         return 0.0
-    return 0 if _asked_by("deepspeed") or _asked_by("torch.utils.data") else func(tensor)
+    return 0 if _read_by("deepspeed") or _read_by("torch.utils.data") else func(tensor)
 
 
 def answer(result: Tensor, value: bool) -> Tensor:
-    """A fake of bools that nobody knows, and that are all the same as far as a training checks them."""
+    """Give a fake of unknown bools the value that training expects of all of them."""
     if isinstance(result, FakeTensor) and value_of(result) is None and result.numel() <= LIMIT:
         with _disable_current_modes():
             keep(result, torch.full(result.shape, value))
@@ -123,11 +123,11 @@ def answer(result: Tensor, value: bool) -> Tensor:
 
 
 def forget_all() -> None:
-    """The fakes of a prediction are no more."""
+    """Forget all values: the fakes of a prediction are no more."""
     _overwritten.clear()
 
 
-def _asked_by(package: str) -> bool:
+def _read_by(package: str) -> bool:
     """Whether the code that reads a scalar is the package's own."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pytest_gputrain.worker.dry_run."):
@@ -142,13 +142,13 @@ def _taken(func: Any, source: Tensor, indices: Any) -> Any:
     first = indices[0]
     if len(indices) == 1 and first is not None and first.dtype == torch.bool:
         return source.new_empty((_count(first), *source.shape[first.dim() :]))
-    places: list[Tensor | None] = []
+    positions: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:
-            places += [source.new_empty((_count(index),), dtype=torch.int64)] * index.dim()
+            positions += [source.new_empty((_count(index),), dtype=torch.int64)] * index.dim()
         else:
-            places.append(index)
-    return _INDEX(source, places)
+            positions.append(index)
+    return _INDEX(source, positions)
 
 
 def _count(mask: Tensor) -> int:
@@ -166,13 +166,13 @@ def _real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*map_tensors(args, value_of), **map_tensors(kwargs, value_of))
 
 
-def _made_of(real: Any, tensors: list[Tensor]) -> Any:
-    """Fakes of what was computed."""
+def _fakes_of(real: Any, tensors: list[Tensor]) -> Any:
+    """Return fakes of what was computed, with its values."""
     if isinstance(real, Tensor):
         fake = tensors[0].new_empty(real.shape, dtype=real.dtype)
         keep(fake, real)
         return fake
-    return type(real)(_made_of(part, tensors) for part in real)
+    return type(real)(_fakes_of(part, tensors) for part in real)
 
 
 def keep(result: Any, real: Any) -> None:
@@ -192,7 +192,7 @@ def _is_small(tensor: Any) -> bool:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The value with its tensors changed, in lists, tuples and dicts too."""
+    """Return the value with its tensors changed, in lists, tuples and dicts too."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine needs to run on fakes as it would on a GPU; all else is DeepSpeed's own code.
+"""Patches DeepSpeed so that its engine runs on fakes as it would on a GPU; all else is DeepSpeed's own code.
 
 Not covered: memory that its streams keep from being used again at once.
 """
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def patches(gpu: torch.device | None) -> Iterator[Any]:
-    """Of the modules of DeepSpeed, which is imported.
+    """Yield the patches of DeepSpeed's modules, which are imported.
 
     Args:
         gpu: label of the GPU that is predicted for; None for a CPU.
@@ -54,7 +54,7 @@ def _accelerator(gpu: torch.device) -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     class Gpu(CPU_Accelerator):  # type: ignore[misc]
-        """The one GPU that a rank sees, with room for everything."""
+        """The one GPU that a rank sees, with unlimited memory."""
 
         def device_name(self, device_index: Any = None) -> str:
             return str(gpu)

@@ -1,17 +1,17 @@
-"""How a case's training is spread over processes: one module an engine."""
+"""The engines, which spread a case's training over processes: one module each."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from pytest_gputrain.worker.parallel.data_parallel import DataParallel
-from pytest_gputrain.worker.parallel.engine import Engine, Setting
+from pytest_gputrain.worker.parallel.engine import Engine, EngineOptions
 from pytest_gputrain.worker.parallel.fully_sharded import FullySharded
 from pytest_gputrain.worker.parallel.parameter_server import ParameterServer
 from pytest_gputrain.worker.parallel.single import Single
 from pytest_gputrain.worker.parallel.zero import Zero
 
-__all__ = ["ENGINES", "NEEDS_GROUP", "Engine", "Setting"]
+__all__ = ["ENGINES", "NEEDS_GROUP", "Engine", "EngineOptions"]
 
 ENGINES: Final[dict[str, type[Engine]]] = {
     "single": Single,

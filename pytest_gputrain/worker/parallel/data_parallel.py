@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel: a whole model in each process, gradients averaged."""
+"""The engine ddp, torch's DistributedDataParallel: a whole model in each process, gradients averaged."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gputrain.worker.group import Group
-from pytest_gputrain.worker.parallel.engine import Setting
+from pytest_gputrain.worker.parallel.engine import EngineOptions
 from pytest_gputrain.worker.parallel.single import Single
 
 
 class DataParallel(Single):
     """Buckets of torch's default size; micro-batches before an update exchange nothing."""
 
-    forward_alone = True
+    forward_is_local = True
 
-    def spread(self, model: nn.Module, setting: Setting) -> nn.Module:
-        return averaged(model, setting.group)
+    def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
+        return averaged(model, options.group)
 
     def communicating(self, update: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if update else self.model.no_sync()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What every way of spreading a training offers to the loop."""
+"""The interface of engines: what every way of spreading a training offers to the loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class EngineOptions:
     """Everything but the model that an engine is made from."""
 
     case: Case
@@ -38,17 +38,17 @@ class Engine(abc.ABC):
     Attributes:
         model: what the loss calls.
         updates: optimizer updates so far.
-        elsewhere: trained tensors of the model that other processes hold, and check.
-        forward_alone: whether the forward pass needs no other process.
+        remote_tensors: trained tensors of the model that other processes hold, and check.
+        forward_is_local: whether the forward pass needs no other process.
     """
 
     model: nn.Module
     updates: int
-    elsewhere: int = 0
-    forward_alone: bool = False
+    remote_tensors: int = 0
+    forward_is_local: bool = False
 
     @abc.abstractmethod
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
+    def __init__(self, model: nn.Module, options: EngineOptions) -> None:
         """Takes the model as its method left it, on the device."""
 
     @abc.abstractmethod
@@ -64,5 +64,5 @@ class Engine(abc.ABC):
         """No more steps will come.
 
         Raises:
-            CheckFailed: a tensor that is elsewhere was not trained.
+            CheckFailed: a tensor that another process holds was not trained.
         """

@@ -1,4 +1,4 @@
-"""torch's FSDP2 (`fully_shard`): parameters, gradients and optimizer state in shards, gathered block by block."""
+"""The engine fsdp, torch's FSDP2: parameters, gradients and optimizer state in shards, gathered block by block."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytest_gputrain.worker.parallel.engine import Setting
+from pytest_gputrain.worker.parallel.engine import EngineOptions
 from pytest_gputrain.worker.parallel.single import Single
 
 
 class FullySharded(Single):
     """A unit per block and one for the rest. Autocast precisions become FSDP's own: fp32 shards, gathered in 16 bits."""
 
-    def spread(self, model: nn.Module, setting: Setting) -> nn.Module:
+    def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
         # With DTensor and sympy behind it, a third of the start of every worker, whether or not it shards.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        offload = CPUOffloadPolicy(pin_memory=setting.device.type != "cpu") if setting.case.cpu_offload else OffloadPolicy()
-        arithmetic = setting.precision.autocast
+        offload = CPUOffloadPolicy(pin_memory=options.device.type != "cpu") if options.case.cpu_offload else OffloadPolicy()
+        arithmetic = options.precision.autocast
         policy = (
             MixedPrecisionPolicy(param_dtype=arithmetic, reduce_dtype=torch.float32)
             if arithmetic
             else MixedPrecisionPolicy()
         )
         # The middle of a UNet is lists of blocks, which FSDP cannot wrap.
-        blocks = [inner for block in setting.blocks for inner in (block if isinstance(block, nn.ModuleList) else [block])]
+        blocks = [inner for block in options.blocks for inner in (block if isinstance(block, nn.ModuleList) else [block])]
         for unit in (*blocks, model):
             fully_shard(unit, mp_policy=policy, offload_policy=offload)
-        if setting.case.cpu_offload:
+        if options.case.cpu_offload:
             for buffer in model.buffers():  # which FSDP leaves where they were built
-                buffer.data = buffer.to(setting.device)
+                buffer.data = buffer.to(options.device)
         return model
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Embedding tables on parameter servers, the dense part on the workers (``parallel="ps"``).
+"""The engine ps: embedding tables on parameter servers, the dense part on the workers.
 
 Synchronous, an update is that of one process that trains on all workers' batches. Asynchronous, servers apply each worker's
 gradients as they come, while the dense part stays synchronous: the hybrid algorithm of Persia, arXiv:2111.05897.
@@ -19,7 +19,7 @@ from pytest_gputrain.worker import messages
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.parallel.data_parallel import averaged
-from pytest_gputrain.worker.parallel.engine import Engine, Setting
+from pytest_gputrain.worker.parallel.engine import Engine, EngineOptions
 from pytest_gputrain.worker.parallel.table_server import (
     DONE,
     FIRST,
@@ -38,23 +38,23 @@ from pytest_gputrain.worker.parallel.table_server import (
 
 
 class ParameterServer(Engine):
-    """A worker. What is not in a table is under DistributedDataParallel, where there is anything."""
+    """The engine of a worker. What is not in a table is under DistributedDataParallel, where there is anything."""
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
-        case = setting.case
-        if setting.precision.scaled:
+    def __init__(self, model: nn.Module, options: EngineOptions) -> None:
+        case = options.case
+        if options.precision.scaled:
             raise CheckFailed(f"parallel='ps' scales no loss, which {case.precision} needs; choose bf16-amp")
-        self._tables = Tables(_tables_of(model, case.model), setting.group, case.asynchronous)
+        self._tables = Tables(_tables_of(model, case.model), options.group, case.asynchronous)
         for number, name in enumerate(self._tables.names):
             model.set_submodule(name, Lookup(number, self._tables))
-        self.elsewhere = len(self._tables.names)
+        self.remote_tensors = len(self._tables.names)
         trained = [value for value in model.parameters() if value.requires_grad]
-        self._dense = averaged(model, setting.group) if trained else None
-        self._optimizer = setting.make_optimizer(trained) if trained else None
+        self._dense = averaged(model, options.group) if trained else None
+        self._optimizer = options.make_optimizer(trained) if trained else None
         self.model = self._dense or model
         self.updates = 0
-        self._precision = setting.precision
-        self._device = setting.device
+        self._precision = options.precision
+        self._device = options.device
         self._accumulation = case.gradient_accumulation
 
     def step(self, loss: Callable[[], Tensor], update: bool) -> Tensor:
@@ -90,12 +90,12 @@ class Lookup(nn.Module):
         self._tables = tables
 
     def forward(self, ids: Tensor) -> Tensor:
-        unique, places = ids.unique(return_inverse=True)
-        return functional.embedding(places, self._tables.pull(self._table, unique))
+        unique, positions = ids.unique(return_inverse=True)
+        return functional.embedding(positions, self._tables.pull(self._table, unique))
 
 
 class Tables:
-    """The model's tables as a worker sees them: somewhere else.
+    """The model's tables as a worker uses them: the rows are on the servers.
 
     Attributes:
         names: of their modules within the model, in order.
@@ -120,20 +120,20 @@ class Tables:
                     dispatch(shard.contiguous(), server, TABLE)
 
     def pull(self, table: int, ids: Tensor) -> Tensor:
-        """Rows ``ids`` (each once) of a table, (ids, width), as a leaf whose gradient the next `collect` takes."""
+        """Fetch rows ``ids`` (each once) of a table, (ids, width), as a leaf whose gradient the next `collect` takes."""
         self._finish()
-        homes = self._homes(ids.cpu())
+        rows_by_server = self._rows_by_server(ids.cpu())
         width = self._shapes[table][1]
-        for server, (places, rows) in homes.items():
-            if len(places):
+        for server, (positions, rows) in rows_by_server.items():
+            if len(positions):
                 self._request(Request.PULL, server, {table: rows})
-        found = torch.empty(len(ids), width, dtype=self._dtype)
-        for server, (places, _) in homes.items():
-            part = torch.empty(len(places), width, dtype=self._dtype)
+        pulled = torch.empty(len(ids), width, dtype=self._dtype)
+        for server, (positions, _) in rows_by_server.items():
+            part = torch.empty(len(positions), width, dtype=self._dtype)
             receive(part, server, VALUES)
-            found[places] = part
+            pulled[positions] = part
         self._finish()
-        leaf = found.to(ids.device)
+        leaf = pulled.to(ids.device)
         if torch.is_grad_enabled():
             self._used.append((table, ids, leaf.requires_grad_()))
         return leaf
@@ -154,9 +154,9 @@ class Tables:
         values: dict[int, list[Tensor]] = {server: [] for server in self._servers}
         for table in sorted(self._gradients):
             gradient = self._gradients[table].cpu()
-            for server, (places, ids) in self._homes(gradient.indices()[0]).items():
+            for server, (positions, ids) in self._rows_by_server(gradient.indices()[0]).items():
                 rows[server][table] = ids
-                values[server].append(gradient.values()[places].flatten())
+                values[server].append(gradient.values()[positions].flatten())
             self._trained.add(table)
         for server in self._servers:
             self._request(Request.PUSH, server, rows[server])
@@ -185,17 +185,17 @@ class Tables:
             self._request(Request.LEAVE, server, {})
         self._finish()
 
-    def _homes(self, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """By server: which of ``ids`` it holds, as places in ``ids`` and as its own row numbers."""
+    def _rows_by_server(self, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return by server which of ``ids`` it holds, as positions in ``ids`` and as its own row numbers."""
         count = len(self._servers)
-        homes = {}
+        rows_by_server = {}
         for number, server in enumerate(self._servers):
-            places = (ids % count == number).nonzero().squeeze(1)
-            homes[server] = places, ids[places] // count
-        return homes
+            positions = (ids % count == number).nonzero().squeeze(1)
+            rows_by_server[server] = positions, ids[positions] // count
+        return rows_by_server
 
     def _request(self, request: Request, server: int, rows: dict[int, Tensor]) -> None:
-        """A header, and the row numbers by table."""
+        """Send a header, and the row numbers by table."""
         counts = [len(rows.get(table, ())) for table in range(len(self.names))]
         self._send(torch.tensor([request, *counts]), server, HEADER)
         if rows:
@@ -214,7 +214,7 @@ class Tables:
 
 
 def _tables_of(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Weights of the embedding tables that train, by the names of their modules.
+    """Return the weights of the embedding tables that train, by the names of their modules.
 
     Raises:
         CheckFailed: there are none, or one is more than a table.

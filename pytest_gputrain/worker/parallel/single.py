@@ -1,4 +1,4 @@
-"""One process, nothing spread."""
+"""The engine single: one process, nothing spread."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.worker.parallel.engine import Engine, Setting
+from pytest_gputrain.worker.parallel.engine import Engine, EngineOptions
 
 
 class Single(Engine):
     """Autocast, scaled loss and optimizer around the plain model: what the engines of torch have in common."""
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
-        self.model = self.spread(model, setting)
+    def __init__(self, model: nn.Module, options: EngineOptions) -> None:
+        self.model = self.spread(model, options)
         self.updates = 0
-        self._precision = setting.precision
-        self._device = setting.device
-        self._accumulation = setting.case.gradient_accumulation
-        self._optimizer = setting.make_optimizer(value for value in self.model.parameters() if value.requires_grad)
-        self._scaler = self.scaler(setting)
+        self._precision = options.precision
+        self._device = options.device
+        self._accumulation = options.case.gradient_accumulation
+        self._optimizer = options.make_optimizer(value for value in self.model.parameters() if value.requires_grad)
+        self._scaler = self.scaler(options)
 
-    def spread(self, model: nn.Module, setting: Setting) -> nn.Module:
+    def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
         """The model as this engine runs it."""
         return model
 
-    def scaler(self, setting: Setting) -> torch.amp.GradScaler:
+    def scaler(self, options: EngineOptions) -> torch.amp.GradScaler:
         """Scales the loss where the precision wants it."""
-        return setting.precision.scaler(setting.device)
+        return options.precision.scaler(options.device)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """The context of the forward pass."""

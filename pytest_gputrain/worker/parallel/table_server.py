@@ -1,4 +1,4 @@
-"""The server's side of ``parallel="ps"``: rows of embedding tables, looked up and updated by messages of torch.distributed.
+"""The server's side of the engine ps: rows of embedding tables, looked up and updated by messages of torch.distributed.
 
 Of every table, server s of S holds the rows whose id is s modulo S. A message is a header from whomever, then tensors from
 the same worker: int64 row numbers within the shards, table after table, then their values in the tables' dtype.
@@ -40,7 +40,7 @@ FIRST: Final = 0
 
 
 class TableServer:
-    """One server's shards. Synchronous: an update is the mean of one push from each worker, told to all when it is done.
+    """One server's shards. Synchronous: an update is the mean of one push from each worker, and each then gets a message.
 
     Attributes:
         updates: updates applied.
@@ -82,22 +82,22 @@ class TableServer:
                     self._workers.remove(worker)
 
     def check(self) -> None:
-        """Every shard that was sent gradients has changed since the start.
+        """Check that every shard that was sent gradients has changed since the start.
 
         Raises:
             CheckFailed: otherwise, naming the first.
         """
-        still = [shard.name for shard in self._shards if shard.pushed and not shard.moved()]
-        if still:
+        unchanged = [shard.name for shard in self._shards if shard.pushed and not shard.moved()]
+        if unchanged:
             raise CheckFailed(
-                f"{len(still)} of {len(self._shards)} tables did not change on server {self._number} in {self.updates} "
-                f"updates (first: {still[0]})"
+                f"{len(unchanged)} of {len(self._shards)} tables did not change on server {self._number} in {self.updates} "
+                f"updates (first: {unchanged[0]})"
             )
 
     def _answer(self, worker: int, counts: Sequence[int]) -> None:
         rows = self._rows(worker, counts)
-        found = [shard.weight[ids].flatten() for shard, ids in zip(self._shards, rows, strict=True)]
-        dispatch(torch.cat(found), worker, VALUES)
+        looked_up = [shard.weight[ids].flatten() for shard, ids in zip(self._shards, rows, strict=True)]
+        dispatch(torch.cat(looked_up), worker, VALUES)
 
     def _update(self) -> None:
         if not self._asynchronous and len(self._pushes) < len(self._workers):
@@ -119,7 +119,7 @@ class TableServer:
         return parts
 
     def _gradients(self, worker: int, counts: Sequence[int]) -> list[Tensor]:
-        """The gradient of every shard, sparse, (rows, width)."""
+        """Receive the gradient of every shard, sparse, (rows, width)."""
         rows = self._rows(worker, counts)
         sizes = [count * shard.weight.shape[1] for count, shard in zip(counts, self._shards, strict=True)]
         values = torch.empty(sum(sizes), dtype=self._shards[0].weight.dtype)
@@ -148,11 +148,11 @@ class Shard:
         self._before = fingerprint(weight)
 
     def moved(self) -> bool:
-        """Whether any row changed since the start."""
+        """Tell whether any row changed since the start."""
         return self._before != fingerprint(self.weight)
 
     def update(self, gradient: Tensor) -> int:
-        """One step of the optimizer for the rows in ``gradient`` (coalesced), and for no others; returns how many.
+        """Take one step of the optimizer for the rows in ``gradient`` (coalesced), and for no others; return how many.
 
         As torch.optim.SparseAdam does it, but with the very optimizer that the case would have in one process: it gets the
         rows as its parameter, with their part of its states. States and weights of other rows stay, so that momentum and
@@ -182,13 +182,13 @@ def _is_by_row(state: Any) -> bool:
 
 
 def sparse(ids: Tensor, values: Tensor, rows: int) -> Tensor:
-    """``values`` (ids, width) at the rows ``ids`` of a table of so many rows; equal ids are summed."""
+    """Return ``values`` (ids, width) at the rows ``ids`` of a table of so many rows; equal ids are summed."""
     size = (rows, values.shape[1])
     return torch.sparse_coo_tensor(ids.unsqueeze(0), values, size, check_invariants=False).coalesce()
 
 
 def sparse_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of sparse gradients of one table, coalesced."""
+    """Sum sparse gradients of one table; the result is coalesced."""
     first, *others = parts
     for other in others:
         first = first + other

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) in shards, or on the host."""
+"""The engines zero0 to zero3, by DeepSpeed: optimizer state, then gradients, then parameters in shards, or on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import is_gpu
-from pytest_gputrain.worker.parallel.engine import Engine, Setting
+from pytest_gputrain.worker.parallel.engine import Engine, EngineOptions
 
 _DEFAULT_BUCKET_ELEMENTS: Final = 500_000_000
 """DeepSpeed's own, for gathering and for reducing."""
@@ -34,17 +34,17 @@ class Zero(Engine):
     CPU, where DeepSpeed would have to compile one first.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
+    def __init__(self, model: nn.Module, options: EngineOptions) -> None:
         import deepspeed
 
-        on_gpu = is_gpu(setting.device)
-        if setting.case.precision == "fp16" and not on_gpu:
+        on_gpu = is_gpu(options.device)
+        if options.case.precision == "fp16" and not on_gpu:
             raise CheckFailed("DeepSpeed's fp16 needs a GPU; choose bf16 on a CPU")
         trained = [value for value in model.parameters() if value.requires_grad]
-        self._precision = setting.precision
-        self._device = setting.device
-        configuration = configure(setting.case, setting.shrinkage, on_gpu=on_gpu)
-        client = None if "optimizer" in configuration else setting.make_optimizer(trained)
+        self._precision = options.precision
+        self._device = options.device
+        configuration = configure(options.case, options.shrinkage, on_gpu=on_gpu)
+        client = None if "optimizer" in configuration else options.make_optimizer(trained)
         if not on_gpu:
             # A shortcut around gloo that DeepSpeed would compile now, for minutes, and hang on the lock of a killed build.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -54,7 +54,7 @@ class Zero(Engine):
         )[0]
         self.model = self._engine
         self.updates = 0
-        self.forward_alone = setting.case.parallel != "zero3"
+        self.forward_is_local = options.case.parallel != "zero3"
 
     def step(self, loss: Callable[[], Tensor], update: bool) -> Tensor:
         engine = self._engine

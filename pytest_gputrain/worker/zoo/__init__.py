@@ -1,4 +1,4 @@
-"""The models: one module a family, built from architecture facts with random weights (nothing is downloaded)."""
+"""The models: one module for each family, built from architecture facts with random weights; nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Click-through rates from hashed and dense features: CTR-DNN, and wide & deep (arXiv:1606.07792) on the same inputs."""
+"""The family that predicts click-through rates: CTR-DNN, and wide & deep (arXiv:1606.07792) on the same inputs."""
 
 from __future__ import annotations
 

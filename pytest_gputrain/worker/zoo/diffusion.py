@@ -1,4 +1,4 @@
-"""Image diffusion models by diffusers: Stable Diffusion 1.5, XL and 3, FLUX.1."""
+"""The family of image diffusion models, by diffusers: Stable Diffusion 1.5, XL and 3, FLUX.1."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def image_diffusion(architecture: Architecture, case: Case, scale: Scale) -> Ima
 
 
 class ImageDiffusion(Workload):
-    """A denoiser under training: noise is added to latents, and the denoiser tells it from them.
+    """A denoiser under training: noise is added to latents, and the denoiser predicts it.
 
     Images and captions are encoded in the step where the encoder is a part of the model; else their latents and embeddings
     are in the batch, as if cached. Noise and timesteps are drawn once with the batch, so that every step solves the same
@@ -198,12 +198,12 @@ class Flux(ImageDiffusion):
     def conditions(self) -> dict[str, Tensor]:
         cached = self._embeddings(self.facts["joint_attention_dim"], self.facts["pooled_projection_dim"])
         rows, columns = torch.arange(self.height // SIDE_MULTIPLE), torch.arange(self.width // SIDE_MULTIPLE)
-        places = torch.cartesian_prod(torch.zeros(1, dtype=rows.dtype), rows, columns)
+        positions = torch.cartesian_prod(torch.zeros(1, dtype=rows.dtype), rows, columns)
         return {
             **cached,
             "guidance": torch.full((self.samples,), self.architecture.step["guidance"], dtype=torch.float32),
             "text_ids": torch.zeros(self.text_tokens, 3, dtype=torch.float32),
-            "image_ids": places.to(torch.float32),
+            "image_ids": positions.to(torch.float32),
         }
 
     def denoise(self, noisy: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -234,9 +234,9 @@ def ddpm_times(samples: int) -> tuple[Tensor, Tensor, Tensor]:
         Timesteps as int64, and the factors of latents and of noise; each (samples,), the factors' squares add up to 1.
     """
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, TIMESTEPS, dtype=torch.float32).square()
-    kept = torch.cumprod(1 - betas, dim=0)
+    signal_shares = torch.cumprod(1 - betas, dim=0)
     timesteps = torch.randint(0, TIMESTEPS, (samples,))
-    return timesteps, kept[timesteps].sqrt(), (1 - kept[timesteps]).sqrt()
+    return timesteps, signal_shares[timesteps].sqrt(), (1 - signal_shares[timesteps]).sqrt()
 
 
 def flow_times(samples: int, shift: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Decoder-only language models: Llama, Gemma and Phi by transformers, PanGu by a module of our own."""
+"""The family of decoder-only language models: Llama, Gemma and Phi by transformers, PanGu by a module of our own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LanguageModel(Workload):
     def batch(self, device: torch.device) -> Batch:
         """Random token ids and, shifted by one, their labels: both (batch, sequence) int64, no padding."""
         if self._is_own:
-            length = self.tokens_of_a_table()
+            length = self.table_limited_length()
         else:
             length = self.case.sequence_length
             if self.scale == "tiny":
@@ -71,20 +71,20 @@ class LanguageModel(Workload):
         In the head's own place, because parallelisms hook the model's forward pass: a loss beside it would miss them.
         """
 
-        def run(hidden: Tensor) -> Tensor:
+        def total_loss(hidden: Tensor) -> Tensor:
             assert self._labels is not None, "a loss is of labels"
             tokens, labels = hidden.flatten(0, 1), self._labels.flatten()
             # Of two tokens one at least has a label: it is a sequence's last that has none.
             chunks = min(self.case.loss_chunks, len(labels) // 2)
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            for part, known in zip(tokens.tensor_split(chunks), labels.tensor_split(chunks), strict=True):
-                total = total + checkpointed(of, part, known).float() * (known != IGNORED_LABEL).sum()
+            for part, part_labels in zip(tokens.tensor_split(chunks), labels.tensor_split(chunks), strict=True):
+                total = total + checkpointed(mean_loss, part, part_labels).float() * (part_labels != IGNORED_LABEL).sum()
             return total / (labels != IGNORED_LABEL).sum()
 
-        def of(part: Tensor, labels: Tensor) -> Tensor:
+        def mean_loss(part: Tensor, labels: Tensor) -> Tensor:
             return functional.cross_entropy(head(part), labels, ignore_index=IGNORED_LABEL)
 
-        return run
+        return total_loss
 
     @property
     def _is_own(self) -> bool:

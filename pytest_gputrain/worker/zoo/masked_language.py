@@ -1,4 +1,4 @@
-"""BERT's pre-training: masked tokens and next sentence."""
+"""The family of masked language models: BERT's pre-training on masked tokens and next sentences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MaskedLanguageModel(Workload):
         A masked token is the mask token always: the tenths that BERT leaves alone or replaces by another cost the same.
         """
         facts, step = self.architecture.trained_part.facts(self.scale), self.architecture.step
-        size, length = self.case.batch_size, self.tokens_of_a_table()
+        size, length = self.case.batch_size, self.table_limited_length()
         ids = torch.randint(facts["pad_token_id"] + 1, facts["vocab_size"], (size, length), device=device)
         masked = max(1, round(step["masked_share"] * length))
         chosen = torch.rand(size, length, device=device, dtype=torch.float32).topk(masked, dim=1).indices

@@ -1,4 +1,4 @@
-"""Encoder-decoder translation: the Transformer of arXiv:1706.03762, by transformers' Marian class."""
+"""The family of translation models: the Transformer of arXiv:1706.03762, by transformers' Marian class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TranslationModel(Workload):
         All (batch, sequence) int64. Samples are sentence pairs, and a pair counts the tokens of its target.
         """
         facts = self.architecture.trained_part.facts(self.scale)
-        size, length = self.case.batch_size, self.tokens_of_a_table()
+        size, length = self.case.batch_size, self.table_limited_length()
         source, target = torch.randint(facts["pad_token_id"] + 1, facts["vocab_size"], (2, size, length), device=device)
         late = torch.roll(target, 1, dims=1)
         late[:, 0] = facts["decoder_start_token_id"]

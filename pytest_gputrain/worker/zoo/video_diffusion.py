@@ -1,6 +1,6 @@
-"""Video diffusion transformers by diffusers: Mochi, Hunyuan, Wan.
+"""The family of video diffusion transformers, by diffusers: Mochi, Hunyuan, Wan.
 
-Only the transformer is here: videos, texts and images enter as their encoders left them, as trainers store them first.
+Only the transformer trains: videos, texts and images enter as their encoders left them, as trainers store them first.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class VideoDiffusion(Workload):
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Mean squared error of the velocity on the straight way between latents and noise.
 
-        Time runs as the model has it: to the noise, or with Mochi to the latents. The model is told thousandths of it.
+        Time runs as the model has it: to the noise, or with Mochi to the latents. The model gets thousandths of it.
         """
         conditions = dict(inputs)
         start, end = conditions.pop("latents"), conditions.pop("noise")
@@ -92,7 +92,7 @@ def latent_size(architecture: Architecture, case: Case, scale: Scale) -> tuple[i
         raise CheckFailed(f"{case.model} takes one frame and whole groups of {group} more, as {near}, not {case.frames}")
     frames = case.frames
     if scale == "tiny":
-        width, height = (min(mine, most) for mine, most in zip((width, height), TINY_RESOLUTION, strict=True))
+        width, height = (min(length, most) for length, most in zip((width, height), TINY_RESOLUTION, strict=True))
         frames = min(frames, TINY_FRAMES)
     return (frames - 1) // group + 1, height // pixels, width // pixels
 

@@ -1,4 +1,4 @@
-"""Language models that read an image through a vision tower, by transformers: LLaVA-1.6, Qwen2-VL."""
+"""The family of language models that read an image through a vision tower, by transformers: LLaVA-1.6, Qwen2-VL."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ class VisionLanguageModel(Workload):
         Raises:
             CheckFailed: the case's sequences cannot hold its image, at full size.
         """
-        seen = self._image("full").tokens
-        text = self.case.sequence_length - seen
+        image_length = self._image("full").tokens
+        text = self.case.sequence_length - image_length
         if text <= LEAD:
             raise CheckFailed(
                 f"{self.case} has sequence_length={self.case.sequence_length}, but its image of {self.case.resolution} "
-                f"pixels alone takes {seen} tokens; set sequence_length to at least {seen + LEAD + 1}, or a lower resolution"
+                f"pixels alone takes {image_length} tokens; set sequence_length to at least {image_length + LEAD + 1}, or a "
+                "lower resolution"
             )
         image, samples = self._image(self.scale), self.case.batch_size
         if self.scale == "tiny":
@@ -60,8 +61,8 @@ class VisionLanguageModel(Workload):
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Cross entropy of the tokens that follow the image."""
-        read = {name: value for name, value in inputs.items() if name != "labels"}
-        return next_token_loss(self.model(**read, use_cache=False).logits, inputs["labels"])
+        model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        return next_token_loss(self.model(**model_inputs, use_cache=False).logits, inputs["labels"])
 
     def _image(self, scale: Scale) -> Image:
         part = self.architecture.trained_part
@@ -180,11 +181,11 @@ class PatchedImage(Image):
         row, row_in, column, column_in = torch.meshgrid(
             *(torch.arange(count, device="cpu") for count in (rows, merge, columns, merge)), indexing="ij"
         )
-        places = torch.stack([row * merge + row_in, column * merge + column_in], dim=-1)
-        return places.transpose(1, 2).flatten(0, 3)
+        positions = torch.stack([row * merge + row_in, column * merge + column_in], dim=-1)
+        return positions.transpose(1, 2).flatten(0, 3)
 
     def _positions(self, text: int) -> Tensor:
-        """Place of every token in time, height and width (3, sequence): text goes on after the image's longer side."""
+        """Position of every token in time, height and width (3, sequence): text goes on after the image's longer side."""
         rows, columns = self._grid
         before = torch.arange(LEAD, device="cpu")
         row, column = torch.meshgrid(torch.arange(rows, device="cpu"), torch.arange(columns, device="cpu"), indexing="ij")

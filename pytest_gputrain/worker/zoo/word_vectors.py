@@ -1,4 +1,4 @@
-"""word2vec: skip-gram with negative sampling (arXiv:1310.4546), on sparse gradients."""
+"""The family of word vectors: word2vec's skip-gram with negative sampling (arXiv:1310.4546), on sparse gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every family of models has in common."""
+"""The base of all families of models: building, activation checkpointing, and the interface of batch and loss."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Workload(abc.ABC):
         self.architecture = architecture
         self.case = case
         self.scale = scale
-        self.model, *others = [self.build_part(name) for name in architecture.parts]
-        self.encoders = dict(zip(list(architecture.parts)[1:], others, strict=True))
-        for encoder in others:
+        self.model, *encoders = [self.build_part(name) for name in architecture.parts]
+        self.encoders = dict(zip(list(architecture.parts)[1:], encoders, strict=True))
+        for encoder in encoders:
             encoder.requires_grad_(False).eval()
         self.model.train()
         if case.activation_checkpointing:
@@ -69,7 +69,7 @@ class Workload(abc.ABC):
 
             module = getattr(diffusers, part.model_class)(**facts)
             return module
-        return next(known for known in self.own if known.__name__ == part.model_class)(**facts)
+        return next(module_class for module_class in self.own if module_class.__name__ == part.model_class)(**facts)
 
     def checkpoint_activations(self, share: float) -> None:
         """Recompute all blocks in backward, or the first ``share`` of the first list of them."""
@@ -84,7 +84,7 @@ class Workload(abc.ABC):
             lists = [lists[0][:count]]
         recompute([block for blocks in lists for block in blocks])
 
-    def tokens_of_a_table(self) -> int:
+    def table_limited_length(self) -> int:
         """The case's sequence length for a model with a table of positions; at tiny scale no more than the tiny table has.
 
         Raises:
