@@ -38,7 +38,7 @@ from pytest_gputrain.worker.training import OPTIMIZERS, OwnCodeTraining, StepBui
 SEED: Final = 20_240_101
 
 _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED", re.I)
-"""How libraries tell that their workspace found no room, which happens a few MiB before torch's allocator finds none."""
+"""How libraries tell that their workspace did not fit, which happens a few MiB before torch's allocator finds no memory."""
 
 
 Keep = Callable[[Measurement | Served], None]
