@@ -14,7 +14,7 @@ from typing import get_args
 from pytest_gputrain.cli import ab, check_baselines, compare, devices, export, html, trend
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import terminal
-from pytest_gputrain.report.tables import Format, measured_sheet, published_sheet, render
+from pytest_gputrain.report.tables import Format, measured_text_table, published_text_table, render
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.storage.reports import read_report
@@ -105,12 +105,14 @@ def _table(options: argparse.Namespace) -> tuple[str, list[str]]:
             raise ValueError("nothing to print; give a report, or --published")
         if options.format == "terminal":
             return terminal.render(results, width=width, colour=colour), []
-        return render([measured_sheet(results)], options.format, width=width, colour=False), []
+        return render([measured_text_table(results)], options.format, width=width, colour=False), []
     tables = _chosen(PublishedStore.beside(options.baseline_dir.absolute()), options.published)
-    sheets = [
-        published_sheet(table, platform, _measured(results, platform)) for table in tables for platform in table.platforms
+    text_tables = [
+        published_text_table(table, platform, _measured(results, platform))
+        for table in tables
+        for platform in table.platforms
     ]
-    return render(sheets, options.format, width=width, colour=colour), _left_out(results, tables, path)
+    return render(text_tables, options.format, width=width, colour=colour), _left_out(results, tables, path)
 
 
 def _chosen(store: PublishedStore, names: Sequence[str]) -> tuple[PublishedTable, ...]:

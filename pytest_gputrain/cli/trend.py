@@ -14,7 +14,7 @@ from pytest_gputrain.records import Change, Course, Moment, Trends
 from pytest_gputrain.report import tables
 from pytest_gputrain.report.html import page
 from pytest_gputrain.report.trend.reading import METRICS, Filter, History
-from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER, courses, shown
+from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER, analyse, shown
 from pytest_gputrain.storage.history import HistoryError
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.units import format_percent, parse_ratio
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
     wanted = Filter(cases=options.case, devices=options.device, branch=options.branch)
     try:
         history = History(options.history, metrics, wanted, console.say)
-        told = tuple(_told(course, options) for course in courses(history, metrics))
+        told = tuple(_told(course, options) for course in analyse(history, metrics))
     except HistoryError as error:
         console.say(error)
         return 2
@@ -78,10 +78,10 @@ def main(options: argparse.Namespace) -> int:
         console.put(msgspec.json.format(msgspec.json.encode(Trends(courses=told)), indent=1).decode())
     else:
         width, colour = console.paper()
-        console.put(tables.render(_sheets(told), options.format, width=width, colour=colour))
+        console.put(tables.render(_text_tables(told), options.format, width=width, colour=colour))
     if options.html is not None:
         try:
-            page.write(options.html, [], page.Past(history, told), baseline_dir=Path("baselines"))
+            page.write(options.html, [], page.HistoryTrends(history, told), baseline_dir=Path("baselines"))
         except (HistoryError, OSError) as error:
             console.say(f"{options.html} cannot be written: {error}")
             return 2
@@ -102,7 +102,7 @@ def _told(course: Course, options: argparse.Namespace) -> Course:
 _TITLES: Final = {"median_step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
 
 
-def _sheets(told: Sequence[Course]) -> list[tables.Sheet]:
+def _text_tables(told: Sequence[Course]) -> list[tables.TextTable]:
     """Where each case stands, and then, next to the prompt, what changed."""
     now = [
         (
@@ -132,8 +132,10 @@ def _sheets(told: Sequence[Course]) -> list[tables.Sheet]:
     if not changed:
         summary = f"no change in {len(told)} series"
     return [
-        tables.Sheet(title="Now", headers=(*_NAMES, "Runs", "Level", "Noise", "Latest", "Since"), rows=tuple(now), keys=()),
-        tables.Sheet(
+        tables.TextTable(
+            title="Now", headers=(*_NAMES, "Runs", "Level", "Noise", "Latest", "Since"), rows=tuple(now), keys=()
+        ),
+        tables.TextTable(
             title="Changes",
             headers=(*_NAMES, "Change", "From", "Commits", "Between", "Changed with it"),
             rows=tuple(changed),

@@ -65,8 +65,8 @@ def test_a_run_that_was_ended_goes_on_where_it_was(suite: Project) -> None:
 
 def test_a_killed_run_leaves_a_report_to_resume(suite: Project) -> None:
     interrupt(suite, "SIGKILL")
-    soon = "from pytest_gputrain.report import collector\nassert collector._LEAST_PAUSE\n"
-    soon += "collector._SAVE_EVERY_SECONDS = collector._LEAST_PAUSE = 0\n"
+    soon = "from pytest_gputrain.report import collector\nassert collector._PAUSE_FACTOR\n"
+    soon += "collector._SAVE_EVERY_SECONDS = collector._PAUSE_FACTOR = 0\n"
     conftest = suite.path / "conftest.py"
     conftest.write_text(soon + conftest.read_text())
     assert suite.spawn("--gpu-json=report.json").ret < 0

@@ -16,7 +16,7 @@ from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Published, Result, Summary
 from pytest_gputrain.report import json_report
-from pytest_gputrain.report.tables import Sheet, render
+from pytest_gputrain.report.tables import TextTable, render
 from pytest_gputrain.storage.published import PublishedStore
 
 STORE = PublishedStore(Path(__file__).parents[2] / "baselines" / "published")
@@ -172,8 +172,8 @@ def test_markdown_rows_have_the_cells_of_their_header(capsys: pytest.CaptureFixt
 
 def test_markdown_shows_what_a_cell_holds() -> None:
     cell = "a | *b* `c` <br> [d](e)\nf"
-    sheet = Sheet(title="t", headers=("h",), rows=((cell,),), keys=((),))
-    text = render([sheet], "markdown", width=80, colour=False)
+    text_table = TextTable(title="t", headers=("h",), rows=((cell,),), keys=((),))
+    text = render([text_table], "markdown", width=80, colour=False)
     assert r"| a \| \*b\* \`c\` \<br\> \[d\](e) f |" in text
 
 

@@ -74,21 +74,21 @@ class Reader(HTMLParser):
         return Counter((tag, tuple(sorted(attributes))) for tag, attributes in self.elements)
 
 
-def read(*reports: Report, past: page.Past | None = None) -> Reader:
-    return Reader(page.page(reports, past, baseline_dir=BASELINES))
+def read(*reports: Report, history_trends: page.HistoryTrends | None = None) -> Reader:
+    return Reader(page.page(reports, history_trends, baseline_dir=BASELINES))
 
 
 def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-def past_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.Past:
+def history_trends_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.HistoryTrends:
     """A history of a run a day."""
     path = tmp_path / "history.jsonl"
     for day, results in enumerate(sessions):
         created = f"2026-{1 + day // 28:02}-{1 + day % 28:02}T08:00:00Z"
         append(path, lines_of(results, Session(id=f"s{day}", created=created, commit=f"c{day}", branch="main")))
-    return page.look_back([path], lambda _: None)
+    return page.read_trends([path], lambda _: None)
 
 
 def timed(seconds: float, peak: int = 40 * GiB, **fields: Any) -> Result:
@@ -164,8 +164,8 @@ def test_no_data_become_markup(tmp_path: Path) -> None:
     for number, text in enumerate((HOSTILE, "harmless")):
         folder = tmp_path / str(number)
         case = [timed(1.0 + 0.2 * (day > 9), suite=text, key=text, device=text) for day in range(20)]
-        pasts[text] = past_of(folder, *([one] for one in case))
-    hostile, harmless = (read(everything(text), past=pasts[text]) for text in (HOSTILE, "harmless"))
+        pasts[text] = history_trends_of(folder, *([one] for one in case))
+    hostile, harmless = (read(everything(text), history_trends=pasts[text]) for text in (HOSTILE, "harmless"))
     assert hostile.sections == harmless.sections
     assert len(hostile.sections) == 8
     assert hostile.structure == harmless.structure
@@ -328,8 +328,10 @@ def test_environments_are_shown_once_with_all_counts() -> None:
 
 
 def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
-    past = past_of(tmp_path, *([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24)))
-    found = read(past=past)
+    history_trends = history_trends_of(
+        tmp_path, *([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24))
+    )
+    found = read(history_trends=history_trends)
     text = squeezed(found.text)
     assert found.sections == ["trends"]
     assert "+10.0 % on 2026-01-13: 1.00 s to 1.10 s commits c11..c12" in text
@@ -345,7 +347,7 @@ def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
 def test_too_many_trends_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trends, "MOST_CARDS", 2)
     runs = ([timed(1.0 + 0.2 * (name == "c" and day > 9), key=name) for name in "abcd"] for day in range(20))
-    found = read(report(timed(1.0, key="d")), past=past_of(tmp_path, *runs))
+    found = read(report(timed(1.0, key="d")), history_trends=history_trends_of(tmp_path, *runs))
     titles = re.findall(r"Time of a step of (\w)", found.text)
     assert titles == ["c", "d"]  # the one that changed, then the one that has just run
     assert "trends are drawn of 2 of 4 cases, those with the largest changes first" in found.text
@@ -353,13 +355,17 @@ def test_too_many_trends_are_left_out_and_told(tmp_path: Path, monkeypatch: pyte
 
 def test_long_series_are_drawn_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trends, "MOST_RUNS", 10)
-    past = past_of(tmp_path, *([timed(1.0 if day < 12 else 1.2)] for day in range(30)))
-    (chart, *_) = (json.loads(str(chart["data-points"])) for chart in read(past=past).all("div") if chart.get("data-points"))
+    history_trends = history_trends_of(tmp_path, *([timed(1.0 if day < 12 else 1.2)] for day in range(30)))
+    (chart, *_) = (
+        json.loads(str(chart["data-points"]))
+        for chart in read(history_trends=history_trends).all("div")
+        if chart.get("data-points")
+    )
     assert [point[2][:10] for point in chart] == [f"2026-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(20, 30)]
 
 
 def test_series_of_two_runs_have_no_chart(tmp_path: Path) -> None:
-    found = read(past=past_of(tmp_path, [timed(1.0)], [timed(1.0)]))
+    found = read(history_trends=history_trends_of(tmp_path, [timed(1.0)], [timed(1.0)]))
     assert "trends" not in found.sections
     assert "2 series of fewer than 3 runs left out of the trends" in found.text
 
@@ -367,11 +373,11 @@ def test_series_of_two_runs_have_no_chart(tmp_path: Path) -> None:
 def drawn() -> Iterator[Chart]:
     charts = Charts()
     yield charts.bars([(HOSTILE, [Bar(parts=((0.0, 0), (1.0, 1)), text=HOSTILE)])], title=HOSTILE, description=HOSTILE)
-    yield charts.lines([Line(name="one", x=[1], y=[0.0], told=["x"])], x="x", y="y", title="t", description="d")
+    yield charts.lines([Line(name="one", x=[1], y=[0.0], labels=["x"])], x="x", y="y", title="t", description="d")
     from datetime import UTC, datetime
 
     day = datetime(2026, 1, 1, tzinfo=UTC)
-    step = Step(at=1, text="+1 %", worse=True)
+    step = Step(index=1, text="+1 %", worse=True)
     yield charts.trend(
         [day] * 3, [1.0] * 3, [(0, 1.0), (1, 1.0)], [step], ["x"] * 3, kind="seconds", title="t", description="d"
     )
@@ -389,7 +395,7 @@ def test_charts_are_sound_xml_in_colours_of_the_page(number: int) -> None:
 
 def test_colours_become_variables_of_the_sheet() -> None:
     charts = Charts()
-    charts.lines([Line(name="one", x=[1, 2], y=[1.0, 2.0], told=["x"] * 2)], x="x", y="y", title="t", description="d")
+    charts.lines([Line(name="one", x=[1, 2], y=[1.0, 2.0], labels=["x"] * 2)], x="x", y="y", title="t", description="d")
     assert "stroke:var(--series-1)" in charts.css
     assert "#0001" not in charts.css
     sheet = (Path(page.__file__).parent / "page.css").read_text()
@@ -424,7 +430,7 @@ def write(path: Path, document: Report) -> str:
 
 
 def test_the_command_writes_a_page(tmp_path: Path) -> None:
-    past_of(tmp_path, *([timed(1.0)] for _ in range(5)))
+    history_trends_of(tmp_path, *([timed(1.0)] for _ in range(5)))
     output = tmp_path / "deep" / "page.html"
     arguments = [
         write(tmp_path / "a.json", report(timed(1.0))),
@@ -438,7 +444,7 @@ def test_the_command_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_gputrain_trend_draws_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    past_of(
+    history_trends_of(
         tmp_path, *([timed(1.0 if day < 9 else 1.02 if day < 18 else 1.3, key=key) for key in "ab"] for day in range(27))
     )
     history, output = str(tmp_path / "history.jsonl"), tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""What people read: the table, the sentences below it, the live line."""
+"""What people read: the table, the sentences below it, the progress_line line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, result, timed_out, values_of
 
 from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
-from pytest_gputrain.report.progress_line import Live, describe
+from pytest_gputrain.report.progress_line import ProgressLine, describe
 from pytest_gputrain.report.terminal import explain, render
 from pytest_gputrain.utils.units import GiB
 
@@ -271,7 +271,7 @@ def test_a_case_not_comparable_at_all_is_told_once() -> None:
     assert len(explain([result(verdict=_verdict("not-comparable", time))])) == 1
 
 
-# The live line
+# The progress_line line
 
 
 @pytest.mark.parametrize(
@@ -296,26 +296,26 @@ def test_any_event_can_be_described(event: Event) -> None:
 
 
 def test_live_line_stays_within_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    Live(20, nullcontext).show(CASE.replace(model="m" * 99), Event(phase="build"))
+    ProgressLine(20, nullcontext).show(CASE.replace(model="m" * 99), Event(phase="build"))
     assert re.sub(r"\x1b(\[[0-9]*[A-Za-z]|[A-Z78])|\r", "", capsys.readouterr().out) == "m" * 19
 
 
 def test_live_line_comes_back_to_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
-    live = Live(80, nullcontext)
-    live.show(CASE, Event(phase="build"))
-    live.clear()
+    progress_line = ProgressLine(80, nullcontext)
+    progress_line.show(CASE, Event(phase="build"))
+    progress_line.clear()
     drawn = capsys.readouterr().out
     assert drawn.count("\x1b7") == drawn.count("\x1b8") == 2
     assert "\n" not in drawn
 
 
 def test_nothing_drawn_needs_no_clearing(capsys: pytest.CaptureFixture[str]) -> None:
-    Live(80, nullcontext).clear()
+    ProgressLine(80, nullcontext).clear()
     assert capsys.readouterr().out == ""
 
 
 def test_live_line_is_not_drawn_for_every_event(capsys: pytest.CaptureFixture[str]) -> None:
-    live = Live(80, nullcontext)
+    progress_line = ProgressLine(80, nullcontext)
     for _ in range(100):
-        live.show(CASE, Event(phase="build"))
+        progress_line.show(CASE, Event(phase="build"))
     assert 0 < capsys.readouterr().out.count("building") < 100

@@ -316,4 +316,4 @@ def test_a_line_is_found_again_in_its_file(tmp_path: Path) -> None:
         append(tmp_path / name, map(line, numbers))
     history = History([tmp_path / "a", tmp_path / "b"], ("median_step_seconds",), Filter(), print)
     (series,) = history.series.values()
-    assert [history.line(place)["session"] for place in series.places] == ["s0", "s1", "s2", "s3", "s4"]
+    assert [history.line(offset)["session"] for offset in series.offsets] == ["s0", "s1", "s2", "s3", "s4"]
