@@ -1,6 +1,6 @@
-"""The command ``gputrain check-baselines``: a folder of baselines as it is committed, file by file, without running a case.
+"""Runs the command ``gputrain check-baselines``, which checks a committed folder of baselines without running a case.
 
-What merges and editors do to JSON and git does not tell: markers of a conflict, names twice, entries that are half of one
+It finds what merges and editors do to JSON: markers of a conflict, names twice, entries that are half of one
 run and half of another, in another order or form than an update writes, and files where no run looks for them.
 """
 
@@ -25,7 +25,7 @@ from pytest_gputrain.utils.sanitize import shown
 
 
 class Finding(NamedTuple):
-    """Something about a line of a file."""
+    """A problem in a line of a file."""
 
     path: Path
     line: int
@@ -49,25 +49,25 @@ def main(options: argparse.Namespace) -> int:
     if not folder.is_dir():
         console.say(f"{folder} is no folder; give the one that --gpu-baseline-dir names")
         return 2
-    found = list(check(folder))
-    for finding in found:
+    findings = list(check(folder))
+    for finding in findings:
         console.put(shown(str(finding)))
-    return int(any(finding.error for finding in found))
+    return int(any(finding.error for finding in findings))
 
 
 def check(folder: Path) -> Iterator[Finding]:
-    """All that is to be said of the files below ``folder``, in their order."""
+    """Yield the findings about the files below ``folder``, in the order of the files."""
     tables_are_sound = True
     for path in sorted(folder.rglob("*.json")):
-        place = path.relative_to(folder).parts[:-1]
+        folders = path.relative_to(folder).parts[:-1]
         try:
-            found = _damage(path) or list(_of_kind(folder, path, place))
+            findings = _damage(path) or list(_of_kind(folder, path, folders))
         except OSError as error:
-            found = [Finding(path, 1, f"it cannot be read: {error.strerror}")]
+            findings = [Finding(path, 1, f"it cannot be read: {error.strerror}")]
         except BaselineError as error:
-            found = [Finding(path, _line_of(path, str(error)), _without(path, str(error)))]
-        tables_are_sound = tables_are_sound and not (found and place == (published.FOLDER,))
-        yield from found
+            findings = [Finding(path, _line_of(path, str(error)), _without(path, str(error)))]
+        tables_are_sound = tables_are_sound and not (findings and folders == (published.FOLDER,))
+        yield from findings
     tables = folder / published.FOLDER
     if tables_are_sound and any(tables.glob("*.json")):
         try:
@@ -76,11 +76,11 @@ def check(folder: Path) -> Iterator[Finding]:
             yield Finding(tables, 1, str(error))
 
 
-def _of_kind(folder: Path, path: Path, place: Sequence[str]) -> Iterator[Finding]:
+def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Finding]:
     """Raises:
     BaselineError: the file is not sound.
     """
-    match place:
+    match folders:
         case [published.FOLDER]:
             published.load(path)
         case [device] if device != predictions.FOLDER:
@@ -103,7 +103,7 @@ _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 
 def _damage(path: Path) -> list[Finding]:
-    """What makes the rest meaningless: markers of a merge, and names that stand twice in one object."""
+    """Return findings that make the others meaningless: markers of a merge, and names that stand twice in one object."""
     data = path.read_bytes()
     text = data.decode(errors="replace")
     if markers := conflicts(data):
@@ -161,14 +161,19 @@ def _form(path: Path, expected: bytes) -> Iterator[Finding]:
     if present == expected:
         return
     lines, wanted = present.splitlines(), expected.splitlines()
-    same = next((at for at, (one, other) in enumerate(zip(lines, wanted, strict=False)) if one != other), None)
-    at = min(len(lines), len(wanted)) if same is None else same
-    instead = wanted[at].decode().strip() if at < len(wanted) else "the end of the file"
-    yield Finding(path, at + 1, f"not as an update writes it, which has {instead} here: was it edited? {_RECORD_AGAIN}")
+    first_difference = next(
+        (index for index, (line, wanted_line) in enumerate(zip(lines, wanted, strict=False)) if line != wanted_line), None
+    )
+    index = min(len(lines), len(wanted)) if first_difference is None else first_difference
+    instead = wanted[index].decode().strip() if index < len(wanted) else "the end of the file"
+    yield Finding(path, index + 1, f"not as an update writes it, which has {instead} here: was it edited? {_RECORD_AGAIN}")
 
 
 def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[Finding]:
-    """How days differ is not in runs of one session; a CPU's memory is exact, and its time is not judged."""
+    """Warn of cases whose runs are all of one session, which do not show how days differ.
+
+    A CPU gets no warning: its memory is exact, and its time is not judged.
+    """
     alone = [entry for entry in stored if len(entry.runs) > 1 and len({run.session for run in entry.runs}) == 1]
     if alone and device != CPU:
         sentence = (
@@ -178,22 +183,22 @@ def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[F
 
 
 def _line_of_name(text: str, name: str, *, last: bool = False) -> int:
-    """Where ``name`` is the name of a value; 1 where that cannot be told."""
-    found = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(name))}\s*:", text)]
-    return text.count("\n", 0, found[-1 if last else 0]) + 1 if found else 1
+    """Return the line in which ``name`` is the name of a value; 1 where there is none."""
+    offsets = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(name))}\s*:", text)]
+    return text.count("\n", 0, offsets[-1 if last else 0]) + 1 if offsets else 1
 
 
 def _line_of(path: Path, sentence: str) -> int:
-    """The line that a store's sentence tells of, by a name or a byte; 1 where it tells of none."""
+    """Return the line that a store's sentence is about, by a name or a byte in it; 1 where it has neither."""
     byte = re.search(r"\(byte (\d+)\)", sentence)
     if byte:
         return path.read_bytes().count(b"\n", 0, int(byte[1])) + 1
     text = path.read_text(errors="replace")
     names = [match[1] for match in re.finditer(r'^ {2}"([^"]+)": \{$', text, re.MULTILINE)]
-    told = [name for name in names if f" {name}" in sentence]
-    return _line_of_name(text, max(told, key=len)) if told else 1
+    named_entries = [name for name in names if f" {name}" in sentence]
+    return _line_of_name(text, max(named_entries, key=len)) if named_entries else 1
 
 
 def _without(path: Path, sentence: str) -> str:
-    """A store's sentence less the path, which stands before it."""
+    """Return a store's sentence without the path, which is printed before it."""
     return re.sub(rf"^(the (baseline file|published table) )?{re.escape(str(path))} ", "", sentence)

@@ -1,4 +1,4 @@
-"""The command ``gputrain html``."""
+"""Runs the command ``gputrain html``, which writes reports and histories as one HTML file."""
 
 from __future__ import annotations
 
