@@ -1,4 +1,4 @@
-"""A scheduler whose one node does every job in the moment it is submitted, in this process."""
+"""Provides a scheduler with one node that runs every job when it is submitted, in this process."""
 
 from __future__ import annotations
 

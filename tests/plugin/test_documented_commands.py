@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/*.md does what it can here. A new one falls under a rule, or the test asks for one.
+"""Runs every command of README.md and docs/*.md as far as this machine can. A new command needs a rule here.
 
 pytest really runs on a copy of benchmarks/, with recorded replies instead of processes that train; so do the commands of
 gputrain that read reports, histories and tables. What takes other machines, networks or hours is parsed by the parser that
@@ -121,9 +121,9 @@ def check_pytest(command: Command, place: Place) -> None:
 def check_gputrain(command: Command, place: Place) -> None:
     words = [word.replace("*", "one") for word in command.arguments]
     if "--help" in words or (len(words) == 1 and words != ["check-baselines"]):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main.main([words[0], "--help"])
-        assert ended.value.code == 0
+        assert exit_info.value.code == 0
         return
     options, rest = main._parser().parse_known_args(words)
     if options.command == "ab":
@@ -135,7 +135,7 @@ def check_gputrain(command: Command, place: Place) -> None:
             shutil.copy(ROOT / "tests" / "unit" / "recordings" / "nvidia-h100-x2.json", place.path / options.replay)
         assert main.main(words) == 0
     else:
-        outputs = [words[at + 1] for at, word in enumerate(words) if word == "-o"]
+        outputs = [words[index + 1] for index, word in enumerate(words) if word == "-o"]
         place.add_reports(*(word for word in words if word.endswith((".json", ".jsonl")) and word not in outputs))
         if options.command == "check-baselines":
             shutil.copytree(ROOT / "baselines", place.path / options.folder)
@@ -169,8 +169,8 @@ def check_tool(command: Command, place: Place) -> None:
     """A program of tools/, each of which takes minutes: its options are there."""
     script = (ROOT / command.words[0]).read_text()
     source = script + ((ROOT / "tools" / "claims.py").read_text() if "from claims import" in script else "")
-    known = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    assert {word for word in command.arguments if word.startswith("-")} <= known
+    constants = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert {word for word in command.arguments if word.startswith("-")} <= constants
 
 
 def check_tox(command: Command, place: Place) -> None:
@@ -208,7 +208,7 @@ RULES: Final[dict[str, Callable[[Command, Place], None]]] = {
 }
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one.program not in NOT_OURS], ids=str)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.program not in NOT_OURS], ids=str)
 def test_command(place: Place, command: Command) -> None:
     assert command.program in RULES, "a program without a rule: say how to check it, or that it is not ours"
     RULES[command.program](command, place)
@@ -248,7 +248,7 @@ def test_fragments_are_python_and_settings_exist(page: str) -> None:
         ast.parse(f"{text}\ndef decorated(): ..." if text.startswith("@") else f"({text})" if text.startswith("*") else text)
     for text in blocks(page, "toml"):
         settings = tomllib.loads(text)["tool"]["pytest"]["ini_options"]
-        known = {option.ini: option for option in OPTIONS}
-        assert all(known[name].parse(value) is not None for name, value in settings.items())
+        options = {option.ini: option for option in OPTIONS}
+        assert all(options[name].parse(value) is not None for name, value in settings.items())
     for text in blocks(page, "json"):
         json.loads(text)

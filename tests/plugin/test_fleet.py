@@ -1,4 +1,4 @@
-"""Runs with ``--gpu-fleet``: what they say is what a run on the node itself would say; and what is refused."""
+"""Tests ``--gpu-fleet``: its verdicts are those of a run on the node itself, and bad options are refused."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_fleet_judges_as_the_node_itself_would(project: Project, engine: AtOnc
     project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=3")
     project.answer(recorded(device_name=H100, slower=1.2), to=GEMMA)
     project.answer(recorded("crashed"), to=LLAMA_2)
-    there = project.run(*FLEET, "--gpu-json=there.json")
+    fleet_run = project.run(*FLEET, "--gpu-json=there.json")
     project.machine(H100, gpus=8)
     project.answer(recorded(device_name=H100))
     project.answer(recorded(device_name=H100, slower=1.2), to=GEMMA)
     project.answer(recorded("crashed"), to=LLAMA_2)
-    here = project.run("-m", "h100", "--gpu-json=here.json")
-    assert failures(there) == failures(here)
-    assert list(failures(there)) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
+    local_run = project.run("-m", "h100", "--gpu-json=here.json")
+    assert failures(fleet_run) == failures(local_run)
+    assert list(failures(fleet_run)) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
     assert project.report("there.json")["results"] == project.report("here.json")["results"]
 
 
@@ -169,7 +169,7 @@ def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(
     project.answer(bigger, recorded(device_name=H100), bigger, to=case)
     project.run(*FLEET, "--gpu-json=report.json").assert_outcomes(passed=3)
     assert engine.submitted.count(case) == 3
-    (result,) = [one for one in project.report()["results"] if one["key"] == case]
+    (result,) = [candidate for candidate in project.report()["results"] if candidate["key"] == case]
     peaks = [reply["peak_allocated_bytes"] for reply in result["replies"]]
     assert peaks == [bigger["peak_allocated_bytes"], bigger["peak_allocated_bytes"] - 2**34]
 
@@ -181,12 +181,12 @@ def test_a_day_on_which_all_are_slower_puts_none_of_them_in_doubt(project: Proje
     project.answer(recorded(device_name=H100, slower=1.04))
     engine.ask_seconds = 0.0
     engine.orders.clear()
-    there = project.run(*FLEET, "--gpu-json=there.json", "--gpu-time-tolerance=1%")
+    fleet_run = project.run(*FLEET, "--gpu-json=there.json", "--gpu-time-tolerance=1%")
     project.machine(H100, gpus=8)
     project.answer(recorded(device_name=H100, slower=1.04))
     before = len(project.launches)
-    here = project.run("-m", "h100", "--gpu-json=here.json", "--gpu-time-tolerance=1%")
-    assert failures(there) == failures(here)
+    local_run = project.run("-m", "h100", "--gpu-json=here.json", "--gpu-time-tolerance=1%")
+    assert failures(fleet_run) == failures(local_run)
     assert project.report("there.json")["results"] == project.report("here.json")["results"]
     assert len(engine.orders) == len(project.launches) - before == 12
 
@@ -215,8 +215,8 @@ def test_a_study_runs_nothing_but_its_own_tasks(project: Project, engine: AtOnce
     engine.orders.clear()
     project.run(*FLEET, "-k", "gemma", "--gpu-loss=20", "--gpu-json=losses.json")
     assert all(order.task.curve for order in engine.orders)
-    (found,), (curves,) = project.report()["results"], project.report("losses.json")["results"]
-    assert (found["device"], curves["device"]) == (H100_FOLDER, H100_FOLDER)
+    (declared,), (curves,) = project.report()["results"], project.report("losses.json")["results"]
+    assert (declared["device"], curves["device"]) == (H100_FOLDER, H100_FOLDER)
 
 
 def test_collecting_submits_nothing(project: Project, engine: AtOnce) -> None:
@@ -258,7 +258,7 @@ def test_what_is_lost_fails_its_test_and_no_other(project: Project, engine: AtOn
     result.assert_outcomes(passed=2, failed=1)
     sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
     assert sentence == (f"{GEMMA} was lost by the fleet, which says nothing of the case: no such partition; ask otherwise")
-    (lost,) = [one for one in project.report()["results"] if one["key"] == GEMMA]
+    (lost,) = [result for result in project.report()["results"] if result["key"] == GEMMA]
     assert [(reply["outcome"], reply["cause"]) for reply in lost["replies"]] == [("lost", "not_scheduled")]
     assert lost["verdict"]["status"] == "failed"
     lines = [json.loads(line) for line in (project.path / "history.jsonl").read_text().splitlines()]
