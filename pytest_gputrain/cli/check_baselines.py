@@ -24,7 +24,7 @@ from pytest_gputrain.utils.files import conflicts
 from pytest_gputrain.utils.sanitize import shown
 
 
-class Finding(NamedTuple):
+class Problem(NamedTuple):
     """A problem in a line of a file."""
 
     path: Path
@@ -49,34 +49,34 @@ def main(options: argparse.Namespace) -> int:
     if not folder.is_dir():
         console.say(f"{folder} is no folder; give the one that --gpu-baseline-dir names")
         return 2
-    findings = list(check(folder))
-    for finding in findings:
-        console.put(shown(str(finding)))
-    return int(any(finding.error for finding in findings))
+    problems = list(check(folder))
+    for problem in problems:
+        console.put(shown(str(problem)))
+    return int(any(problem.error for problem in problems))
 
 
-def check(folder: Path) -> Iterator[Finding]:
-    """Yield the findings about the files below ``folder``, in the order of the files."""
+def check(folder: Path) -> Iterator[Problem]:
+    """Yield the problems about the files below ``folder``, in the order of the files."""
     tables_are_sound = True
     for path in sorted(folder.rglob("*.json")):
         folders = path.relative_to(folder).parts[:-1]
         try:
-            findings = _damage(path) or list(_of_kind(folder, path, folders))
+            problems = _damage(path) or list(_of_kind(folder, path, folders))
         except OSError as error:
-            findings = [Finding(path, 1, f"it cannot be read: {error.strerror}")]
+            problems = [Problem(path, 1, f"it cannot be read: {error.strerror}")]
         except BaselineError as error:
-            findings = [Finding(path, _line_of(path, str(error)), _without(path, str(error)))]
-        tables_are_sound = tables_are_sound and not (findings and folders == (published.FOLDER,))
-        yield from findings
+            problems = [Problem(path, _line_of(path, str(error)), _without(path, str(error)))]
+        tables_are_sound = tables_are_sound and not (problems and folders == (published.FOLDER,))
+        yield from problems
     tables = folder / published.FOLDER
     if tables_are_sound and any(tables.glob("*.json")):
         try:
             published.PublishedStore(tables)
         except BaselineError as error:  # of one table beside another
-            yield Finding(tables, 1, str(error))
+            yield Problem(tables, 1, str(error))
 
 
-def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Finding]:
+def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Problem]:
     """Raises:
     BaselineError: the file is not sound.
     """
@@ -93,7 +93,7 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Findi
             yield from _names(path, [(key, entry.case, entry.scale) for key, entry in recorded.items()])
             yield from _form(path, predictions.rewritten(path))
         case _:
-            yield Finding(path, 1, _MISPLACED)
+            yield Problem(path, 1, _MISPLACED)
 
 
 _MISPLACED: Final = (
@@ -102,12 +102,12 @@ _MISPLACED: Final = (
 _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 
-def _damage(path: Path) -> list[Finding]:
-    """Return findings that make the others meaningless: markers of a merge, and names that stand twice in one object."""
+def _damage(path: Path) -> list[Problem]:
+    """Return problems that make the others meaningless: markers of a merge, and names that stand twice in one object."""
     data = path.read_bytes()
     text = data.decode(errors="replace")
     if markers := conflicts(data):
-        return [Finding(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]
+        return [Problem(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]
     twice: list[str] = []
 
     def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,21 +118,21 @@ def _damage(path: Path) -> list[Finding]:
     try:
         json.loads(text, object_pairs_hook=note)
     except json.JSONDecodeError as error:
-        return [Finding(path, error.lineno, f"no JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
+        return [Problem(path, error.lineno, f"no JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        return [Finding(path, 1, f"no JSON that can be read: {error}; {_RECORD_AGAIN}")]
+        return [Problem(path, 1, f"no JSON that can be read: {error}; {_RECORD_AGAIN}")]
     return [
-        Finding(path, _line_of_name(text, name, last=True), f"{name} stands here a second time; delete one of them")
+        Problem(path, _line_of_name(text, name, last=True), f"{name} stands here a second time; delete one of them")
         for name in twice
     ]
 
 
-def _names(path: Path, entries: Sequence[tuple[str, Case, Scale]]) -> Iterator[Finding]:
+def _names(path: Path, entries: Sequence[tuple[str, Case, Scale]]) -> Iterator[Problem]:
     text = path.read_text()
     for key, case, scale in entries:
         if not _is_name(key.removesuffix("@tiny") if scale == "tiny" else key, case):
             sentence = f"{key} is no name of the case in it, {case}, so no run finds it; {_RECORD_AGAIN}"
-            yield Finding(path, _line_of_name(text, key), sentence)
+            yield Problem(path, _line_of_name(text, key), sentence)
 
 
 def _is_name(key: str, case: Case) -> bool:
@@ -153,7 +153,7 @@ def _is_name(key: str, case: Case) -> bool:
     return True
 
 
-def _form(path: Path, expected: bytes) -> Iterator[Finding]:
+def _form(path: Path, expected: bytes) -> Iterator[Problem]:
     """Raises:
     OSError: the file cannot be read.
     """
@@ -166,10 +166,10 @@ def _form(path: Path, expected: bytes) -> Iterator[Finding]:
     )
     index = min(len(lines), len(wanted)) if first_difference is None else first_difference
     instead = wanted[index].decode().strip() if index < len(wanted) else "the end of the file"
-    yield Finding(path, index + 1, f"not as an update writes it, which has {instead} here: was it edited? {_RECORD_AGAIN}")
+    yield Problem(path, index + 1, f"not as an update writes it, which has {instead} here: was it edited? {_RECORD_AGAIN}")
 
 
-def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[Finding]:
+def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[Problem]:
     """Warn of cases whose runs are all of one session, which do not show how days differ.
 
     A CPU gets no warning: its memory is exact, and its time is not judged.
@@ -179,7 +179,7 @@ def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[F
         sentence = (
             f"all runs of {count(len(alone), 'case')} are of one session each, so they do not tell how much days differ"
         )
-        yield Finding(path, 1, sentence, error=False)
+        yield Problem(path, 1, sentence, error=False)
 
 
 def _line_of_name(text: str, name: str, *, last: bool = False) -> int:

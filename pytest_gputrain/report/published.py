@@ -30,7 +30,7 @@ class Metric(NamedTuple):
     """None where it was not measured."""
 
 
-class Line(NamedTuple):
+class ComparedFigure(NamedTuple):
     """One figure of one case, as text; empty where there is none."""
 
     metric: str
@@ -83,17 +83,17 @@ METRICS: Final = (
 """In the order of display. The time of an epoch is kept with the tables only: nothing here measures one."""
 
 
-def lines(row: Published, result: Result | None) -> Iterator[Line]:
+def compared_figures(row: Published, result: Result | None) -> Iterator[ComparedFigure]:
     """What ``row`` prints, beside what ``result`` measured of it."""
     if row.outcome in _OUTCOMES:
-        yield Line("sec/step", "", _OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
+        yield ComparedFigure("sec/step", "", _OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
     for metric in METRICS:
         for framework, figures in row.figures.items():
             figure: Figure | None = getattr(figures, metric.field)
             if figure is not None:
                 value = metric.measured(result) if result else None
                 ratio = f"{value / figure.middle:.2f}" if value is not None and figure.middle else ""
-                yield Line(metric.title, framework, printed(metric, figure), _shown(metric, result, figure), ratio)
+                yield ComparedFigure(metric.title, framework, printed(metric, figure), _shown(metric, result, figure), ratio)
 
 
 def printed(metric: Metric, figure: Figure) -> str:
@@ -152,7 +152,9 @@ def table(results: Sequence[Result], verdict: Callable[[Result], Text]) -> Table
         row = result.published
         comparison_table.add_row(rich_text.text(str(result.case)), "", "", "", verdict(result))
         several = row is not None and len(row.figures) > 1
-        figure_lines = lines(row, result) if row else [Line("sec/step", "", "", _shown(METRICS[0], result), "")]
+        figure_lines = (
+            compared_figures(row, result) if row else [ComparedFigure("sec/step", "", "", _shown(METRICS[0], result), "")]
+        )
         for line in figure_lines:
             framework = f", {FRAMEWORKS.get(line.framework, line.framework)}" if several and line.framework else ""
             cells = (f"  {line.metric}{framework}", line.published, line.measured, line.ratio)

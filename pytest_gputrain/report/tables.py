@@ -12,7 +12,7 @@ from typing import Final, Literal
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import rich_text
-from pytest_gputrain.report.published import FRAMEWORKS, METRICS, Line, lines
+from pytest_gputrain.report.published import FRAMEWORKS, METRICS, ComparedFigure, compared_figures
 from pytest_gputrain.storage.published import PublishedTable
 from pytest_gputrain.utils import markdown
 from pytest_gputrain.utils.sanitize import spreadsheet
@@ -53,7 +53,9 @@ def published_text_table(table: PublishedTable, platform: str, results: Mapping[
         cells = [[*printed, str(row.case)] for printed, row in zip(cells, rows, strict=True)]
     measured = [results.get((row.suite, str(row.case))) for row in rows]
     if any(measured):
-        compared = [{_key(line): line for line in lines(row, result)} for row, result in zip(rows, measured, strict=True)]
+        compared = [
+            {_key(line): line for line in compared_figures(row, result)} for row, result in zip(rows, measured, strict=True)
+        ]
         for metric in METRICS:
             of_metric = [key for key in FRAMEWORKS if any((metric.title, key) in row_lines for row_lines in compared)]
             if not of_metric:
@@ -76,7 +78,7 @@ def published_text_table(table: PublishedTable, platform: str, results: Mapping[
     )
 
 
-def _key(line: Line) -> tuple[str, str]:
+def _key(line: ComparedFigure) -> tuple[str, str]:
     return line.metric, line.framework
 
 

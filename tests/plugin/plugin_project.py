@@ -66,7 +66,7 @@ HERE = Path(__file__).parent
 def paths(gpus):
     if len(gpus) < 2:
         return ()
-    return tuple(tuple("X" if one is other else "NV18" for other in gpus) for one in gpus)
+    return tuple(tuple("X" if gpu is other else "NV18" for other in gpus) for gpu in gpus)
 
 
 def occupancy(gpus, own):

@@ -6,7 +6,7 @@ import json
 import platform
 
 import pytest
-from at_once import stand_in
+from immediate_scheduler import stand_in
 from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA_2, Project, failures, only_sentence, recorded
 
 from pytest_gputrain.cases.libraries import versions
@@ -322,14 +322,14 @@ def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(
     monkeypatch.setenv("AT_IMPORT", "0")
     project.machine(None)
     project.answer(recorded(device_name=H100))
-    engine = stand_in(monkeypatch)
-    engine.nodes = [(H100, 8)]
+    scheduler = stand_in(monkeypatch)
+    scheduler.nodes = [(H100, 8)]
     cases = 'import os\nos.environ["AT_IMPORT"] = "1"\n' + two().replace(
         "[CASE]", '[CASE, CASE.replace(model="llama-2-13b")]'
     )
     project.write(test_two=cases)
     project.run("-m", "h100", "--gpu-fleet=slurm", "--gpu-platform=h100")
-    ordered = [(str(order.task.case), order.task.variables) for order in engine.orders]
+    ordered = [(str(order.task.case), order.task.variables) for order in scheduler.orders]
     plain, changed = {"AT_IMPORT": "1"}, {"AT_IMPORT": "1", "FLAG": "1"}
     assert sorted(case for case, digest in ordered if digest == changed) == sorted([GEMMA, LLAMA_2])
     assert sorted(case for case, digest in ordered if digest == plain) == sorted([GEMMA, LLAMA_2])

@@ -121,7 +121,7 @@ def test_under_two_workers_the_tests_that_were_over_are_kept(hanging: Project, n
     assert seconds < 20
 
 
-# No room
+# A full disk
 
 FILLING = f"""{BUILD}
 import sys

@@ -259,7 +259,7 @@ def test_typo(gputrain):
     }
 
 
-def foretold(**fields: object) -> Prediction:
+def prediction_of_case(**fields: object) -> Prediction:
     peaks = {"build": GiB, "forward": GiB, "backward": GiB, "optimizer": GiB}
     row = LiveTensor(bytes=GiB, count=1, operator="aten.mm", phase="forward", shape=(2, 2), dtype="bfloat16")
     example = {
@@ -292,7 +292,9 @@ def predict_tuning(suite: Project) -> None:
         "tuning",
         {
             f"{model}-lora-bf16": Recorded(
-                case=base.replace(model=model), scale="full", predictions=(foretold(roofline_seconds=time, fits=fits),)
+                case=base.replace(model=model),
+                scale="full",
+                predictions=(prediction_of_case(roofline_seconds=time, fits=fits),),
             )
             for model, (time, fits) in seconds.items()
         },

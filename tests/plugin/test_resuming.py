@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from at_once import stand_in
+from immediate_scheduler import stand_in
 from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, assert_refused, only_sentence, recorded
 
 from pytest_gputrain.cases.libraries import versions
@@ -164,13 +164,13 @@ def test_two_workers_resume_as_one(suite: Project) -> None:
 
 
 def test_a_fleet_is_not_asked_for_what_there_is(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = stand_in(monkeypatch)
-    engine.nodes = [(H100, 1)]
+    scheduler = stand_in(monkeypatch)
+    scheduler.nodes = [(H100, 1)]
     arguments = ["-m", "h100", "--gpu-fleet=slurm"]
     suite.write(test_tuning=SUITE.replace("batch_size=2", 'batch_size=2, platforms=("h100",)'))
     suite.run(*arguments, "--gpu-json=first.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     suite.run(*arguments, "--gpu-resume=first.json", "--gpu-json=report.json").assert_outcomes(passed=3)
-    assert sorted(engine.submitted) == sorted([LLAMA, GEMMA, LLAMA_2])
+    assert sorted(scheduler.submitted) == sorted([LLAMA, GEMMA, LLAMA_2])
     # The device is that of the node which ran the case, whatever the others turn out to be.
     assert {result["device"] for result in suite.report()["results"]} == {H100_FOLDER}
 

@@ -33,7 +33,7 @@ pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
 
 from pytest_gputrain.report.html import page, trends
-from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line, Step, scale
+from pytest_gputrain.report.html.charts import Bar, Chart, Charts, LevelChange, Line, axis_unit
 
 BASELINES = Path(__file__).parents[2] / "baselines"
 HOSTILE = """</script><script>alert(1)</script><img src=x onerror=alert(1)>"' {{ 7*7 }} &amp; $x_{1$ \x00\x1b 模型"""
@@ -377,7 +377,7 @@ def drawn() -> Iterator[Chart]:
     from datetime import UTC, datetime
 
     day = datetime(2026, 1, 1, tzinfo=UTC)
-    step = Step(index=1, text="+1 %", worse=True)
+    step = LevelChange(index=1, text="+1 %", worse=True)
     yield charts.trend(
         [day] * 3, [1.0] * 3, [(0, 1.0), (1, 1.0)], [step], ["x"] * 3, kind="seconds", title="t", description="d"
     )
@@ -421,7 +421,7 @@ def test_charts_do_not_follow_the_settings_of_whoever_runs_them() -> None:
     ],
 )
 def test_axes_have_the_unit_of_their_largest_figure(kind: str, most: float, unit: tuple[float, str]) -> None:
-    assert scale(kind, most) == unit
+    assert axis_unit(kind, most) == unit
 
 
 def write(path: Path, document: Report) -> str:

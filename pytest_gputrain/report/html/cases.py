@@ -302,7 +302,7 @@ def _predicted_summary(results: Sequence[Result]) -> EnvironmentSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class ReportHeader:
     """The header of a report: when, from which code and by which command it was made."""
 
     created: str
@@ -314,9 +314,9 @@ class Run:
     notes: tuple[str, ...]
 
 
-def runs(reports: Sequence[Report]) -> list[Run]:
+def report_headers(reports: Sequence[Report]) -> list[ReportHeader]:
     return [
-        Run(
+        ReportHeader(
             created=report.created,
             commit=report.commit,
             branch=report.branch,

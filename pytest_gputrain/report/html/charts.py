@@ -96,7 +96,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class LevelChange:
     """A change of level in a trend."""
 
     index: float
@@ -132,7 +132,7 @@ class Charts:
         dates: Sequence[datetime],
         figures: Sequence[float],
         levels: Sequence[tuple[int, float]],
-        steps: Sequence[Step],
+        level_changes: Sequence[LevelChange],
         labels: Sequence[str],
         *,
         kind: str,
@@ -143,11 +143,11 @@ class Charts:
 
         Args:
             levels: index of the first figure of each, and its height.
-            kind: as in `scale`.
+            kind: as in `axis_unit`.
         """
         from matplotlib import dates as time
 
-        size, unit = scale(kind, max(figures))
+        size, unit = axis_unit(kind, max(figures))
         heights = [figure / size for figure in figures]
         middle = max(heights)
         with self._axes(150, left=46, bottom=24, top=20) as (figure, axes):
@@ -164,14 +164,16 @@ class Charts:
             margin = max(high - low, 0.02 * middle) * 0.12
             spread = max(0.0, 0.02 * middle - (high - low)) / 2
             axes.set_ylim(low - margin - spread, high + margin + spread)
-            boundaries = [days[0], *(days[int(step.index)] for step in steps), days[-1]]
-            for step, before, day, after in zip(steps, boundaries, boundaries[1:], boundaries[2:], strict=False):
-                colour = Colour.BAD if step.worse else Colour.GOOD
+            boundaries = [days[0], *(days[int(level_change.index)] for level_change in level_changes), days[-1]]
+            for level_change, before, day, after in zip(
+                level_changes, boundaries, boundaries[1:], boundaries[2:], strict=False
+            ):
+                colour = Colour.BAD if level_change.worse else Colour.GOOD
                 axes.axvline(day, color=colour, linewidth=1.2, linestyle=(0, (3, 2)))
                 # On the side with more space.
                 is_before_line = day - before > after - day
                 axes.annotate(
-                    step.text,
+                    level_change.text,
                     (day, 1.0),
                     xycoords=("data", "axes fraction"),
                     xytext=(-3 if is_before_line else 3, 3),
@@ -358,7 +360,7 @@ _BAR: Final = 17
 _NAME: Final = 20
 
 
-def scale(kind: str, most: float) -> tuple[float, str]:
+def axis_unit(kind: str, most: float) -> tuple[float, str]:
     """The size and the name of the unit in which an axis up to ``most`` is read.
 
     Args:

@@ -21,7 +21,7 @@ from pytest_gputrain.utils.units import format_bytes, format_percent, format_rat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class LegendEntry:
     """A line of a legend, by the number of its colour; or a fact below a chart, without one."""
 
     text: str
@@ -30,13 +30,13 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
+class CaptionedChart:
     """A chart with what is written about it."""
 
     title: str
     about: str
     chart: Chart
-    legend: tuple[Entry, ...] = ()
+    legend: tuple[LegendEntry, ...] = ()
     headers: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     """A table below the chart, folded away."""
@@ -48,7 +48,7 @@ _HERE: Final = "measured here"
 _COLOURS: Final = {"paddle": 2, "pytorch": 1}
 
 
-def published(results: Sequence[Result], store: PublishedStore | None, charts: Charts) -> Iterator[Figure]:
+def published(results: Sequence[Result], store: PublishedStore | None, charts: Charts) -> Iterator[CaptionedChart]:
     """For every published table and figure in it the bars of what was printed, and of what was measured.
 
     Args:
@@ -71,15 +71,15 @@ def published(results: Sequence[Result], store: PublishedStore | None, charts: C
             colours = {part[1] for _, bars in groups for bar in bars for part in bar.parts}
             title = f"{table} on {catalog_entry.title if catalog_entry else platform}: {metric.title}"
             about = "Longer is faster." if metric.field.startswith("samples") else "Shorter is better."
-            yield Figure(
+            yield CaptionedChart(
                 title=title,
                 about=about,
                 chart=charts.bars(groups, title=title, description=_description(groups)),
                 legend=tuple(
                     entry
                     for entry in (
-                        Entry(text=_HERE, colour=0),
-                        *(Entry(text=f"{name}, published", colour=_COLOURS[key]) for key, name in FRAMEWORKS.items()),
+                        LegendEntry(text=_HERE, colour=0),
+                        *(LegendEntry(text=f"{name}, published", colour=_COLOURS[key]) for key, name in FRAMEWORKS.items()),
                     )
                     if entry.colour in colours
                 ),
@@ -114,7 +114,7 @@ def _description(groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
     return "; ".join(f"{name}: {', '.join(bar.text for bar in bars)}" for name, bars in groups)
 
 
-def scaling(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """Throughput by the number of GPUs, for cases that differ in nothing else."""
     speeds_by_case: defaultdict[tuple[str, str, str, str, str], dict[int, tuple[float, str]]] = defaultdict(dict)
     for result in latest(results):
@@ -143,7 +143,7 @@ def scaling(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
             for number, speed, share in zip(workers, speeds, shares, strict=True)
         ]
         ideal = [(number, speeds[0] / least * number) for number in (least, workers[-1])]
-        yield Figure(
+        yield CaptionedChart(
             title=name,
             about=f"{suite} on {device}, {scale} scale. Dotted: linear, each as fast as {least} alone.",
             chart=charts.lines(
@@ -154,11 +154,11 @@ def scaling(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
                 description="; ".join(labels),
                 ideal=ideal,
             ),
-            legend=tuple(Entry(text=text) for text in labels[1:]),
+            legend=tuple(LegendEntry(text=text) for text in labels[1:]),
         )
 
 
-def losses(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+def losses(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """The curves of ``--gpu-loss``, those of a case in one chart."""
     for result in results:
         curves = [curve for curve in result.loss_curves if curve.losses]
@@ -173,15 +173,15 @@ def losses(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
             gap = "" if curve.gap is None else f", {format_percent(curve.gap)} from fp32"
             text = f"{curve.precision}: {curve.losses[0]:.4g} to {curve.losses[-1]:.4g}, {curve.trend or 'no trend'}{gap}"
             text += f", not finite in step {curve.non_finite_step}" if broken else ""
-            legend.append(Entry(text=text, colour=number % len(_SERIES), bad=broken or curve.trend == "diverging"))
+            legend.append(LegendEntry(text=text, colour=number % len(_SERIES), bad=broken or curve.trend == "diverging"))
         legend += [
-            Entry(
+            LegendEntry(
                 text=f"{curve.precision}: {curve.outcome.replace('_', ' ')}: {curve.reason}", bad=curve.outcome != "left_out"
             )
             for curve in result.loss_curves
             if not curve.losses
         ]
-        yield Figure(
+        yield CaptionedChart(
             title=str(result.case),
             about=f"{result.suite} on {result.device}, {result.scale} scale",
             chart=charts.lines(
@@ -208,7 +208,7 @@ _COLOUR_OF: Final[dict[TrainingPhase, int]] = {"build": 0, "forward": 1, "backwa
 _REST: Final = 4
 
 
-def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """The tensors that a dry run finds alive at the peak of each phase, by the phase that made them."""
     for result in latest(results):
         prediction = result.prediction
@@ -232,7 +232,7 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
             for phase in phases
             for tensor in prediction.largest.get(phase, ())
         ]
-        yield Figure(
+        yield CaptionedChart(
             title=str(result.case),
             about=f"{peak} at the peak, {in_phase(prediction.peak_phase)}, on {card}",
             chart=charts.bars(
@@ -242,7 +242,7 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
                 limit=(limit, f"{format_bytes(limit)} of {card}") if limit else None,
             ),
             legend=tuple(
-                Entry(text=text, colour=number)
+                LegendEntry(text=text, colour=number)
                 for number, text in enumerate((*_ORIGINS, "tensors not among the largest"))
                 if number in colours
             ),

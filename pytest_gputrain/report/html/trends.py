@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from pytest_gputrain.records import Change, Course
-from pytest_gputrain.report.html.charts import Chart, Charts, Step
+from pytest_gputrain.report.html.charts import Chart, Charts, LevelChange
 from pytest_gputrain.report.trend.reading import History, Subject
 from pytest_gputrain.report.trend.series import shown
 from pytest_gputrain.utils.units import format_percent
@@ -113,8 +113,8 @@ def _trend(course: Course, history: History, charts: Charts) -> Trend:
         for start, end in itertools.pairwise([0, *starts, len(figures)])
         if end > hidden
     ]
-    steps = [
-        Step(index=start - hidden, text=format_percent(change.share), worse=change.worse)
+    level_changes = [
+        LevelChange(index=start - hidden, text=format_percent(change.share), worse=change.worse)
         for start, change in zip(starts, course.changes, strict=True)
         if start >= hidden
     ]
@@ -132,7 +132,7 @@ def _trend(course: Course, history: History, charts: Charts) -> Trend:
             [datetime.fromisoformat(line["date"]) for line in lines],
             drawn,
             levels,
-            steps,
+            level_changes,
             [_point(line, show(figure)) for line, figure in zip(lines, drawn, strict=True)],
             kind=course.metric.rpartition("_")[2],
             title=title,
