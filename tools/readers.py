@@ -30,7 +30,7 @@ from pytest_gputrain.report import progress_line, studies, summary, terminal
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.html import page
 from pytest_gputrain.report.trend.reading import Filter, History
-from pytest_gputrain.report.trend.series import courses
+from pytest_gputrain.report.trend.series import analyse
 from pytest_gputrain.session.dry_run.cache import Cache
 from pytest_gputrain.storage import baselines, published
 from pytest_gputrain.storage.baselines import BaselineError, Store
@@ -176,7 +176,7 @@ def read_history(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     path = scratch.file("history.jsonl", data)
     if rng.random() < 0.1:
         append(path, lines_of([sound_result()], SESSION))
-    list(courses(History([path], METRICS, Filter(), ignore), METRICS))
+    list(analyse(History([path], METRICS, Filter(), ignore), METRICS))
 
 
 def read_reply(data: bytes, scratch: Scratch, rng: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""The command ``gputrain ab``: rounds of both sides, and what they mean."""
+"""Runs the command ``gputrain ab``: rounds of pytest that alternate between two sides, and a verdict for each case."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from pytest_gputrain.cli.ab_sides import Side, SideError, opened, run, uncommitted
-from pytest_gputrain.cli.comparison_output import FAILING, tell
+from pytest_gputrain.cli.ab_sides import Side, SideError, open_side, run, uncommitted
+from pytest_gputrain.cli.comparison_output import FAILING, print_comparison
 from pytest_gputrain.gate.ab import compare, missing
 from pytest_gputrain.records import MAX_RUNS, Report
 from pytest_gputrain.report import json_report
@@ -31,11 +31,11 @@ def add_to(commands: Any) -> None:
         description="Judge one version of the code against another by runs that alternate on this machine. What follows is "
         "passed on to pytest: gputrain ab --base main benchmarks -k lora",
     )
-    what = "REV|ENV|DIR"
+    metavar = "REV|ENV|DIR"
     ab.add_argument(
-        "--base", required=True, metavar=what, help="git revision, virtual environment or folder to compare with"
+        "--base", required=True, metavar=metavar, help="git revision, virtual environment or folder to compare with"
     )
-    ab.add_argument("--head", default=".", metavar=what, help="what to judge (default: this folder as it is)")
+    ab.add_argument("--head", default=".", metavar=metavar, help="what to judge (default: this folder as it is)")
     ab.add_argument(
         "--rounds", type=_rounds, default=5, metavar="N", help="fresh processes of each case and side (default: 5)"
     )
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         with contextlib.ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gputrain-ab-")))
-            base, head = (stack.enter_context(opened(name, getattr(options, name), scratch)) for name in ("base", "head"))
+            base, head = (stack.enter_context(open_side(name, getattr(options, name), scratch)) for name in ("base", "head"))
             reports = _alternate(base, head, arguments, options.rounds, scratch)
         return _conclude(options, base, head, reports, arguments)
     except SideError as error:
@@ -75,7 +75,7 @@ def _alternate(base: Side, head: Side, arguments: Sequence[str], rounds: int, sc
     for number in range(rounds):
         # Base first, then head first: a machine that gets slower all the time is so for both.
         for side in (base, head) if number % 2 == 0 else (head, base):
-            console.say(f"round {number + 1} of {rounds}: {side.name}, {side.told}")
+            console.say(f"round {number + 1} of {rounds}: {side.name}, {side.label}")
             reports[side.name].append(run(side, arguments, scratch))
     return reports
 
@@ -83,16 +83,16 @@ def _alternate(base: Side, head: Side, arguments: Sequence[str], rounds: int, sc
 def _conclude(
     options: argparse.Namespace, base: Side, head: Side, reports: dict[str, list[Report]], arguments: Sequence[str]
 ) -> int:
-    results = compare(reports["base"], reports["head"], base.told)
+    results = compare(reports["base"], reports["head"], base.label)
     failing = (*FAILING, *(_FAILING_WHEN_STRICT if options.strict else ()))
     verdicts = [result.verdict for result in results if result.verdict is not None]
-    lost = missing(reports["base"], reports["head"])
-    some = f"of {options.rounds} rounds, {base.told} in more"
-    notes = tell(results, [f"{key}: {head.told} has it in {rounds} {some}" for key, rounds in lost])
-    status = int(any(verdict.status in failing for verdict in verdicts) or (options.strict and bool(lost)))
+    missing_cases = missing(reports["base"], reports["head"])
+    ending = f"of {options.rounds} rounds, {base.label} in more"
+    notes = print_comparison(results, [f"{key}: {head.label} has it in {rounds} {ending}" for key, rounds in missing_cases])
+    status = int(any(verdict.status in failing for verdict in verdicts) or (options.strict and bool(missing_cases)))
     if options.json is not None:
         last = reports["head"][-1]
-        settings = {**last.settings, "base": base.told, "head": head.told, "rounds": options.rounds}
+        settings = {**last.settings, "base": base.label, "head": head.label, "rounds": options.rounds}
         report = msgspec.structs.replace(
             last,
             arguments=("ab", *arguments),

@@ -1,4 +1,4 @@
-"""A side: a git revision, a folder or a virtual environment, and pytest in it."""
+"""Prepares the sides of ``gputrain ab`` (a git revision, a folder or a virtual environment) and runs pytest in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USAGE_ERROR: Final = 4
 _NOTHING_SELECTED: Final = 5
 _TAIL_LINES: Final = 15
 _END_SECONDS: Final = 60.0
-"""That a pytest gets to end its workers."""
+"""The time that pytest has to end its workers."""
 
 
 class SideError(Exception):
@@ -32,47 +32,47 @@ class Side:
 
     name: str
     """``base`` or ``head``."""
-    told: str
-    """As typed, a revision with its commit."""
+    label: str
+    """How sentences name the side: as typed, a revision with its commit."""
     python: str
     folder: Path
     environ: Mapping[str, str]
 
 
 @contextlib.contextmanager
-def opened(name: str, what: str, scratch: Path) -> Iterator[Side]:
-    """The side ``what``; a revision is checked out into a worktree below ``scratch``, which is gone in the end.
+def open_side(name: str, source: str, scratch: Path) -> Iterator[Side]:
+    """Open the side ``source``; a revision is checked out into a worktree below ``scratch``, which is removed in the end.
 
     Raises:
         SideError: it is neither a folder nor a revision, or has no pytest-gputrain.
     """
-    here = Path.cwd()
-    if (Path(what) / "bin" / "python").exists():
-        python = str(Path(what).absolute() / "bin" / "python")
-        side = Side(name=name, told=what, python=python, folder=here, environ=dict(os.environ))
-        asked = [python, "-c", "import pytest, pytest_gputrain.plugin.hooks"]
-        if subprocess.run(asked, cwd=here, capture_output=True, check=False).returncode:
-            raise SideError(f"--{name}: {what} has no pytest-gputrain; install it there")
+    cwd = Path.cwd()
+    if (Path(source) / "bin" / "python").exists():
+        python = str(Path(source).absolute() / "bin" / "python")
+        side = Side(name=name, label=source, python=python, folder=cwd, environ=dict(os.environ))
+        probe = [python, "-c", "import pytest, pytest_gputrain.plugin.hooks"]
+        if subprocess.run(probe, cwd=cwd, capture_output=True, check=False).returncode:
+            raise SideError(f"--{name}: {source} has no pytest-gputrain; install it there")
         yield side
-    elif Path(what).is_dir():
-        root = _git(here, "rev-parse", "--show-toplevel")
-        folder = Path(what).absolute()
-        environ = _environ(Path(root) if root else here, Path(_git(folder, "rev-parse", "--show-toplevel") or folder))
-        told = f"{what} (with uncommitted changes)" if uncommitted(folder) else what
-        yield Side(name=name, told=told, python=sys.executable, folder=folder, environ=environ)
+    elif Path(source).is_dir():
+        root = _git(cwd, "rev-parse", "--show-toplevel")
+        folder = Path(source).absolute()
+        environ = _environ(Path(root) if root else cwd, Path(_git(folder, "rev-parse", "--show-toplevel") or folder))
+        label = f"{source} (with uncommitted changes)" if uncommitted(folder) else source
+        yield Side(name=name, label=label, python=sys.executable, folder=folder, environ=environ)
     else:
-        with _worktree(name, what, here, scratch) as side:
+        with _worktree(name, source, cwd, scratch) as side:
             yield side
 
 
 @contextlib.contextmanager
-def _worktree(name: str, revision: str, here: Path, scratch: Path) -> Iterator[Side]:
-    commit = _git(here, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+def _worktree(name: str, revision: str, cwd: Path, scratch: Path) -> Iterator[Side]:
+    commit = _git(cwd, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     if not commit:
         raise SideError(
             f"--{name}: {revision!r} is neither a folder, a virtual environment nor a revision of a git repository here"
         )
-    root, tree = Path(_git(here, "rev-parse", "--show-toplevel")), scratch / name
+    root, tree = Path(_git(cwd, "rev-parse", "--show-toplevel")), scratch / name
     added = subprocess.run(
         ["git", "-C", str(root), "worktree", "add", "--detach", str(tree), commit],
         capture_output=True,
@@ -84,11 +84,11 @@ def _worktree(name: str, revision: str, here: Path, scratch: Path) -> Iterator[S
             raise SideError(
                 f"--{name}: {revision} cannot be checked out: {(added.stderr.strip().splitlines() or ['?'])[-1]}"
             )
-        folder = tree / here.resolve().relative_to(root.resolve())
+        folder = tree / cwd.resolve().relative_to(root.resolve())
         if not folder.is_dir():
             raise SideError(f"--{name}: {revision} has no folder {folder.relative_to(tree)}; run this in one that it has")
-        told = f"{revision} ({commit[:12]})"
-        yield Side(name=name, told=told, python=sys.executable, folder=folder, environ=_environ(root, tree))
+        label = f"{revision} ({commit[:12]})"
+        yield Side(name=name, label=label, python=sys.executable, folder=folder, environ=_environ(root, tree))
     finally:
         subprocess.run(
             ["git", "-C", str(root), "worktree", "remove", "--force", str(tree)], capture_output=True, check=False
@@ -96,7 +96,7 @@ def _worktree(name: str, revision: str, here: Path, scratch: Path) -> Iterator[S
 
 
 def _environ(root: Path, tree: Path) -> dict[str, str]:
-    """This environment, with what it imports from ``root`` taken from ``tree``: its packages count before installed ones."""
+    """Return this environment with imports from ``root`` taken from ``tree``, whose packages precede installed ones."""
     paths = []
     for path in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         inside = Path(path).resolve().is_relative_to(root.resolve())
@@ -111,22 +111,22 @@ def uncommitted(folder: Path) -> bool:
 
 
 def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
-    """What one pytest of the side measures, one fresh process of each case, judged by nothing.
+    """Return what one pytest of the side measures: one fresh process of each case, judged by nothing.
 
     Raises:
         SideError: pytest gives no report, or one without cases.
     """
-    report, log, nothing = scratch / f"{side.name}.json", scratch / f"{side.name}.log", scratch / "no-baselines"
-    nothing.mkdir(exist_ok=True)
+    report, log, no_baselines = scratch / f"{side.name}.json", scratch / f"{side.name}.log", scratch / "no-baselines"
+    no_baselines.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    own = [
+    own_arguments = [
         "--gpu-baseline=measured",
-        f"--gpu-baseline-dir={nothing}",
+        f"--gpu-baseline-dir={no_baselines}",
         "--gpu-runs=1",
         "--gpu-reruns=0",
         f"--gpu-json={report}",
     ]
-    command = [side.python, "-m", "pytest", *arguments, *own, "-o", "gpu_strict=false", "-o", "gpu_history="]
+    command = [side.python, "-m", "pytest", *arguments, *own_arguments, "-o", "gpu_strict=false", "-o", "gpu_history="]
     with log.open("w") as output:
         child = subprocess.Popen(
             command,
@@ -143,23 +143,23 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
             _end(child)
             raise
     if status == _NOTHING_SELECTED:
-        raise SideError(f"{side.told} has no test that {' '.join(arguments) or 'pytest without arguments'} selects")
-    said = "\n".join(log.read_text(errors="replace").rstrip().splitlines()[-_TAIL_LINES:])
+        raise SideError(f"{side.label} has no test that {' '.join(arguments) or 'pytest without arguments'} selects")
+    tail = "\n".join(log.read_text(errors="replace").rstrip().splitlines()[-_TAIL_LINES:])
     if status == _USAGE_ERROR or not report.exists():
-        raise SideError(f"pytest of {side.told} ended with status {status} and without a report:\n{said}")
+        raise SideError(f"pytest of {side.label} ended with status {status} and without a report:\n{tail}")
     try:
-        found = decode(report, Report, "a report of --gpu-json", "both sides need versions that agree on its format")
+        side_report = decode(report, Report, "a report of --gpu-json", "both sides need versions that agree on its format")
     except BaselineError as error:
         raise SideError(str(error)) from None
-    if any(result.prediction is not None for result in found.results):
+    if any(result.prediction is not None for result in side_report.results):
         raise SideError("gputrain ab measures, and a dry run does not; its predictions are compared with recorded ones")
-    if not any(result.search is None and not result.loss_curves for result in found.results):
-        raise SideError(f"no test of {side.told} measured a case:\n{said}")
-    return found
+    if not any(result.search is None and not result.loss_curves for result in side_report.results):
+        raise SideError(f"no test of {side.label} measured a case:\n{tail}")
+    return side_report
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C for the pytest, so that it ends its workers; at last without asking."""
+    """Interrupt pytest as Ctrl-C does, so that it ends its workers; kill it if it does not end."""
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(signal.SIGINT)
     try:

@@ -1,6 +1,6 @@
-"""The command ``gputrain check-baselines``: a folder of baselines as it is committed, file by file, without running a case.
+"""Runs the command ``gputrain check-baselines``, which checks a committed folder of baselines without running a case.
 
-What merges and editors do to JSON and git does not tell: markers of a conflict, names twice, entries that are half of one
+It finds what merges and editors do to JSON: markers of a conflict, names twice, entries that are half of one
 run and half of another, in another order or form than an update writes, and files where no run looks for them.
 """
 
@@ -24,8 +24,8 @@ from pytest_gputrain.utils.files import conflicts
 from pytest_gputrain.utils.sanitize import shown
 
 
-class Finding(NamedTuple):
-    """Something about a line of a file."""
+class Problem(NamedTuple):
+    """A problem in a line of a file."""
 
     path: Path
     line: int
@@ -49,38 +49,38 @@ def main(options: argparse.Namespace) -> int:
     if not folder.is_dir():
         console.say(f"{folder} is no folder; give the one that --gpu-baseline-dir names")
         return 2
-    found = list(check(folder))
-    for finding in found:
-        console.put(shown(str(finding)))
-    return int(any(finding.error for finding in found))
+    problems = list(check(folder))
+    for problem in problems:
+        console.put(shown(str(problem)))
+    return int(any(problem.error for problem in problems))
 
 
-def check(folder: Path) -> Iterator[Finding]:
-    """All that is to be said of the files below ``folder``, in their order."""
+def check(folder: Path) -> Iterator[Problem]:
+    """Yield the problems about the files below ``folder``, in the order of the files."""
     tables_are_sound = True
     for path in sorted(folder.rglob("*.json")):
-        place = path.relative_to(folder).parts[:-1]
+        folders = path.relative_to(folder).parts[:-1]
         try:
-            found = _damage(path) or list(_of_kind(folder, path, place))
+            problems = _damage(path) or list(_of_kind(folder, path, folders))
         except OSError as error:
-            found = [Finding(path, 1, f"it cannot be read: {error.strerror}")]
+            problems = [Problem(path, 1, f"it cannot be read: {error.strerror}")]
         except BaselineError as error:
-            found = [Finding(path, _line_of(path, str(error)), _without(path, str(error)))]
-        tables_are_sound = tables_are_sound and not (found and place == (published.FOLDER,))
-        yield from found
+            problems = [Problem(path, _line_of(path, str(error)), _without(path, str(error)))]
+        tables_are_sound = tables_are_sound and not (problems and folders == (published.FOLDER,))
+        yield from problems
     tables = folder / published.FOLDER
     if tables_are_sound and any(tables.glob("*.json")):
         try:
             published.PublishedStore(tables)
         except BaselineError as error:  # of one table beside another
-            yield Finding(tables, 1, str(error))
+            yield Problem(tables, 1, str(error))
 
 
-def _of_kind(folder: Path, path: Path, place: Sequence[str]) -> Iterator[Finding]:
+def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Problem]:
     """Raises:
     BaselineError: the file is not sound.
     """
-    match place:
+    match folders:
         case [published.FOLDER]:
             published.load(path)
         case [device] if device != predictions.FOLDER:
@@ -93,7 +93,7 @@ def _of_kind(folder: Path, path: Path, place: Sequence[str]) -> Iterator[Finding
             yield from _names(path, [(key, entry.case, entry.scale) for key, entry in recorded.items()])
             yield from _form(path, predictions.rewritten(path))
         case _:
-            yield Finding(path, 1, _MISPLACED)
+            yield Problem(path, 1, _MISPLACED)
 
 
 _MISPLACED: Final = (
@@ -102,12 +102,12 @@ _MISPLACED: Final = (
 _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 
-def _damage(path: Path) -> list[Finding]:
-    """What makes the rest meaningless: markers of a merge, and names that stand twice in one object."""
+def _damage(path: Path) -> list[Problem]:
+    """Return problems that make the others meaningless: markers of a merge, and names that stand twice in one object."""
     data = path.read_bytes()
     text = data.decode(errors="replace")
     if markers := conflicts(data):
-        return [Finding(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]
+        return [Problem(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]
     twice: list[str] = []
 
     def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,21 +118,21 @@ def _damage(path: Path) -> list[Finding]:
     try:
         json.loads(text, object_pairs_hook=note)
     except json.JSONDecodeError as error:
-        return [Finding(path, error.lineno, f"no JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
+        return [Problem(path, error.lineno, f"no JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        return [Finding(path, 1, f"no JSON that can be read: {error}; {_RECORD_AGAIN}")]
+        return [Problem(path, 1, f"no JSON that can be read: {error}; {_RECORD_AGAIN}")]
     return [
-        Finding(path, _line_of_name(text, name, last=True), f"{name} stands here a second time; delete one of them")
+        Problem(path, _line_of_name(text, name, last=True), f"{name} stands here a second time; delete one of them")
         for name in twice
     ]
 
 
-def _names(path: Path, entries: Sequence[tuple[str, Case, Scale]]) -> Iterator[Finding]:
+def _names(path: Path, entries: Sequence[tuple[str, Case, Scale]]) -> Iterator[Problem]:
     text = path.read_text()
     for key, case, scale in entries:
         if not _is_name(key.removesuffix("@tiny") if scale == "tiny" else key, case):
             sentence = f"{key} is no name of the case in it, {case}, so no run finds it; {_RECORD_AGAIN}"
-            yield Finding(path, _line_of_name(text, key), sentence)
+            yield Problem(path, _line_of_name(text, key), sentence)
 
 
 def _is_name(key: str, case: Case) -> bool:
@@ -153,7 +153,7 @@ def _is_name(key: str, case: Case) -> bool:
     return True
 
 
-def _form(path: Path, expected: bytes) -> Iterator[Finding]:
+def _form(path: Path, expected: bytes) -> Iterator[Problem]:
     """Raises:
     OSError: the file cannot be read.
     """
@@ -161,39 +161,44 @@ def _form(path: Path, expected: bytes) -> Iterator[Finding]:
     if present == expected:
         return
     lines, wanted = present.splitlines(), expected.splitlines()
-    same = next((at for at, (one, other) in enumerate(zip(lines, wanted, strict=False)) if one != other), None)
-    at = min(len(lines), len(wanted)) if same is None else same
-    instead = wanted[at].decode().strip() if at < len(wanted) else "the end of the file"
-    yield Finding(path, at + 1, f"not as an update writes it, which has {instead} here: was it edited? {_RECORD_AGAIN}")
+    first_difference = next(
+        (index for index, (line, wanted_line) in enumerate(zip(lines, wanted, strict=False)) if line != wanted_line), None
+    )
+    index = min(len(lines), len(wanted)) if first_difference is None else first_difference
+    instead = wanted[index].decode().strip() if index < len(wanted) else "the end of the file"
+    yield Problem(path, index + 1, f"not as an update writes it, which has {instead} here: was it edited? {_RECORD_AGAIN}")
 
 
-def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[Finding]:
-    """How days differ is not in runs of one session; a CPU's memory is exact, and its time is not judged."""
+def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[Problem]:
+    """Warn of cases whose runs are all of one session, which do not show how days differ.
+
+    A CPU gets no warning: its memory is exact, and its time is not judged.
+    """
     alone = [entry for entry in stored if len(entry.runs) > 1 and len({run.session for run in entry.runs}) == 1]
     if alone and device != CPU:
         sentence = (
             f"all runs of {count(len(alone), 'case')} are of one session each, so they do not tell how much days differ"
         )
-        yield Finding(path, 1, sentence, error=False)
+        yield Problem(path, 1, sentence, error=False)
 
 
 def _line_of_name(text: str, name: str, *, last: bool = False) -> int:
-    """Where ``name`` is the name of a value; 1 where that cannot be told."""
-    found = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(name))}\s*:", text)]
-    return text.count("\n", 0, found[-1 if last else 0]) + 1 if found else 1
+    """Return the line in which ``name`` is the name of a value; 1 where there is none."""
+    offsets = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(name))}\s*:", text)]
+    return text.count("\n", 0, offsets[-1 if last else 0]) + 1 if offsets else 1
 
 
 def _line_of(path: Path, sentence: str) -> int:
-    """The line that a store's sentence tells of, by a name or a byte; 1 where it tells of none."""
+    """Return the line that a store's sentence is about, by a name or a byte in it; 1 where it has neither."""
     byte = re.search(r"\(byte (\d+)\)", sentence)
     if byte:
         return path.read_bytes().count(b"\n", 0, int(byte[1])) + 1
     text = path.read_text(errors="replace")
     names = [match[1] for match in re.finditer(r'^ {2}"([^"]+)": \{$', text, re.MULTILINE)]
-    told = [name for name in names if f" {name}" in sentence]
-    return _line_of_name(text, max(told, key=len)) if told else 1
+    named_entries = [name for name in names if f" {name}" in sentence]
+    return _line_of_name(text, max(named_entries, key=len)) if named_entries else 1
 
 
 def _without(path: Path, sentence: str) -> str:
-    """A store's sentence less the path, which stands before it."""
+    """Return a store's sentence without the path, which is printed before it."""
     return re.sub(rf"^(the (baseline file|published table) )?{re.escape(str(path))} ", "", sentence)

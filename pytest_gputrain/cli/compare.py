@@ -1,4 +1,4 @@
-"""The command ``gputrain compare``: one report judged against another."""
+"""Runs the command ``gputrain compare``, which judges one report against another."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from pytest_gputrain.cli.comparison_output import tell
-from pytest_gputrain.gate import prediction as foretold
+from pytest_gputrain.cli.comparison_output import print_comparison
+from pytest_gputrain.gate import prediction as prediction_gate
 from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
 from pytest_gputrain.gate.regression import Circumstances, judge
 from pytest_gputrain.gate.suite_noise import Suites, whole_suite
@@ -62,9 +62,9 @@ def main(options: argparse.Namespace) -> int:
         return 2
     all_slower, sentence = whole_suite(results, tolerance.time)
     only = [f"{key}: only {options.base.name} has it" for key, _ in missing([base], [head])]
-    tell(results, [*only, *filter(None, [sentence])])
-    found = {result.verdict.status for result in results if result.verdict} | ({"regressed"} if all_slower else set())
-    return int(bool(found & set(options.fail_on)))
+    print_comparison(results, [*only, *filter(None, [sentence])])
+    statuses = {result.verdict.status for result in results if result.verdict} | ({"regressed"} if all_slower else set())
+    return int(bool(statuses & set(options.fail_on)))
 
 
 def _tolerance(path: Path, report: Report) -> Tolerance:
@@ -77,11 +77,11 @@ def _tolerance(path: Path, report: Report) -> Tolerance:
         raise BaselineError(f"{path} has no tolerances in its settings; give the file that --gpu-json wrote") from None
 
 
-def compare(base: Report, head: Report, told: str, tolerance: Tolerance) -> list[Result]:
-    """Head's results, each with what it means against base.
+def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) -> list[Result]:
+    """Return the results of ``head``, each with its verdict against ``base``.
 
     Args:
-        told: how to name base.
+        base_name: how sentences name ``base``.
     """
     before, after = by_case(base), by_case(head)
     baselines = {
@@ -89,34 +89,43 @@ def compare(base: Report, head: Report, told: str, tolerance: Tolerance) -> list
         for key, result in before.items()
     }
     suites = Suites()
-    by_suite = {suite: {key: one for (of, key), one in baselines.items() if of == suite and one.runs} for suite, _ in after}
+    by_suite = {
+        suite: {
+            key: baseline
+            for (baseline_suite, key), baseline in baselines.items()
+            if baseline_suite == suite and baseline.runs
+        }
+        for suite, _ in after
+    }
     for (suite, key), result in after.items():
-        known = by_suite[suite].get(key)
-        if known is not None and result.replies:
+        stored = by_suite[suite].get(key)
+        if stored is not None and result.replies:
             circumstances = Circumstances(
                 most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite])
             )
-            suites.add(suite, key, judge(result.case, result.replies, known, tolerance, circumstances=circumstances).first)
+            suites.add(suite, key, judge(result.case, result.replies, stored, tolerance, circumstances=circumstances).first)
     results = []
     for (suite, key), result in after.items():
         if result.prediction is not None:
-            verdict = _foretold(result, before.get((suite, key)), tolerance.memory, told)
+            verdict = _judge_prediction(result, before.get((suite, key)), tolerance.memory, base_name)
         else:
             circumstances = Circumstances(
                 most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite]), shift=suites.shift
             )
             baseline: Baseline | None = baselines.get((suite, key))
-            verdict = verdict_of(result.case, result.replies, baseline, tolerance, circumstances, told)
+            verdict = verdict_of(result.case, result.replies, baseline, tolerance, circumstances, base_name)
         results.append(msgspec.structs.replace(result, verdict=verdict, published=None))
     return results
 
 
-def _foretold(result: Result, before: Result | None, tolerance: MemoryTolerance, told: str) -> Verdict:
+def _judge_prediction(result: Result, before: Result | None, tolerance: MemoryTolerance, base_name: str) -> Verdict:
     assert result.prediction is not None
     if before is None:
-        return Verdict(status="new", sentence=f"{result.case}: {told} has no such case")
+        return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
     if before.prediction is None:
-        return Verdict(status="not-comparable", sentence=f"{result.case}: {told} has no prediction of it")
-    known = Recorded(case=before.case, scale=before.scale, predictions=(before.prediction,))
+        return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no prediction of it")
+    recorded = Recorded(case=before.case, scale=before.scale, predictions=(before.prediction,))
     platform = PLATFORMS.get(result.platform)
-    return foretold.judge(result.case, result.prediction, known, tolerance, platform.title if platform else result.platform)
+    return prediction_gate.judge(
+        result.case, result.prediction, recorded, tolerance, platform.title if platform else result.platform
+    )

@@ -1,4 +1,4 @@
-"""A comparison, printed."""
+"""Prints the comparisons of ``gputrain ab`` and ``gputrain compare``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gputrain.utils.sanitize import shown
 FAILING: Final = ("regressed", "failed")
 
 
-def tell(results: Sequence[Result], more: Iterable[str]) -> tuple[str, ...]:
+def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) -> tuple[str, ...]:
     """Print the table, what changed, and what was not compared; the last of these is returned, too."""
     width, colour = console.paper()
     changed = [
@@ -21,6 +21,6 @@ def tell(results: Sequence[Result], more: Iterable[str]) -> tuple[str, ...]:
         for result in results
         if result.verdict is not None and result.verdict.status in (*FAILING, "improved")
     ]
-    notes = (*terminal.explain(results), *more)
+    notes = (*terminal.explain(results), *further_notes)
     console.put("\n".join([terminal.render(results, width=width, colour=colour), *map(shown, changed), *map(shown, notes)]))
     return notes

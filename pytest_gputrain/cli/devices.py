@@ -1,4 +1,4 @@
-"""The command ``gputrain devices``: the GPUs of this machine, and recordings of what their drivers say."""
+"""Runs the command ``gputrain devices``, which lists the GPUs of this machine and records what their drivers answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.units import format_bytes, format_percent
 
 _READINGS: Final = 5
-"""In a recording, so that counters are seen to count."""
+"""Readings in a recording: several, so that it shows whether counters advance."""
 _SECONDS_BETWEEN: Final = 0.2
 
 
@@ -30,11 +30,11 @@ def add_to(commands: Any) -> None:
         help="list the GPUs here: names, markers, who holds them, and what their drivers tell",
         description="List the GPUs of this machine as their drivers describe them, whatever CUDA_VISIBLE_DEVICES says.",
     )
-    what = devices.add_mutually_exclusive_group()
-    what.add_argument(
+    source = devices.add_mutually_exclusive_group()
+    source.add_argument(
         "--record", type=Path, metavar="FILE", help="write every reply of the drivers' libraries, for a report of a problem"
     )
-    what.add_argument("--replay", type=Path, metavar="FILE", help="list the GPUs of such a file instead")
+    source.add_argument("--replay", type=Path, metavar="FILE", help="list the GPUs of such a file instead")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
         console.put("no GPU is seen here; cases train on the CPU, at tiny scale")
         return 0
     width, colour = console.paper()
-    table = tables.Sheet(title=f"GPUs, driver {_drivers(gpus)}", headers=_HEADERS, rows=tuple(rows), keys=())
+    table = tables.TextTable(title=f"GPUs, driver {_drivers(gpus)}", headers=_HEADERS, rows=tuple(rows), keys=())
     console.put(tables.render([table], "terminal", width=width, colour=colour))
     return 0
 

@@ -1,4 +1,4 @@
-"""The command ``gputrain export``."""
+"""Runs the command ``gputrain export``, which writes reports in the format of another tool."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> list[str]:
-    """Sentences for what the export does not have.
+    """Write the export, and return sentences for what it lacks.
 
     Raises:
         BaselineError: a report cannot be read.

@@ -1,4 +1,4 @@
-"""The command ``gputrain html``."""
+"""Runs the command ``gputrain html``, which writes reports and histories as one HTML file."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def main(options: argparse.Namespace) -> int:
         return _refused(sentence)
     try:
         reports = [read_report(path) for path in options.reports]
-        past = page.look_back(options.history, console.say) if options.history else None
-        page.write(options.output, reports, past, baseline_dir=options.baseline_dir)
+        history_trends = page.read_trends(options.history, console.say) if options.history else None
+        page.write(options.output, reports, history_trends, baseline_dir=options.baseline_dir)
     except (BaselineError, HistoryError) as error:
         return _refused(str(error))
     except OSError as error:

@@ -1,4 +1,7 @@
-"""The command ``gputrain`` and its subcommands, most of which have a module of their own."""
+"""Runs the command ``gputrain``: parses its arguments and calls the subcommand, most of which have their own modules.
+
+The subcommands ``table`` and ``node`` are here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import get_args
 from pytest_gputrain.cli import ab, check_baselines, compare, devices, export, html, trend
 from pytest_gputrain.records import Result
 from pytest_gputrain.report import terminal
-from pytest_gputrain.report.tables import Format, measured_sheet, published_sheet, render
+from pytest_gputrain.report.tables import Format, measured_text_table, published_text_table, render
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.storage.reports import read_report
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ab.main(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    others = {
+    handlers = {
         "check-baselines": check_baselines.main,
         "compare": compare.main,
         "devices": devices.main,
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "table": _print_table,
         "trend": trend.main,
     }
-    return others[options.command](options)
+    return handlers[options.command](options)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -88,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _table(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """What to print, and what to say beside it.
+    """Return what to print, and sentences to print beside it.
 
     Raises:
         BaselineError: a file cannot be read.
@@ -105,25 +108,27 @@ def _table(options: argparse.Namespace) -> tuple[str, list[str]]:
             raise ValueError("nothing to print; give a report, or --published")
         if options.format == "terminal":
             return terminal.render(results, width=width, colour=colour), []
-        return render([measured_sheet(results)], options.format, width=width, colour=False), []
+        return render([measured_text_table(results)], options.format, width=width, colour=False), []
     tables = _chosen(PublishedStore.beside(options.baseline_dir.absolute()), options.published)
-    sheets = [
-        published_sheet(table, platform, _measured(results, platform)) for table in tables for platform in table.platforms
+    text_tables = [
+        published_text_table(table, platform, _measured(results, platform))
+        for table in tables
+        for platform in table.platforms
     ]
-    return render(sheets, options.format, width=width, colour=colour), _left_out(results, tables, path)
+    return render(text_tables, options.format, width=width, colour=colour), _left_out(results, tables, path)
 
 
 def _chosen(store: PublishedStore, names: Sequence[str]) -> tuple[PublishedTable, ...]:
     """Raises:
     ValueError: a table is not known.
     """
-    known = {table.name: table for table in store.tables}
+    tables_by_name = {table.name: table for table in store.tables}
     for name in names:
-        if name not in known:
+        if name not in tables_by_name:
             raise ValueError(
-                f"there is no published table {name!r}; known: {', '.join(known)} (a report is given by --report)"
+                f"there is no published table {name!r}; known: {', '.join(tables_by_name)} (a report is given by --report)"
             )
-    return tuple(known[name] for name in dict.fromkeys(names)) or store.tables
+    return tuple(tables_by_name[name] for name in dict.fromkeys(names)) or store.tables
 
 
 def _measured(results: Sequence[Result], platform: str) -> dict[tuple[str, str], Result]:
@@ -135,16 +140,16 @@ def _left_out(results: Sequence[Result], tables: Sequence[PublishedTable], path:
     """Sentences for results that no table shows."""
     rows = {(row.platform, row.suite, str(row.case)): row for table in tables for row in table.published()}
     platforms = {platform for table in tables for platform in table.platforms}
-    why: Counter[str] = Counter()
+    counts_by_reason: Counter[str] = Counter()
     for result in results:
         row = rows.get((result.platform, result.suite, result.key))
         if result.scale == "tiny":
-            why["measured at tiny scale, which has nothing to do with published figures"] += 1
+            counts_by_reason["measured at tiny scale, which has nothing to do with published figures"] += 1
         elif result.platform not in platforms:
-            why[f"measured on {result.platform}, for which the tables have nothing"] += 1
+            counts_by_reason[f"measured on {result.platform}, for which the tables have nothing"] += 1
         elif row is None:
-            why[f"of {result.platform} without a row in the tables"] += 1
-    return [f"{count} result{'s' if count > 1 else ''} of {path} {reason}" for reason, count in why.items()]
+            counts_by_reason[f"of {result.platform} without a row in the tables"] += 1
+    return [f"{count} result{'s' if count > 1 else ''} of {path} {reason}" for reason, count in counts_by_reason.items()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command ``gputrain trend``: histories in, changes and their commits out."""
+"""Runs the command ``gputrain trend``, which prints where the figures of a history changed, and between which commits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gputrain.records import Change, Course, Moment, Trends
 from pytest_gputrain.report import tables
 from pytest_gputrain.report.html import page
 from pytest_gputrain.report.trend.reading import METRICS, Filter, History
-from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER, courses, shown
+from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER, analyse, shown
 from pytest_gputrain.storage.history import HistoryError
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.units import format_percent, parse_ratio
@@ -70,27 +70,27 @@ def main(options: argparse.Namespace) -> int:
     wanted = Filter(cases=options.case, devices=options.device, branch=options.branch)
     try:
         history = History(options.history, metrics, wanted, console.say)
-        told = tuple(_told(course, options) for course in courses(history, metrics))
+        courses = tuple(_with_wanted_changes(course, options) for course in analyse(history, metrics))
     except HistoryError as error:
         console.say(error)
         return 2
     if options.format == "json":
-        console.put(msgspec.json.format(msgspec.json.encode(Trends(courses=told)), indent=1).decode())
+        console.put(msgspec.json.format(msgspec.json.encode(Trends(courses=courses)), indent=1).decode())
     else:
         width, colour = console.paper()
-        console.put(tables.render(_sheets(told), options.format, width=width, colour=colour))
+        console.put(tables.render(_text_tables(courses), options.format, width=width, colour=colour))
     if options.html is not None:
         try:
-            page.write(options.html, [], page.Past(history, told), baseline_dir=Path("baselines"))
+            page.write(options.html, [], page.HistoryTrends(history, courses), baseline_dir=Path("baselines"))
         except (HistoryError, OSError) as error:
             console.say(f"{options.html} cannot be written: {error}")
             return 2
-    changes = [change for course in told for change in course.changes]
+    changes = [change for course in courses for change in course.changes]
     return int(bool(options.fail_on) and any(change.worse or options.fail_on == "changed" for change in changes))
 
 
-def _told(course: Course, options: argparse.Namespace) -> Course:
-    """The course with the changes that are wanted."""
+def _with_wanted_changes(course: Course, options: argparse.Namespace) -> Course:
+    """Return the course with only those changes that the options ask for."""
     wanted = [
         change
         for change in course.changes
@@ -102,8 +102,8 @@ def _told(course: Course, options: argparse.Namespace) -> Course:
 _TITLES: Final = {"median_step_seconds": "step time", "peak_allocated_bytes": "peak memory"}
 
 
-def _sheets(told: Sequence[Course]) -> list[tables.Sheet]:
-    """Where each case stands, and then, next to the prompt, what changed."""
+def _text_tables(courses: Sequence[Course]) -> list[tables.TextTable]:
+    """Return a table of the current figures and, after it, so that it is next to the prompt, one of the changes."""
     now = [
         (
             *_names(course),
@@ -113,7 +113,7 @@ def _sheets(told: Sequence[Course]) -> list[tables.Sheet]:
             shown(course.metric, course.latest),
             f"{course.since.date[:10]} {course.since.commit}".rstrip(),
         )
-        for course in told
+        for course in courses
     ]
     changed = [
         (
@@ -124,16 +124,18 @@ def _sheets(told: Sequence[Course]) -> list[tables.Sheet]:
             " .. ".join(dict.fromkeys((change.base.date[:10], change.first.date[:10]))),
             ", ".join(change.differences),
         )
-        for course in told
+        for course in courses
         for change in course.changes
     ]
-    found = sum(bool(course.changes) for course in told)
-    summary = f"{count(len(changed), 'change')} in {found} of {len(told)} series"
+    changed_courses = sum(bool(course.changes) for course in courses)
+    summary = f"{count(len(changed), 'change')} in {changed_courses} of {len(courses)} series"
     if not changed:
-        summary = f"no change in {len(told)} series"
+        summary = f"no change in {len(courses)} series"
     return [
-        tables.Sheet(title="Now", headers=(*_NAMES, "Runs", "Level", "Noise", "Latest", "Since"), rows=tuple(now), keys=()),
-        tables.Sheet(
+        tables.TextTable(
+            title="Now", headers=(*_NAMES, "Runs", "Level", "Noise", "Latest", "Since"), rows=tuple(now), keys=()
+        ),
+        tables.TextTable(
             title="Changes",
             headers=(*_NAMES, "Change", "From", "Commits", "Between", "Changed with it"),
             rows=tuple(changed),

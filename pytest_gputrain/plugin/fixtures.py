@@ -1,4 +1,4 @@
-"""The fixtures: ``gputrain`` measures and judges cases, ``gpu`` lends a GPU to code that runs in the test itself."""
+"""Defines the fixtures: ``gputrain`` measures and judges cases, ``gpu`` lends a GPU to code that runs in the test itself."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class GpuTrain:
         try:
             case = self._override(self._case(what, inline, knobs))
             self._runner.check_selection(case, markers, expression, scaling=scaling)
-            own = None if isinstance(what, Case) else what
+            builder = None if isinstance(what, Case) else what
             result = self._runner.run(
                 self._item.nodeid,
                 suite,
@@ -120,14 +120,14 @@ class GpuTrain:
                 judged=judged,
                 scaling=scaling,
                 inline=inline,
-                builder=own if inline else None,
-                module=getattr(own, "__module__", "") or "",
+                builder=builder if inline else None,
+                module=getattr(builder, "__module__", "") or "",
                 terms=terms_of(self._item),
             )
         except CannotRun as reason:
             raise pytest.skip.Exception(shown(str(reason)), _use_item_location=True) from None
         except BadCase as error:
-            # Without the cause: pytest would tell the sentence twice.
+            # Without the cause: pytest would print the sentence twice.
             raise _failed(error) from None
         self._note(result)
         return result
@@ -160,7 +160,7 @@ class GpuTrain:
         return override(case, self._overridden)
 
     def _note(self, result: Result) -> None:
-        """Leave the result where the report of this test finds it."""
+        """Put the result where the report of this test finds it."""
         self._item.stash.setdefault(RESULTS, []).append(result)
         properties: list[tuple[str, object]] = [("gputrain.case", result.key), ("gputrain.device", result.device)]
         if result.verdict is not None:
@@ -182,13 +182,13 @@ class GpuTrain:
             self._item.add_report_section("call", f"worker of {result.case}", detail)
 
 
-def _failed(why: object) -> BaseException:
-    """What fails the test with this sentence."""
-    return pytest.fail.Exception(shown(str(why)), pytrace=False)
+def _failed(reason: object) -> BaseException:
+    """Return the exception that fails the test with this sentence."""
+    return pytest.fail.Exception(shown(str(reason)), pytrace=False)
 
 
 def _address(function: StepBuilder, root: Path) -> str:
-    """``tests/test_mine.py::my_step``.
+    """Return the address of a function by which a worker imports it, as ``tests/test_mine.py::my_step``.
 
     Raises:
         BadCase: a worker could not find the function by file and name.
@@ -216,7 +216,7 @@ def _figures(result: Result) -> Measurement:
 
 
 class _Predicted(Prediction, frozen=True, kw_only=True):
-    """A prediction that is taken for a measurement."""
+    """A prediction in place of a measurement: an attribute that cannot be predicted skips the test."""
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Measurement, name):
@@ -261,5 +261,5 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
 
 
 def expression_of(config: pytest.Config) -> str:
-    """Of ``-m``; empty without one, and without the plugin of pytest that has it."""
+    """Return the expression of ``-m``; empty without one, and without the plugin of pytest that has it."""
     return str(config.getoption("markexpr", "") or "")

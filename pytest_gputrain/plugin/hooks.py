@@ -1,4 +1,4 @@
-"""pytest's hooks, and nothing else: each hands over to the module that does the work."""
+"""Implements pytest's hooks. Each of them calls the module that does the work."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pytest_gputrain.execution.executor import Bench
 from pytest_gputrain.execution.resume import Resumption
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.plugin import late_reports
+from pytest_gputrain.plugin.deselected import DeselectedTests
 from pytest_gputrain.plugin.fixtures import RESULTS, RUNNER, expression_of, gpu, gputrain, gputrain_knobs
-from pytest_gputrain.plugin.left_out import LeftOut
 from pytest_gputrain.plugin.markers import HELP, terms_of
 from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.plugin.settings import read
@@ -25,9 +25,9 @@ from pytest_gputrain.records import Case, Result
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.report import github
-from pytest_gputrain.report.collector import Book
+from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.report.github import Failure
-from pytest_gputrain.report.progress_line import Live
+from pytest_gputrain.report.progress_line import ProgressLine
 from pytest_gputrain.session.dry_run.runner import DryRunner
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.session.selection import Expected, platform_meant, platforms_named, platforms_of
@@ -54,8 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
-        what = "a CPU" if marker == CPU else PLATFORMS[marker].title
-        config.addinivalue_line("markers", f"{marker}: gputrain: declared for {what}")
+        device_title = "a CPU" if marker == CPU else PLATFORMS[marker].title
+        config.addinivalue_line("markers", f"{marker}: gputrain: declared for {device_title}")
     for line in HELP:
         config.addinivalue_line("markers", line)
     try:
@@ -64,9 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
             {option.name: str(config.getini(option.ini)) for option in OPTIONS},
             config.rootpath if config.inipath is None else config.inipath.parent,
         )
-        named = [] if settings.platform is None else [("--gpu-platform", settings.platform)]
-        named += [("--gpu-fleet-args", platform) for platform, _ in settings.fleet_args if platform]
-        for option, platform in named:
+        named_platforms = [] if settings.platform is None else [("--gpu-platform", settings.platform)]
+        named_platforms += [("--gpu-fleet-args", platform) for platform, _ in settings.fleet_args if platform]
+        for option, platform in named_platforms:
             if platform not in MARKERS:
                 hint = did_you_mean(platform, MARKERS)
                 raise ValueError(f"{option}: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
@@ -80,16 +80,16 @@ def pytest_configure(config: pytest.Config) -> None:
         runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, bench)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = GpuTrainPlugin(config, runner, Book(settings, resumption) if on_controller else None)
+    plugin = GpuTrainPlugin(config, runner, Collector(settings, resumption) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
-    config.pluginmanager.register(plugin.left_out, "gputrain-left-out")
+    config.pluginmanager.register(plugin.deselected, "gputrain-left-out")
     config.add_cleanup(plugin.ending.close)
 
 
 def _check_installed() -> None:
     """Raises:
-    ValueError: what an HTML report needs is not there; told now rather than after hours.
+    ValueError: what an HTML report needs is not installed; reported now rather than after hours.
     """
     from pytest_gputrain.report.html import page
 
@@ -98,53 +98,57 @@ def _check_installed() -> None:
 
 
 def _platforms(config: pytest.Config, settings: Settings) -> list[str]:
-    """Those that this run is for, as far as the command line tells."""
+    """Return the platforms that this run is for, as far as the command line names them."""
     return platforms_named(expression_of(config)) if settings.platform is None else [settings.platform]
 
 
 def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
-    """What is predicted for a real run of full size."""
-    named = _platforms(config, settings)
-    if settings.dry_run or settings.scale == "tiny" or len(named) != 1 or named[0] == CPU:
+    """Return the recorded predictions for a run on a GPU at full scale; None where they do not apply."""
+    platforms = _platforms(config, settings)
+    if settings.dry_run or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
         return None
-    return Forecast(settings.baseline_dir, named[0])
+    return Forecast(settings.baseline_dir, platforms[0])
 
 
 def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | None) -> Bench | None:
-    """Where cases run that do not run on this machine.
+    """Return the executor of ``--gpu-fleet``; None where cases run on this machine.
 
     Raises:
         ValueError: it cannot be used, or several platforms are named.
     """
     if settings.fleet is None:
         return None
-    named = _platforms(config, settings) or [CPU]
-    if len(named) != 1:
-        raise ValueError(f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(named)}; name one of them")
+    platforms = _platforms(config, settings) or [CPU]
+    if len(platforms) != 1:
+        raise ValueError(
+            f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(platforms)}; name one of them"
+        )
     from pytest_gputrain.execution.fleet.durations import Durations
     from pytest_gputrain.execution.fleet.executor import FleetBench, engine_of
 
-    durations = Durations(named[0], settings.history, _forecast(config, settings))
-    return FleetBench(settings, named[0], engine_of(settings, named[0]), durations.of, resumption)
+    durations = Durations(platforms[0], settings.history, _forecast(config, settings))
+    return FleetBench(settings, platforms[0], engine_of(settings, platforms[0]), durations.of, resumption)
 
 
 def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
     """Raises:
     ValueError: no platform is named, or several are.
     """
-    named = _platforms(config, settings)
-    if len(named) != 1:
-        found = f"-m names {', '.join(named)}" if named else f"none is named{platform_meant(expression_of(config))}"
-        raise ValueError(f"--gpu-dry-run predicts for one platform, and {found}; add --gpu-platform=h100, or -m h100")
+    platforms = _platforms(config, settings)
+    if len(platforms) != 1:
+        problem = (
+            f"-m names {', '.join(platforms)}" if platforms else f"none is named{platform_meant(expression_of(config))}"
+        )
+        raise ValueError(f"--gpu-dry-run predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100")
     cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
     folder = None
     with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
         folder = None if cache is None else cache.mkdir("gputrain")
-    return DryRunner(settings, named[0], folder)
+    return DryRunner(settings, platforms[0], folder)
 
 
 _MOST_ROWS: Final = 500
-"""Of the tables on the terminal."""
+"""Rows that the tables on the terminal have at most."""
 _MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}
 
 
@@ -160,7 +164,7 @@ def _cases_of(item: pytest.Item) -> list[Case]:
 def _terms_of(item: pytest.Item) -> Terms:
     try:
         return terms_of(item)
-    except BadCase:  # its test will tell
+    except BadCase:  # its test will fail with it
         return NO_TERMS
 
 
@@ -168,25 +172,25 @@ class GpuTrainPlugin:
     """The hooks of one run.
 
     Args:
-        book: gathers the results; None on an xdist worker, whose results travel to the controller with their reports.
+        collector: gathers the results; None on an xdist worker, whose results travel to the controller with their reports.
     """
 
-    def __init__(self, config: pytest.Config, runner: Runner, book: Book | None) -> None:
+    def __init__(self, config: pytest.Config, runner: Runner, collector: Collector | None) -> None:
         self.config = config
         self.runner = runner
-        self.book = book
-        self._live: Live | None = None
+        self.collector = collector
+        self._progress_line: ProgressLine | None = None
         self._measured: defaultdict[str, list[Result]] = defaultdict(list)
         self._failed: set[str] = set()
         self._failures: list[Failure] = []
-        self._told: list[str] | None = None
-        """Of all results, once there will be no more."""
+        self._explanations: list[str] | None = None
+        """The sentences that explain the tables, once all results are there."""
         self._interrupted = False
-        self.left_out = LeftOut(expression_of(config))
+        self.deselected = DeselectedTests(expression_of(config))
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
         self._skipped = False
-        """Whether any test with cases was."""
+        """Whether any test with cases was skipped."""
         self.forecast = _forecast(config, runner.settings)
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
@@ -231,7 +235,7 @@ class GpuTrainPlugin:
                 terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
                 expected += [Expected(suite, case, markers, expression, terms) for case in _cases_of(item)]
         self.runner.expect(expected)
-        if self.book is not None:  # a worker of xdist submits what it runs
+        if self.collector is not None:  # a worker of xdist submits what it runs
             self.runner.look_ahead()
 
     @pytest.hookimpl(trylast=True)  # what other plugins set when they begin, no test has changed
@@ -239,42 +243,42 @@ class GpuTrainPlugin:
         self.runner.bench.environment.begin()
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
-        if self.book is None or terminal is None or not terminal.isatty:
+        if self.collector is None or terminal is None or not terminal.isatty:
             return
         uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
-        self._live = Live(self.config.get_terminal_writer().fullwidth, uncaptured)
-        self.runner.bench.watch = self._live.show
+        self._progress_line = ProgressLine(self.config.get_terminal_writer().fullwidth, uncaptured)
+        self.runner.bench.watch = self._progress_line.show
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         ended = yield
         if session.shouldfail or session.shouldstop:  # a worker of xdist was told to stop
             return ended
-        if self.runner.rounds and self.book is not None:
+        if self.runner.rounds and self.collector is not None:
             late_reports.announce(self.config, self.runner.rounds)
         for result in self.runner.rounds.complete():
-            self._take_in(result)
-        if self.book is not None:
-            regressed, sentence = self.book.shift()
+            self._update(result)
+        if self.collector is not None:
+            regressed, sentence = self.collector.suite_shift()
             if regressed:
                 late_reports.fail(self.config, late_reports.ALL_CASES, sentence)
         return ended
 
-    def _take_in(self, result: Result) -> None:
-        """A result with a further run of its baseline."""
-        if self._live is not None:
-            self._live.clear()
-        if self.book is None:
-            late_reports.leave(self.config, result)
+    def _update(self, result: Result) -> None:
+        """Take in a result again, with a further run of its baseline."""
+        if self._progress_line is not None:
+            self._progress_line.clear()
+        if self.collector is None:
+            late_reports.send_to_controller(self.config, result)
             return
-        self.book.update(result)
+        self.collector.update(result)
         if result.verdict is not None and result.verdict.status != "recorded":
             late_reports.fail(self.config, result.nodeid, result.verdict.sentence, result)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        for result in late_reports.left_by(node):
-            self._take_in(result)
+        for result in late_reports.results_from_worker(node):
+            self._update(result)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -283,10 +287,10 @@ class GpuTrainPlugin:
         try:
             return (yield)
         finally:
-            # No report tells what a test had measured before it was interrupted.
-            if self.book is not None:
+            # No report has what a test had measured before it was interrupted.
+            if self.collector is not None:
                 for result in item.stash.get(RESULTS, []):
-                    self.book.add(result, passed=False)
+                    self.collector.add(result, passed=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -303,9 +307,9 @@ class GpuTrainPlugin:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self._live is not None:
-            self._live.clear()
-        if self.book is None:
+        if self._progress_line is not None:
+            self._progress_line.clear()
+        if self.collector is None:
             return
         if hasattr(report, "gputrain"):  # under xdist, the first that is heard of a case
             # In its call: a mark that skips, or expects a failure, is somebody's decision.
@@ -322,7 +326,7 @@ class GpuTrainPlugin:
         if report.when == "teardown":
             with undisturbed():
                 for result in self._measured.pop(report.nodeid):
-                    self.book.add(result, passed=report.nodeid not in self._failed)
+                    self.collector.add(result, passed=report.nodeid not in self._failed)
 
     def _be_terminable(self) -> None:
         """From the first case on, and not before: runs without cases end as they would without this plugin."""
@@ -336,36 +340,36 @@ class GpuTrainPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-benchmark saves, which is a wrapper, too
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
-        if self.book is not None:
+        if self.collector is not None:
             with undisturbed(to_the_end=True):
-                self._close(self.book, session, exitstatus)
+                self._close(self.collector, session, exitstatus)
         return (yield)
 
-    def _close(self, book: Book, session: pytest.Session, exitstatus: int) -> None:
+    def _close(self, collector: Collector, session: pytest.Session, exitstatus: int) -> None:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
-                book.add(result, passed=False)
-        if self.runner.settings.dry_run and self._skipped and not book.results and exitstatus == pytest.ExitCode.OK:
-            book.notes.append("nothing was predicted: every case was skipped; -rs tells why")
-            book.failed |= self.runner.is_strict("")
-        book.notes += self.left_out.notes()
+                collector.add(result, passed=False)
+        if self.runner.settings.dry_run and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
+            collector.notes.append("nothing was predicted: every case was skipped; -rs tells why")
+            collector.failed |= self.runner.is_strict("")
+        collector.notes += self.deselected.notes()
         # What somebody chose by pytest.exit stays.
         cut_short = self._interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        book.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
-        late_reports.join_benchmarks(self.config, book.results)
-        if book.results or self._failures:
-            self._summarise(book)
-        if book.failed and session.exitstatus == pytest.ExitCode.OK:
+        collector.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
+        late_reports.join_benchmarks(self.config, collector.results)
+        if collector.results or self._failures:
+            self._summarise(collector)
+        if collector.failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _summarise(self, book: Book) -> None:
+    def _summarise(self, collector: Collector) -> None:
         from pytest_gputrain.report import summary
 
         try:
-            summary.write(self.runner.settings.summary, book.results, self._failures, self._notes(book))
+            summary.write(self.runner.settings.summary, collector.results, self._failures, self._notes(collector))
         except OSError as error:
-            book.failed = True
-            book.notes.append(f"the summary cannot be written: {error}")
+            collector.failed = True
+            collector.notes.append(f"the summary cannot be written: {error}")
 
     def pytest_unconfigure(self) -> None:
         with undisturbed(to_the_end=True):
@@ -374,25 +378,25 @@ class GpuTrainPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for command in github.commands(self._failures) if self._annotates() else ():
             terminalreporter.write_line(command)
-        if self.book is None or not (self.book.results or self.book.notes):
+        if self.collector is None or not (self.collector.results or self.collector.notes):
             return
         from pytest_gputrain.report import terminal
 
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
-        if self.book.results:
-            table = terminal.render(self.book.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
+        if self.collector.results:
+            table = terminal.render(self.collector.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
             terminalreporter.write_line(table)
-        for line in self._notes(self.book):
+        for line in self._notes(self.collector):
             terminalreporter.write_line(shown(line))
 
     def _annotates(self) -> bool:
-        """Unless another plugin annotates every failure."""
+        """Return whether failures become annotations of GitHub; not if another plugin annotates every failure."""
         return github.wanted() and not self.config.pluginmanager.hasplugin("pytest_github_actions_annotate_failures")
 
-    def _notes(self, book: Book) -> list[str]:
+    def _notes(self, collector: Collector) -> list[str]:
         from pytest_gputrain.report import studies, terminal
 
-        if self._told is None:
-            self._told = [*terminal.explain(book.results), *studies.explain(book.results)]
-        return [*self._told, *book.notes]
+        if self._explanations is None:
+            self._explanations = [*terminal.explain(collector.results), *studies.explain(collector.results)]
+        return [*self._explanations, *collector.notes]

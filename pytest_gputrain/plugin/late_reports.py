@@ -1,4 +1,4 @@
-"""What is known only when the tests are over, told to the other plugins of pytest, and the way to xdist's controller."""
+"""Reports to other plugins of pytest what is known only after the tests, and sends results to xdist's controller."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | Non
 
 
 def failure_of(report: pytest.TestReport, root: Path) -> Failure:
-    """The failure that a report of a test tells of.
+    """Return the failure that the report of a test is about.
 
     Args:
         root: pytest's own, which the report's path is in.
@@ -62,12 +62,14 @@ def failure_of(report: pytest.TestReport, root: Path) -> Failure:
     crash = getattr(report.longrepr, "reprcrash", None)  # the exception, below any traceback
     text = report.longreprtext if crash is None else crash.message.removeprefix("Failed: ")
     file = root / path
-    known = file.is_file()
-    return Failure(file if known else None, line + 1 if known and line is not None else None, name, text.partition("\n")[0])
+    is_file = file.is_file()
+    return Failure(
+        file if is_file else None, line + 1 if is_file and line is not None else None, name, text.partition("\n")[0]
+    )
 
 
 def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
-    """Put the cases among those that pytest-benchmark is to save or to compare, where it is asked to.
+    """Add the cases to the benchmarks that pytest-benchmark saves or compares, if it is asked to.
 
     Also under xdist, which turns its own benchmarks off: a case has its devices to itself whichever worker asks for it.
     """
@@ -89,13 +91,13 @@ def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
         session.benchmarks.append(benchmark)
 
 
-def leave(config: Any, result: Result) -> None:
-    """On a worker of xdist: leave the latest of a case to the controller."""
-    left = config.workeroutput.setdefault(_OUTPUT, {})
-    left[f"{result.nodeid} {result.key} {result.variables_digest}"] = msgspec.json.encode(result).decode()
+def send_to_controller(config: Any, result: Result) -> None:
+    """Put the latest result of a case where xdist's controller reads it; called on a worker of xdist."""
+    outputs = config.workeroutput.setdefault(_OUTPUT, {})
+    outputs[f"{result.nodeid} {result.key} {result.variables_digest}"] = msgspec.json.encode(result).decode()
 
 
-def left_by(node: Any) -> Iterator[Result]:
-    """On the controller: what a worker left; nothing of one that crashed."""
+def results_from_worker(node: Any) -> Iterator[Result]:
+    """Yield the results that a worker of xdist has sent, none of one that crashed; called on the controller."""
     for text in getattr(node, "workeroutput", {}).get(_OUTPUT, {}).values():
         yield msgspec.json.decode(text, type=Result)

@@ -1,4 +1,4 @@
-"""The markers by which a test states limits and tolerances of its own cases."""
+"""Reads the markers by which a test states limits and tolerances for its own cases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ _EXAMPLES: Final = {
 
 
 def terms_of(item: pytest.Item) -> Terms:
-    """What the markers of a test say; of each keyword the nearest: its parameters', its own, its class's, its file's.
+    """Return the terms that the markers of a test state.
+
+    Of each keyword the nearest marker counts: that of the parameters, of the test, of its class, of its file.
 
     Raises:
         BadCase: a marker that makes no sense, or one that is nearly spelt like these.
@@ -51,26 +53,29 @@ def terms_of(item: pytest.Item) -> Terms:
 
 
 def _nearest(item: pytest.Item, name: str) -> dict[str, tuple[Any, str]]:
-    """Value and place of each keyword that markers of this name give."""
-    found: dict[str, tuple[Any, str]] = {}
-    for where, marks in _levels(item):
+    """Return the value of each keyword that markers of this name have, and where it is stated."""
+    nearest: dict[str, tuple[Any, str]] = {}
+    for location, marks in _levels(item):
         mine = [mark for mark in marks if mark.name == name]
         if len(mine) > 1:
-            raise BadCase(f"{len(mine)} markers {name} are {where}; give one with all it shall say")
+            raise BadCase(f"{len(mine)} markers {name} are {location}; give one with all it shall say")
         for mark in mine:
-            for keyword, value in _read(mark, f"{name} {where}").items():
-                found.setdefault(keyword, (value, f"{name} {where}"))
-    return found
+            for keyword, value in _read(mark, f"{name} {location}").items():
+                nearest.setdefault(keyword, (value, f"{name} {location}"))
+    return nearest
 
 
 def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
-    """The markers that stand at each place, the nearest first. pytest itself takes those of parameters for the test's."""
+    """Yield the markers at each level, the nearest first; pytest itself mixes those of parameters with the test's own."""
     callspec = getattr(item, "callspec", None)
-    given = list(callspec.marks) if callspec else []
+    parameter_marks = list(callspec.marks) if callspec else []
     if callspec:
-        yield f"of the parameters [{callspec.id}]", given
+        yield f"of the parameters [{callspec.id}]", parameter_marks
     test = getattr(item, "originalname", None) or item.name
-    yield f"on {test}", [mark for mark in item.own_markers if not any(mark is one for one in given)]
+    yield (
+        f"on {test}",
+        [mark for mark in item.own_markers if not any(mark is parameter_mark for parameter_mark in parameter_marks)],
+    )
     for node in item.listchain()[-2::-1]:
         if not isinstance(node, pytest.Class):
             yield f"in {node.name}", node.own_markers

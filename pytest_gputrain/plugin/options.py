@@ -1,4 +1,4 @@
-"""Every option once: its flag, its ini twin, its default, its help, and how its text is read."""
+"""Lists every option once: its flag, its name in the ini file, its default, its help, and how its text is parsed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytest_gputrain.records.tolerance import parse_memory_tolerance
 from pytest_gputrain.utils.units import parse_ratio, parse_seconds
 
 _LONGEST_NAME: Final = 255
-"""Bytes of a file's name, on any file system that is likely."""
+"""The most bytes that a file's name may have on common file systems."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +29,12 @@ class Option:
     help: str
     parse: Callable[[str], Any] = str
     default: str = ""
-    """As one would type it; empty for none."""
+    """The default as one would type it; empty for none."""
     metavar: str | None = None
     switch: bool = False
-    """Takes no value on the command line."""
+    """Whether it takes no value on the command line."""
     repeated: bool = False
-    """May be given several times; one a line in the ini file."""
+    """Whether it may be given several times; in the ini file each value is on its own line."""
 
     @property
     def flag(self) -> str:
@@ -65,12 +65,12 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def _switch(text: str) -> bool | None:
-    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    values = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     if text.lower() == "auto":
         return None
-    if text.lower() not in known:
+    if text.lower() not in values:
         raise ValueError(f"{text!r} is neither true, false nor auto")
-    return known[text.lower()]
+    return values[text.lower()]
 
 
 def _endpoint(text: str) -> str:
@@ -93,8 +93,8 @@ def _baseline(text: str) -> str:
 
 
 def _site_arguments(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Catalog marker, empty for all platforms, and arguments of each line."""
-    found = []
+    """Return the catalog marker of each line, empty for all platforms, and its arguments."""
+    arguments = []
     for line in filter(None, map(str.strip, text.splitlines())):
         platform, colon, rest = line.partition(":")
         if platform.startswith("-") or "=" in platform:
@@ -102,10 +102,10 @@ def _site_arguments(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         elif not colon:
             raise ValueError(f"{line!r} is neither arguments nor a platform with some, as 'h100: --partition=gpu'")
         try:
-            found.append((platform.strip(), tuple(shlex.split(rest))))
+            arguments.append((platform.strip(), tuple(shlex.split(rest))))
         except ValueError as error:
             raise ValueError(f"{line!r} cannot be split into arguments: {error}") from None
-    return tuple(found)
+    return tuple(arguments)
 
 
 def _summary(text: str) -> Path | str:

@@ -1,4 +1,4 @@
-"""Reading the settings of a run: from the command line, the ini file and the defaults."""
+"""Reads the settings of a run from the command line, the ini file and the defaults, and refuses contradictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_gputrain.records.settings import Settings
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
-    """Settings from what was typed and what the ini file says: command line before ini before default.
+    """Return the settings; an option of the command line precedes the ini file, which precedes the default.
 
     Args:
         options: value of each option's flag by option name; None where it was not given, a list for one that is repeated.
@@ -25,15 +25,15 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
     for option in OPTIONS:
         typed, written = options.get(option.name), ini.get(option.name, "")
         typed = "\n".join(typed) if isinstance(typed, list) else typed
-        given = typed not in (None, False)
-        text = ("true" if typed is True else str(typed)) if given else (written or option.default)
+        is_typed = typed not in (None, False)
+        text = ("true" if typed is True else str(typed)) if is_typed else (written or option.default)
         try:
-            if given and not text:
+            if is_typed and not text:
                 raise ValueError("it was given without a value")
             value = option.parse(text) if text else None
         except ValueError as error:
-            raise ValueError(f"{option.flag if given else option.ini}: {error}") from None
-        if isinstance(value, Path) and not given:
+            raise ValueError(f"{option.flag if is_typed else option.ini}: {error}") from None
+        if isinstance(value, Path) and not is_typed:
             value = root / value
         values[option.name] = value
     if values["baseline-update"] and values["baseline-update-new-only"]:

@@ -1,4 +1,7 @@
-"""The results of a whole run, gathered where there is one view of them: the only process, or xdist's controller."""
+"""Collects the results of a whole run in the only pytest process, or in xdist's controller, and saves what they become.
+
+Baselines, reports and the history are written by storage and by the other modules of this package.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ from pytest_gputrain.utils.git import Session
 from pytest_gputrain.utils.spill import Cabinet, Shelf
 
 _SAVE_EVERY_SECONDS: Final = 30.0
-_LEAST_PAUSE: Final = 20
-"""Times what the last saving took: files grow with the run, and every saving writes all of them."""
+_PAUSE_FACTOR: Final = 20
+"""The least pause, in multiples of what the last saving took: files grow, and every saving writes all of them."""
 _NOT_ENDED: Final = 2
 """pytest's exit status of a run that was interrupted."""
 
 
-class _Stored(NamedTuple):
+class _RecordedCase(NamedTuple):
     """A case that becomes a baseline, as a test ran it."""
 
     case: Case
@@ -46,7 +49,7 @@ class _Stored(NamedTuple):
     digest: str
 
 
-class Book:
+class Collector:
     """Collects results, stores baselines under the update options, writes the reports and the history.
 
     Baselines and the report are saved now and then and at the end, so that a run that is killed loses half a minute of
@@ -61,14 +64,14 @@ class Book:
         self.failed = False
         """Whether something could not be saved."""
         self._session: Session | None = None
-        self._places: dict[tuple[str, str, str], int] = {}
-        """By test, case and changed variables, where the last result stands."""
-        self._to_come: set[int] = set()
-        """Where results stand whose baselines wait for further runs."""
+        self._indices: dict[tuple[str, str, str], int] = {}
+        """The index of the last result, by test, case and changed variables."""
+        self._incomplete: set[int] = set()
+        """The indices of the results whose baselines wait for further runs."""
         self._pending = _nothing_pending()
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
-        self._stored: dict[tuple[str, str, str], _Stored] = {}
+        self._stored: dict[tuple[str, str, str], _RecordedCase] = {}
         """What becomes a baseline, by device, suite and key."""
         self._records_resumed = False
         """Whether a baseline has runs of an earlier session."""
@@ -87,10 +90,10 @@ class Book:
         Args:
             passed: whether its test did; figures of a test that failed otherwise become no baseline.
         """
-        self._places[result.nodeid, result.key, result.variables_digest] = len(self.results)
+        self._indices[result.nodeid, result.key, result.variables_digest] = len(self.results)
         if not passed:
             result = msgspec.structs.replace(result, to_come=0)
-        self._note_to_come(len(self.results), result)
+        self._note_incomplete(len(self.results), result)
         self.results.append(result)
         if passed:
             self._record_if_complete(result)
@@ -100,25 +103,25 @@ class Book:
 
     def update(self, result: Result) -> None:
         """Take in a result again, with a further run of its baseline."""
-        place = self._places.get((result.nodeid, result.key, result.variables_digest))
-        if place is None:
+        index = self._indices.get((result.nodeid, result.key, result.variables_digest))
+        if index is None:
             return
-        self.results[place] = result
-        self._note_to_come(place, result)
+        self.results[index] = result
+        self._note_incomplete(index, result)
         self._record_if_complete(result)
         if not _is_recorded(result):
             self.notes.append(f"not recorded: {result.case}, because not all runs of its baseline gave figures")
         self._save_now_and_then()
 
-    def _note_to_come(self, place: int, result: Result) -> None:
-        (self._to_come.add if result.to_come else self._to_come.discard)(place)
+    def _note_incomplete(self, index: int, result: Result) -> None:
+        (self._incomplete.add if result.to_come else self._incomplete.discard)(index)
 
     def _record_if_complete(self, result: Result) -> None:
         if _is_recorded(result) and not result.to_come:
             self._record(result)
 
     def _record(self, result: Result) -> None:
-        stored = _Stored(result.case, result.nodeid, result.key, result.variables, result.variables_digest)
+        stored = _RecordedCase(result.case, result.nodeid, result.key, result.variables, result.variables_digest)
         first = self._stored.setdefault((result.device, result.suite, result.key), stored)
         if first.case.identity() != result.case.identity():
             # One process tells this before it measures; the workers of xdist do not know of each other.
@@ -127,7 +130,7 @@ class Book:
             return
         if first.digest != stored.digest:
             chosen, other = (first, stored) if stored.variables else (stored, first)
-            self._leave_out(other, chosen)
+            self._note_left_out(other, chosen)
             if chosen is first:
                 return
             self._stored[result.device, result.suite, result.key] = stored
@@ -141,31 +144,31 @@ class Book:
         baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
         self._pending[result.device, result.suite][result.key] = baseline
 
-    def _leave_out(self, other: _Stored, chosen: _Stored) -> None:
-        """Tell of a test whose figures are no baseline, because those of another environment are."""
-        which = f"{chosen.nodeid}, which changes none"
+    def _note_left_out(self, other: _RecordedCase, chosen: _RecordedCase) -> None:
+        """Note a test whose figures become no baseline, because those of another environment do."""
+        baseline_test = f"{chosen.nodeid}, which changes none"
         if chosen.variables:
             self.failed = True
-            which = (
+            baseline_test = (
                 f"{chosen.nodeid}, which changes {', '.join(chosen.variables)}; give own code a model=NAME for each "
                 "environment, or set the variables before pytest starts, each time with a --gpu-baseline-dir of its own"
             )
         sentence = (
             f"{other.case} is not recorded as {other.nodeid} ran it, which changes environment variables "
-            f"({', '.join(other.variables)}): its baseline is that of {which}"
+            f"({', '.join(other.variables)}): its baseline is that of {baseline_test}"
         )
-        place = self._places[other.nodeid, other.key, other.digest]
+        index = self._indices[other.nodeid, other.key, other.digest]
         verdict = Verdict(status="not-comparable", sentence=sentence)
-        self.results[place] = msgspec.structs.replace(self.results[place], verdict=verdict)
+        self.results[index] = msgspec.structs.replace(self.results[index], verdict=verdict)
 
     def close(self, exit_status: int) -> None:
-        """Save what is to be saved; what cannot be is told in `notes` and kept aside, and sets `failed`."""
+        """Save what is to be saved; what cannot be saved is named in `notes` and written elsewhere, and sets `failed`."""
         if trouble := self._save_baselines():
-            self._keep_aside("; ".join(trouble), self._report(1))
-        self._tell_unfinished()
-        self._tell_resumed()
+            self._write_elsewhere("; ".join(trouble), self._report(1))
+        self._note_unfinished()
+        self._note_resumed()
         self._append_history()
-        if sentence := self.shift()[1]:
+        if sentence := self.suite_shift()[1]:
             self.notes.append(sentence)
         exit_status = exit_status or int(self.failed)
         if changed := [stored for stored in self._stored.values() if stored.variables]:
@@ -183,19 +186,19 @@ class Book:
                 try:
                     write(report, file, self.results)
                 except OSError as error:
-                    self._keep_aside(f"the report {file} cannot be written: {error.strerror}", report)
+                    self._write_elsewhere(f"the report {file} cannot be written: {error.strerror}", report)
 
     def _write_page(self, report: Report, path: Path, results: Sequence[Result]) -> None:
         from pytest_gputrain.report.html import page
 
-        past = None
+        history_trends = None
         if self.settings.history is not None and self.settings.history.exists():
             try:
-                past = page.look_back([self.settings.history], self.notes.append)
+                history_trends = page.read_trends([self.settings.history], self.notes.append)
             except HistoryError as error:
                 self.notes.append(f"{path} shows no trends: {error}")
         whole = msgspec.structs.replace(report, results=(*report.results, *results))
-        page.write(path, [whole], past, baseline_dir=self.settings.baseline_dir)
+        page.write(path, [whole], history_trends, baseline_dir=self.settings.baseline_dir)
 
     def _append_history(self) -> None:
         path = self.settings.history
@@ -205,48 +208,48 @@ class Book:
             lines = history_lines.unwritten(path, history_lines.lines_of(self.results, self.session), self.session)
             repaired = append(path, lines) if lines else ""
         except HistoryError as error:
-            self._keep_aside(f"nothing is appended to the history: {error}", self._report(1))
+            self._write_elsewhere(f"nothing is appended to the history: {error}", self._report(1))
         except OSError as error:
-            self._keep_aside(f"the history {path} cannot be written: {error.strerror}", self._report(1))
+            self._write_elsewhere(f"the history {path} cannot be written: {error.strerror}", self._report(1))
         else:
             appended = f"{count(len(lines), 'line')} appended to {path}" if lines else ""
             self.notes += filter(None, [repaired, appended])
 
-    def _tell_unfinished(self) -> None:
-        """Tell of baselines whose runs were not all there when the run was ended."""
-        if not self._to_come:
+    def _note_unfinished(self) -> None:
+        """Note the baselines whose runs were not all measured when pytest's run was ended."""
+        if not self._incomplete:
             return
         wanted = 0
-        for place in self._to_come:
-            result = self.results[place]
+        for index in self._incomplete:
+            result = self.results[index]
             wanted = len(result.replies) + result.to_come
-            self.results[place] = msgspec.structs.replace(result, verdict=None)
+            self.results[index] = msgspec.structs.replace(result, verdict=None)
         trouble = (
-            f"not recorded: {count(len(self._to_come), 'case')}, because the run was ended before all had {wanted} runs"
+            f"not recorded: {count(len(self._incomplete), 'case')}, because the run was ended before all had {wanted} runs"
         )
         if self.settings.json is None:
-            self._keep_aside(trouble, self._report(1))
+            self._write_elsewhere(trouble, self._report(1))
         else:
             self.notes.append(f"{trouble}; all figures are in {self.settings.json}")
 
-    def _tell_resumed(self) -> None:
+    def _note_resumed(self) -> None:
         if self._resumption is None:
             return
         cases = {(result.device, result.suite, result.key) for result in self.results if result.resumed}
-        told = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumption.path}"
+        sentence = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumption.path}"
         unknown = (
             "" if self._resumption.report.commit and self.session.commit else "; nothing tells whether the code is the same"
         )
-        self.notes.append(told + unknown)
+        self.notes.append(sentence + unknown)
 
-    def shift(self) -> tuple[bool, str]:
+    def suite_shift(self) -> tuple[bool, str]:
         """Whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
         if self.settings.baseline_update == "all":
             return False, ""
         return whole_suite(self.results, self.settings.time_tolerance)
 
     def _save_now_and_then(self) -> None:
-        """What a power cut would take; of what cannot be written the end will tell, when there may be room again."""
+        """Save what a power cut would take. What cannot be written is reported at the end: the disk may have space then."""
         began = time.monotonic()
         if began <= self._save_at:
             return
@@ -255,35 +258,35 @@ class Book:
             with contextlib.suppress(OSError):
                 json_report.write(self._report(_NOT_ENDED), self.settings.json, self.results)
         ended = time.monotonic()
-        self._save_at = ended + max(_SAVE_EVERY_SECONDS, _LEAST_PAUSE * (ended - began))
+        self._save_at = ended + max(_SAVE_EVERY_SECONDS, _PAUSE_FACTOR * (ended - began))
 
     def _save_baselines(self) -> list[str]:
-        """What kept some from being saved, which wait for the next time."""
+        """Save the baselines, and return why some could not be saved; those wait for the next time."""
         measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
         return [*self._save(measured.update, self._pending), *self._save(predicted.update, self._predicted)]
 
     def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
-        for place, entries in list(waiting.items()):
+        for group, entries in list(waiting.items()):
             try:
-                path = update(*place, entries)
+                path = update(*group, entries)
             except BaselineError as error:
                 yield str(error)
             else:
-                self._recorded[path] = self._recorded.get(path, 0) + len(waiting.pop(place))
+                self._recorded[path] = self._recorded.get(path, 0) + len(waiting.pop(group))
 
-    def _keep_aside(self, trouble: str, report: Report) -> None:
-        """Write every figure somewhere else."""
+    def _write_elsewhere(self, trouble: str, report: Report) -> None:
+        """Write every figure to a file in the temporary folder, because its own file cannot be written."""
         self.failed = True
-        aside = Path(tempfile.gettempdir()) / f"gputrain-{report.session}.json"
+        elsewhere = Path(tempfile.gettempdir()) / f"gputrain-{report.session}.json"
         try:
-            json_report.write(report, aside, self.results)
+            json_report.write(report, elsewhere, self.results)
         except OSError as error:
-            self.notes.append(f"{trouble}; nor could the figures be kept in {aside}: {error.strerror}")
+            self.notes.append(f"{trouble}; nor could the figures be kept in {elsewhere}: {error.strerror}")
         else:
-            self.notes.append(f"{trouble}; all figures are in {aside}")
+            self.notes.append(f"{trouble}; all figures are in {elsewhere}")
 
     def _report(self, exit_status: int) -> Report:
-        """All but this run's results."""
+        """Return the report without the results of this run, which are written one by one."""
         settings = msgspec.to_builtins(self.settings, enc_hook=str)
         return Report(
             generator=json_report.generator(),
@@ -301,12 +304,12 @@ class Book:
 
 
 def _utf8(text: str) -> str:
-    """Whatever the operating system calls a file, JSON can say."""
+    """Return the text with what UTF-8 cannot encode escaped: a file's name may be any bytes."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _nothing_pending() -> defaultdict[tuple[str, str], Cabinet[str, Baseline]]:
-    """By device and suite, baselines that are not saved yet."""
+    """Return an empty collection of baselines that are not saved yet, by device and suite."""
     return defaultdict(lambda: Cabinet(Baseline))
 
 

@@ -1,4 +1,4 @@
-"""Failures as GitHub's annotations: workflow commands in the log, which it shows on the lines of the tests.
+"""Writes failures as annotations of GitHub: workflow commands in the log, which it shows on the lines of the tests.
 
 Form: https://docs.github.com/actions/reference/workflow-commands-for-github-actions. Escaping: `escapeData` and
 `escapeProperty` of ``packages/core/src/command.ts`` in actions/toolkit.
@@ -51,7 +51,7 @@ def _command(failure: Failure) -> str:
 
 
 def _in_repository(path: Path | None) -> str:
-    """Relative to where GitHub has checked the repository out."""
+    """Return the path relative to the folder into which GitHub has checked the repository out."""
     if path is None:
         return ""
     workspace = os.environ.get("GITHUB_WORKSPACE", "")

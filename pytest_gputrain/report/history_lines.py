@@ -1,4 +1,4 @@
-"""The lines that a run leaves in the history, one for each case: made of results, and appended by storage."""
+"""Makes the lines of the history from the results of a run, one for each case; storage appends them to the file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pytest_gputrain.utils.spill import Picked
 from pytest_gputrain.utils.units import format_topology
 
 
-class _Place(msgspec.Struct, frozen=True):
-    """What no two lines share."""
+class _LineIdentity(msgspec.Struct, frozen=True):
+    """The fields of a line that no two lines share."""
 
     session: str
     device: str
@@ -41,7 +41,9 @@ def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
     """
     everything = Picked(results, range(len(results)))
     declared = everything.those(lambda result: result.search is None and not result.loss_curves)
-    return [_line_of(part, of) for result in latest(declared) for part, of in _by_session(result, session)]
+    return [
+        _line_of(part, part_session) for result in latest(declared) for part, part_session in _by_session(result, session)
+    ]
 
 
 def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> list[HistoryLine]:
@@ -52,8 +54,8 @@ def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> lis
     """
     if not path.exists() or all(line.session == session.id for line in lines):
         return list(lines)
-    there = {place for _, place in read(path, _Place, lambda torn: None)}  # appending tells of a torn line
-    return [line for line in lines if _Place(line.session, line.device, line.suite, line.key) not in there]
+    present = {identity for _, identity in read(path, _LineIdentity, lambda torn: None)}  # appending tells of a torn line
+    return [line for line in lines if _LineIdentity(line.session, line.device, line.suite, line.key) not in present]
 
 
 def _by_session(result: Result, session: Session) -> Iterator[tuple[Result, Session]]:
@@ -61,16 +63,19 @@ def _by_session(result: Result, session: Session) -> Iterator[tuple[Result, Sess
     if not result.resumed:
         yield result, session
         return
-    sessions = [Session(id=one.session, created=one.date, commit=one.commit, branch=one.branch) for one in result.resumed]
-    counts = [one.runs for one in result.resumed]
+    sessions = [
+        Session(id=origin.session, created=origin.date, commit=origin.commit, branch=origin.branch)
+        for origin in result.resumed
+    ]
+    counts = [origin.runs for origin in result.resumed]
     ends = [*itertools.accumulate(counts), len(result.replies)]
     begin = 0
-    for end, of in zip(ends, [*sessions, session], strict=True):
+    for end, part_session in zip(ends, [*sessions, session], strict=True):
         replies, begin = result.replies[begin:end], end
         if replies:
             summary = summarise(result.case, result.platform, replies)
             verdict = result.verdict if end == len(result.replies) else None
-            yield msgspec.structs.replace(result, replies=replies, summary=summary, verdict=verdict), of
+            yield msgspec.structs.replace(result, replies=replies, summary=summary, verdict=verdict), part_session
 
 
 def _line_of(result: Result, session: Session) -> HistoryLine:
@@ -91,9 +96,9 @@ def _line_of(result: Result, session: Session) -> HistoryLine:
     first = measured[0] if measured else None
     losses = first.losses if first else ()
     compared = {
-        f"{which}_{name}": _compared(result, metric, which)
+        f"{field}_{name}": _compared(result, metric, field)
         for metric, name in _COMPARED.items()
-        for which in ("baseline", "limit")
+        for field in ("baseline", "limit")
     }
     time = verdict.metric("step_seconds") if verdict else None
     return HistoryLine(
@@ -171,28 +176,28 @@ _COMPARED: Final[dict[MetricName, str]] = {
 def _count(result: Result, measured: Sequence[Measurement], name: str) -> int | None:
     if result.prediction is not None:
         return getattr(result.prediction, name, None)
-    known = [value for run in measured if (value := getattr(run, name)) is not None]
-    return statistics.median_high(known) if known else None
+    values = [value for run in measured if (value := getattr(run, name)) is not None]
+    return statistics.median_high(values) if values else None
 
 
 def _phase(result: Result, measured: Sequence[Measurement], phase: TrainingPhase) -> int | None:
     if result.prediction is not None:
         return result.prediction.phase_peak_bytes.get(phase)
-    known = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
-    return statistics.median_high(known) if known else None
+    peaks = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
+    return statistics.median_high(peaks) if peaks else None
 
 
-def _compared(result: Result, metric: MetricName, which: str) -> float | int | None:
-    found = result.verdict.metric(metric) if result.verdict else None
-    value: float | None = getattr(found, which) if found else None
+def _compared(result: Result, metric: MetricName, field: str) -> float | int | None:
+    metric_verdict = result.verdict.metric(metric) if result.verdict else None
+    value: float | None = getattr(metric_verdict, field) if metric_verdict else None
     return round(value) if value is not None and metric.endswith("_bytes") else value
 
 
 def _machine(environment: Environment | None) -> dict[str, Any]:
     if environment is None:
         return dict.fromkeys(_MACHINE)
-    told = {name: getattr(environment, field) for name, field in _MACHINE.items()}
-    return {**told, "topology": format_topology(environment.topology) if environment.topology else None}
+    facts = {name: getattr(environment, field) for name, field in _MACHINE.items()}
+    return {**facts, "topology": format_topology(environment.topology) if environment.topology else None}
 
 
 _SAME: Final = ("device_name", "device_type", "device_count", "device_memory_bytes", "topology", "host", "cpu_model", "os")
@@ -204,7 +209,7 @@ _MACHINE: Final = {
 
 
 def _knobs(result: Result) -> dict[str, Any]:
-    """The case, with one type for each knob."""
+    """Return the knobs of the case, each always as one type."""
     case = result.case
     names = [name for name in case.__struct_fields__ if name not in ("named", "platforms")]
     knobs = {name: getattr(case, name) for name in names}

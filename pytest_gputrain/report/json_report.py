@@ -1,4 +1,4 @@
-"""The JSON report and its schema."""
+"""Writes the JSON report of ``--gpu-json`` and generates its schema; storage reads such reports."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.files import write_atomically
 
 
-def write(report: Report, path: Path, more: Iterable[Result] = ()) -> None:
+def write(report: Report, path: Path, more_results: Iterable[Result] = ()) -> None:
     """Write ``report`` as indented JSON, whole or not at all.
 
     Args:
-        more: results after those of the report; they need not be in memory all at once.
+        more_results: results after those of the report; they need not be in memory all at once.
 
     Raises:
         OSError: it cannot be written.
     """
-    results = itertools.chain(report.results, more)
+    results = itertools.chain(report.results, more_results)
     write_atomically(path, json_text.document(msgspec.structs.replace(report, results=()), map(json_text.item, results)))
 
 

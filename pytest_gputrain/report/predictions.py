@@ -1,4 +1,4 @@
-"""Table and sentences of ``--gpu-dry-run``."""
+"""Makes the table and the sentences that ``--gpu-dry-run`` prints on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WIDE: Final = 110
-"""Columns of a terminal that has room for all figures."""
+"""Columns of a terminal that is wide enough for all figures."""
 _SHOWN_PEAKS: Final = 4
 """Results up to whose number the tensors at the peaks are shown; the JSON report has them all."""
 _SHOWN_TENSORS: Final = 3
@@ -27,34 +27,36 @@ def table(
     """A row for each case: memory as the driver shows it, allocated, FLOPs and the least time of a step, whether it fits."""
     figures: dict[str, Callable[[Prediction], str]] = {
         "Memory": _memory,
-        "Allocated": lambda one: format_bytes(one.peak_allocated_bytes),
-        "(Model)": lambda one: "" if one.model_bytes is None else f"({format_bytes(one.model_bytes)})",
-        "Peak in": lambda one: one.peak_phase,
-        "Compute": lambda one: format_flops(one.flops_per_step + one.recomputed_flops_per_step),
-        "Roofline": lambda one: "" if one.roofline_seconds is None else format_seconds(one.roofline_seconds),
-        "Fits": lambda one: "" if one.fits is None else "yes" if one.fits else "no",
+        "Allocated": lambda prediction: format_bytes(prediction.peak_allocated_bytes),
+        "(Model)": lambda prediction: "" if prediction.model_bytes is None else f"({format_bytes(prediction.model_bytes)})",
+        "Peak in": lambda prediction: prediction.peak_phase,
+        "Compute": lambda prediction: format_flops(prediction.flops_per_step + prediction.recomputed_flops_per_step),
+        "Roofline": lambda prediction: (
+            "" if prediction.roofline_seconds is None else format_seconds(prediction.roofline_seconds)
+        ),
+        "Fits": lambda prediction: "" if prediction.fits is None else "yes" if prediction.fits else "no",
     }
     if width < _WIDE:
         del figures["(Model)"], figures["Compute"], figures["Peak in"]
-    made = rich_text.table(gap=1 if width >= _WIDE else 0)
-    made.add_column("Case", overflow="fold", width=None if width >= _WIDE else 28)
+    result_table = rich_text.table(gap=1 if width >= _WIDE else 0)
+    result_table.add_column("Case", overflow="fold", width=None if width >= _WIDE else 28)
     for header in figures:
-        made.add_column(header, justify="right", no_wrap=True)
-    made.add_column("Verdict", no_wrap=True)
+        result_table.add_column(header, justify="right", no_wrap=True)
+    result_table.add_column("Verdict", no_wrap=True)
     for result in results:
         cells = [show(result.prediction) if result.prediction else "" for show in figures.values()]
-        made.add_row(*map(rich_text.text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
-    return made
+        result_table.add_row(*map(rich_text.text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
+    return result_table
 
 
 def explain(results: Sequence[Result]) -> list[str]:
-    """What the table means, what does not fit, and what is largest at the peaks where there is room to tell."""
-    known = [(result, result.prediction) for result in results if result.prediction is not None]
-    if not known:
+    """Return sentences: what the table means, which cases do not fit and, of few cases, the largest tensors at the peaks."""
+    predicted = [(result, result.prediction) for result in results if result.prediction is not None]
+    if not predicted:
         return []
-    first = known[0][1]
+    first = predicted[0][1]
     packages = ", ".join(
-        f"{name} {version}" for name, version in sorted({k: v for _, p in known for k, v in p.packages.items()}.items())
+        f"{name} {version}" for name, version in sorted({k: v for _, p in predicted for k, v in p.packages.items()}.items())
     )
     limit = "" if first.target.memory_bytes is None else f" with {format_bytes(first.target.memory_bytes)}"
     how = "the operators of a CPU" if first.fidelity == "cpu" else "CUDA's rules on a CPU's operators"
@@ -63,13 +65,13 @@ def explain(results: Sequence[Result]) -> list[str]:
         lines.append(
             "memory is what the allocator and the driver hold; roofline is the least time of a step at the hardware's peaks"
         )
-    unfit = [str(result.case) for result, one in known if one.fits is False]
+    unfit = [str(result.case) for result, prediction in predicted if prediction.fits is False]
     if unfit:
         lines.append(f"does not fit: {', '.join(unfit)}")
-    if len(known) <= _SHOWN_PEAKS:
-        for result, one in known:
-            largest = one.largest.get(one.peak_phase, ())[:_SHOWN_TENSORS]
-            lines.append(f"{result.case} at its peak, {in_phase(one.peak_phase)}: {', '.join(map(tensor, largest))}")
+    if len(predicted) <= _SHOWN_PEAKS:
+        for result, prediction in predicted:
+            largest = prediction.largest.get(prediction.peak_phase, ())[:_SHOWN_TENSORS]
+            lines.append(f"{result.case} at its peak, {in_phase(prediction.peak_phase)}: {', '.join(map(tensor, largest))}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""One line below pytest's own that shows what the running case does."""
+"""Draws a line below pytest's own that shows what the running case does."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _PHASES: Final = {
 }
 
 
-class Live:
-    """Draws on a terminal; leaves pytest's lines alone.
+class ProgressLine:
+    """Draws the line on a terminal and leaves pytest's lines alone.
 
     Args:
         width: columns of the terminal.
@@ -51,7 +51,7 @@ class Live:
             self._write(f"{_BEGIN}{describe(case, event, run)[: self._width - 1]}{_END}")
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line from the terminal."""
         if self._drawn_at:
             self._drawn_at = 0.0
             self._write(_CLEAR)

@@ -1,4 +1,4 @@
-"""Published figures beside measured ones: a line for each, with what was printed, what was measured, and the ratio."""
+"""Puts published figures beside measured ones: a line for each, with what was printed, what was measured, and the ratio."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Metric(NamedTuple):
     """None where it was not measured."""
 
 
-class Line(NamedTuple):
+class ComparedFigure(NamedTuple):
     """One figure of one case, as text; empty where there is none."""
 
     metric: str
@@ -42,22 +42,22 @@ class Line(NamedTuple):
 
 
 def _peak(field: str) -> Callable[[Result], float | None]:
-    def of(result: Result) -> float | None:
-        known = [
+    def median_peak(result: Result) -> float | None:
+        peaks = [
             value
             for reply in result.replies
             if isinstance(reply, Measurement) and (value := getattr(reply, field)) is not None
         ]
-        return statistics.median_high(known) if known else None
+        return statistics.median_high(peaks) if peaks else None
 
-    return of
+    return median_peak
 
 
 def _update_seconds(result: Result) -> float | None:
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     seconds = [run.update_seconds(result.case.gradient_accumulation) for run in measured]
-    known = [value for value in seconds if value is not None]
-    return statistics.median(known) if known else None
+    measured_seconds = [value for value in seconds if value is not None]
+    return statistics.median(measured_seconds) if measured_seconds else None
 
 
 def _samples_per_second(result: Result, parts: int = 1) -> float | None:
@@ -83,17 +83,17 @@ METRICS: Final = (
 """In the order of display. The time of an epoch is kept with the tables only: nothing here measures one."""
 
 
-def lines(row: Published, result: Result | None) -> Iterator[Line]:
+def compared_figures(row: Published, result: Result | None) -> Iterator[ComparedFigure]:
     """What ``row`` prints, beside what ``result`` measured of it."""
     if row.outcome in _OUTCOMES:
-        yield Line("sec/step", "", _OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
+        yield ComparedFigure("sec/step", "", _OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
     for metric in METRICS:
         for framework, figures in row.figures.items():
             figure: Figure | None = getattr(figures, metric.field)
             if figure is not None:
                 value = metric.measured(result) if result else None
                 ratio = f"{value / figure.middle:.2f}" if value is not None and figure.middle else ""
-                yield Line(metric.title, framework, printed(metric, figure), _shown(metric, result, figure), ratio)
+                yield ComparedFigure(metric.title, framework, printed(metric, figure), _shown(metric, result, figure), ratio)
 
 
 def printed(metric: Metric, figure: Figure) -> str:
@@ -143,18 +143,20 @@ def outcome(result: Result) -> str:
 
 def table(results: Sequence[Result], verdict: Callable[[Result], Text]) -> Table:
     """A line for each case with its verdict, below it one for each figure; readable at 80 columns."""
-    shown = rich_text.table()
-    shown.add_column("Case", overflow="fold")
+    comparison_table = rich_text.table()
+    comparison_table.add_column("Case", overflow="fold")
     for header in ("Published", "Measured", "Ratio"):
-        shown.add_column(header, justify="right", no_wrap=True)
-    shown.add_column("Verdict", no_wrap=True)
+        comparison_table.add_column(header, justify="right", no_wrap=True)
+    comparison_table.add_column("Verdict", no_wrap=True)
     for result in results:
         row = result.published
-        shown.add_row(rich_text.text(str(result.case)), "", "", "", verdict(result))
+        comparison_table.add_row(rich_text.text(str(result.case)), "", "", "", verdict(result))
         several = row is not None and len(row.figures) > 1
-        found = lines(row, result) if row else [Line("sec/step", "", "", _shown(METRICS[0], result), "")]
-        for line in found:
+        figure_lines = (
+            compared_figures(row, result) if row else [ComparedFigure("sec/step", "", "", _shown(METRICS[0], result), "")]
+        )
+        for line in figure_lines:
             framework = f", {FRAMEWORKS.get(line.framework, line.framework)}" if several and line.framework else ""
             cells = (f"  {line.metric}{framework}", line.published, line.measured, line.ratio)
-            shown.add_row(*map(rich_text.text, cells), "")
-    return shown
+            comparison_table.add_row(*map(rich_text.text, cells), "")
+    return comparison_table

@@ -1,4 +1,4 @@
-"""Which results of a run readers are shown, and in which order."""
+"""Selects which results of a run are shown to readers, and says in which order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def latest(results: Sequence[Result]) -> Sequence[Result]:
 
     Those whose test had changed something in the environment come after all others.
     """
-    found: dict[tuple[str, str, str], tuple[bool, bool, int]] = {}
+    chosen: dict[tuple[str, str, str], tuple[bool, bool, int]] = {}
     for index, result in enumerate(results):
-        place = (result.device, result.suite, result.key)
+        identity = (result.device, result.suite, result.key)
         rank = (not result.variables, result.verdict is not None, index)
-        found[place] = max(found.get(place, rank), rank)
-    return Picked(results, [index for _, _, index in found.values()])
+        chosen[identity] = max(chosen.get(identity, rank), rank)
+    return Picked(results, [index for _, _, index in chosen.values()])
 
 
 BY_ATTENTION: Final = (

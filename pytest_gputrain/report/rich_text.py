@@ -1,4 +1,4 @@
-"""How every table looks: rich's console and table with the package's own settings."""
+"""Makes rich's consoles, texts and tables with the settings of this package, so that every table looks alike."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ def console(width: int, colour: bool) -> tuple[Console, io.StringIO]:
     from rich.console import Console
 
     file = io.StringIO()
-    made = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False, legacy_windows=False)
-    return made, file
+    rich_console = Console(
+        file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False, legacy_windows=False
+    )
+    return rich_console, file
 
 
 def text(data: str, style: str = "") -> Text:
-    """What a table or a line shows; as a plain string, rich would take its brackets for markup."""
+    """Return the text that a table or a line shows; of a plain string, rich would take the brackets for markup."""
     from rich.text import Text
 
     return Text(shown(data), style=style)

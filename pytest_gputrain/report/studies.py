@@ -1,4 +1,4 @@
-"""Tables and sentences of ``--gpu-find-batch`` and ``--gpu-loss``."""
+"""Makes the tables and the sentences that ``--gpu-find-batch`` and ``--gpu-loss`` print on the terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def search_table(results: Sequence[Result], names: Names) -> Table:
     for result in results:
         search = result.search
         assert search is not None
-        tries = {one.batch_size: one for one in search.tries}
+        tries = {attempt.batch_size: attempt for attempt in search.tries}
         fastest = tries.get(search.fastest or 0)
         _add_row(
             table,
@@ -53,7 +53,7 @@ def search_table(results: Sequence[Result], names: Names) -> Table:
 
 
 def loss_table(results: Sequence[Result], names: Names) -> Table:
-    """A row per precision."""
+    """Return a table of the loss curves, with a row for each precision."""
     table = _table("First loss", "Last loss", "From fp32", last="Trend")
     for result in results:
         for curve in result.loss_curves:
@@ -79,29 +79,31 @@ def _table(*figures: str, last: str) -> Table:
 
 def _add_row(table: Table, *cells: str) -> None:
     # Text throughout: names come from users, and rich would take their brackets for markup.
-    *others, last = cells
-    table.add_row(*map(rich_text.text, others), rich_text.text(last, style=_STYLES.get(last, "red")))
+    *leading, last = cells
+    table.add_row(*map(rich_text.text, leading), rich_text.text(last, style=_STYLES.get(last, "red")))
 
 
 def _as(result: Result, case: Case) -> Result:
     return msgspec.structs.replace(result, case=case)
 
 
-def _speed(one: Try | None) -> str:
-    if one is None:
+def _speed(attempt: Try | None) -> str:
+    if attempt is None:
         return ""
-    return _OUTCOMES.get(one.outcome, "") if one.samples_per_second is None else format_rate(one.samples_per_second)
+    return (
+        _OUTCOMES.get(attempt.outcome, "") if attempt.samples_per_second is None else format_rate(attempt.samples_per_second)
+    )
 
 
 def _ends(curve: LossCurve) -> tuple[str, str]:
-    """First and last loss."""
-    first, last = (f"{curve.losses[place]:.4g}" if curve.losses else "" for place in (0, -1))
+    """Return the first and the last loss as text."""
+    first, last = (f"{curve.losses[index]:.4g}" if curve.losses else "" for index in (0, -1))
     return first, "not finite" if curve.non_finite_step is not None else last
 
 
 def _trend(curve: LossCurve) -> str:
-    at = f" from step {curve.non_finite_step}" if curve.non_finite_step is not None else ""
-    return f"{curve.trend}{at}" if curve.trend else _OUTCOMES.get(curve.outcome, "")
+    from_step = f" from step {curve.non_finite_step}" if curve.non_finite_step is not None else ""
+    return f"{curve.trend}{from_step}" if curve.trend else _OUTCOMES.get(curve.outcome, "")
 
 
 def explain(results: Sequence[Result]) -> list[str]:
@@ -123,18 +125,20 @@ def explain(results: Sequence[Result]) -> list[str]:
 
 
 def _end_of(search: Search) -> str:
-    """What bounds the largest batch, where it is not memory."""
+    """Return a sentence for what bounds the largest batch, where it is not memory; empty otherwise."""
     if search.largest == search.most:
         return f"the largest batch tried, {search.most}, fits; --gpu-find-batch-max allows more"
     beyond = [
-        one for one in search.tries if one.outcome in ("timed_out", "capped") and one.batch_size > (search.largest or 0)
+        attempt
+        for attempt in search.tries
+        if attempt.outcome in ("timed_out", "capped") and attempt.batch_size > (search.largest or 0)
     ]
-    smallest = min(beyond, key=lambda one: one.batch_size, default=None)
+    smallest = min(beyond, key=lambda attempt: attempt.batch_size, default=None)
     return f"batch {smallest.batch_size} {smallest.reason}" if smallest and search.largest else ""
 
 
 def _counted(sentences: dict[str, str]) -> list[str]:
-    """Each sentence once, with the first case it is about."""
+    """Return each sentence once, with the first case that it is about."""
     about: defaultdict[str, list[str]] = defaultdict(list)
     for key, sentence in sentences.items():
         about[sentence].append(key)

@@ -1,4 +1,4 @@
-"""The run in Markdown, for the page of a CI job: what failed first, then every case in a row.
+"""Writes a run in Markdown for the page of a CI job: first what failed, then a row for every case.
 
 GitHub takes it from the file that ``GITHUB_STEP_SUMMARY`` names, up to 1 MiB for a step; of more it shows nothing at all.
 """
@@ -20,46 +20,48 @@ from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.units import format_bytes, format_seconds
 
 MOST_BYTES: Final = 1024 * 1024
-"""Of all that the commands of a step write."""
+"""The most that all commands of a step may write together."""
 _HEADERS: Final = ("Verdict", "Suite", "Case", "Device", "Sec/step", "Δ time", "Peak memory", "Δ memory")
 _CUT: Final = "\n\nCut here, because GitHub shows 1 MiB of a step at most. The report of `--gpu-json` has all.\n"
 
 
 def write(
-    where: Path | Literal["auto", "none"], results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str]
+    target: Path | Literal["auto", "none"], results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str]
 ) -> None:
     """Write the summary of a run, if it is to have one.
 
     Args:
-        where: a file, which is replaced; ``auto`` for the one that GitHub names, which is appended to, or none elsewhere.
+        target: a file, which is replaced; ``auto`` for the one that GitHub names, which is appended to, or none elsewhere.
 
     Raises:
         OSError: it cannot be written.
     """
-    named = os.environ.get("GITHUB_STEP_SUMMARY", "") if where == "auto" else ""
-    if where == "none" or (where == "auto" and not named):
+    named = os.environ.get("GITHUB_STEP_SUMMARY", "") if target == "auto" else ""
+    if target == "none" or (target == "auto" and not named):
         return
-    found = lines(results, failures, notes)
-    if isinstance(where, Path):
-        write_atomically(where, fitted(found, MOST_BYTES).encode())
+    summary_lines = lines(results, failures, notes)
+    if isinstance(target, Path):
+        write_atomically(target, fitted(summary_lines, MOST_BYTES).encode())
         return
     path = Path(named)
     present = path.stat().st_size if path.exists() else 0
     with path.open("a", encoding="utf-8") as file:  # the step may write more to it, before and after
-        file.write(fitted(found, MOST_BYTES - present))
+        file.write(fitted(summary_lines, MOST_BYTES - present))
 
 
 def lines(results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str]) -> list[str]:
     """The whole summary."""
     cases = sorted(map(_row, latest(results)), key=lambda row: BY_ATTENTION.index(row[0]))
     counts = Counter(row[0] for row in cases)
-    told = ", ".join(f"{counts[status]} {status}" for status in BY_ATTENTION if counts[status])
-    found = [f"## gputrain: {told or 'no case has run'}", ""]
-    found += [f"- **{markdown.escaped(failure.title)}** {markdown.escaped(failure.sentence)}" for failure in failures]
-    found += [""] if failures else []
+    counted_verdicts = ", ".join(f"{counts[status]} {status}" for status in BY_ATTENTION if counts[status])
+    summary_lines = [f"## gputrain: {counted_verdicts or 'no case has run'}", ""]
+    summary_lines += [
+        f"- **{markdown.escaped(failure.title)}** {markdown.escaped(failure.sentence)}" for failure in failures
+    ]
+    summary_lines += [""] if failures else []
     if cases:
-        found += [*markdown.table(_HEADERS, cases), ""]
-    return [*found, *(f"- {markdown.escaped(note)}" for note in notes), ""]
+        summary_lines += [*markdown.table(_HEADERS, cases), ""]
+    return [*summary_lines, *(f"- {markdown.escaped(note)}" for note in notes), ""]
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -74,16 +76,16 @@ def _row(result: Result) -> tuple[str, ...]:
     return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1])
 
 
-def fitted(found: Sequence[str], most_bytes: int) -> str:
-    """As many of the lines as have room, and that there were more."""
-    whole = "\n".join(found)
+def fitted(summary_lines: Sequence[str], most_bytes: int) -> str:
+    """Return as many of the lines as fit into ``most_bytes``, and a sentence where there were more."""
+    whole = "\n".join(summary_lines)
     if len(whole.encode()) <= most_bytes:
         return whole
-    room = most_bytes - len(_CUT.encode())
-    kept: list[str] = []
-    for line in found:
-        room -= len(line.encode()) + 1
-        if room < 0:
+    bytes_left = most_bytes - len(_CUT.encode())
+    fitting: list[str] = []
+    for line in summary_lines:
+        bytes_left -= len(line.encode()) + 1
+        if bytes_left < 0:
             break
-        kept.append(line)
-    return "\n".join(kept) + _CUT if kept else ""
+        fitting.append(line)
+    return "\n".join(fitting) + _CUT if fitting else ""

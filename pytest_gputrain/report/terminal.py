@@ -1,4 +1,4 @@
-"""The table at the end, in the form of the published ones, and what it cannot show."""
+"""Makes the tables that pytest prints at the end of a run, and the sentences for what a table cannot show."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
     groups: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     rows = _rows(results)
     shown = rows if most is None or len(rows) <= most else sorted(rows, key=rows.__getitem__)[:most]
-    for place in sorted(shown):
-        result = results[place]
-        groups[result.suite, _device(result), result.scale].append(place)
+    for index in sorted(shown):
+        result = results[index]
+        groups[result.suite, _device(result), result.scale].append(index)
     console, file = rich_text.console(width, colour)
-    for (suite, device, scale), places in groups.items():
-        members = Picked(results, places)
+    for (suite, device, scale), indices in groups.items():
+        members = Picked(results, indices)
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(rich_text.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
@@ -73,7 +73,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
 
 
 def _rows(results: Sequence[Result]) -> dict[int, int]:
-    """Where the results stand that the tables have, and how little attention each wants."""
+    """Return the indices of the results that the tables show, each with its rank by attention; rank 0 comes first."""
     judged_keys = {(result.suite, result.key, result.variables_digest) for result in results if result.verdict}
     return {
         index: BY_ATTENTION.index(verdict_of(result))
@@ -88,7 +88,7 @@ def explain(results: Sequence[Result]) -> list[str]:
     doubts: defaultdict[str, list[str]] = defaultdict(list)
     reasons: defaultdict[str, int] = defaultdict(int)
     changed: list[str] = []
-    apart: list[str] = []
+    spreads: list[str] = []
     slowed: list[str] = []
     uncompiled: dict[str, None] = {}
     uncounted: defaultdict[str, dict[str, None]] = defaultdict(dict)
@@ -106,14 +106,14 @@ def explain(results: Sequence[Result]) -> list[str]:
         if result.verdict and result.verdict.status == "pass":
             notes = (metric for metric in result.verdict.metrics if metric.status == "pass" and metric.note)
             changed += [f"{result.case}: {_METRICS[metric.metric]} {metric.note}" for metric in notes]
-        apart += [f"{result.case}: {how}" for how in _apart(result)]
+        spreads += [f"{result.case}: {how}" for how in _rank_spread(result)]
         slowed += [f"{result.case}: {why}"] if (why := _slowed_down(result)) else []
         for note in next((reply.notes for reply in result.replies if isinstance(reply, Measurement)), ()):
             uncounted[note][str(result.case)] = None
     lines = [
-        f"{_cases(len(found))} {what}: {found[0]}{_and_more(found)}"
-        for status, what in _DOUBTS.items()
-        if (found := doubts[status])
+        f"{_cases(len(sentences))} {description}: {sentences[0]}{_and_more(sentences)}"
+        for status, description in _DOUBTS.items()
+        if (sentences := doubts[status])
     ]
     lines += _environments(results)
     if uncompiled:
@@ -125,7 +125,7 @@ def explain(results: Sequence[Result]) -> list[str]:
     lines += predictions.explain(results)
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
     lines += [f"{_cases(len(names))}: {note}: {next(iter(names))}{_and_more(names)}" for note, names in uncounted.items()]
-    noted = [*changed, *apart, *slowed]
+    noted = [*changed, *spreads, *slowed]
     lines += noted[:_SHOWN_NOTES]
     if len(noted) > _SHOWN_NOTES:
         lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
@@ -134,18 +134,18 @@ def explain(results: Sequence[Result]) -> list[str]:
 
 def _environments(results: Sequence[Result]) -> Iterator[str]:
     """Which cases ran in environments that differ, and what their tests change there."""
-    found: defaultdict[tuple[str, str, str], dict[str, tuple[str, ...]]] = defaultdict(dict)
+    environments_by_case: defaultdict[tuple[str, str, str], dict[str, tuple[str, ...]]] = defaultdict(dict)
     cases: dict[tuple[str, str, str], str] = {}
     for result in results:
-        place = (result.device, result.suite, result.key)
-        cases[place] = str(result.case)
-        found[place].setdefault(result.variables_digest, (result.nodeid, *result.variables))
-    for place, environments in found.items():
+        identity = (result.device, result.suite, result.key)
+        cases[identity] = str(result.case)
+        environments_by_case[identity].setdefault(result.variables_digest, (result.nodeid, *result.variables))
+    for identity, environments in environments_by_case.items():
         if len(environments) > 1:
             changing = [
                 f"{nodeid} changes {', '.join(names)}" for digest, (nodeid, *names) in environments.items() if digest
             ]
-            yield f"{cases[place]} was run in {len(environments)} environments: {'; '.join(changing)}"
+            yield f"{cases[identity]} was run in {len(environments)} environments: {'; '.join(changing)}"
 
 
 _DOUBTS: Final = {
@@ -160,22 +160,22 @@ _CHANGES: Final[dict[MetricName, str]] = {
     "step_seconds": "Δ time",
     "scaling_efficiency": "Δ scal.",
 }
-"""Metrics that a stored baseline judges."""
+"""The headers of metrics that are judged against a stored baseline."""
 _WIDTH_OF_ALL_COLUMNS: Final = 92
 _WIDTH_OF_SCALING: Final = 17
-"""More, where cases scale."""
+"""The columns that the table needs in addition where cases scale."""
 _SHOWN_NOTES: Final = 6
-_FAR_APART: Final = 0.10
-"""Processes of a case are told of that differ by more than this share of the least, in their own work or in their memory."""
-_FAR_APART_ON_A_CPU: Final = 1.0
+_LARGE_SPREAD: Final = 0.10
+"""Processes of a case are reported if they differ by more than this share of the least, in own work or in memory."""
+_LARGE_SPREAD_ON_CPU: Final = 1.0
 """The same for own work on a CPU, where equal processes beside busy neighbours were 49 % apart."""
-_WORTH_TELLING: Final = 0.01
-"""Of a step; what is less may be many times nearly nothing."""
+_LEAST_SHARE: Final = 0.01
+"""Share of a step below which a lag is not reported: it may be many times nearly nothing."""
 _LONG_SETTING: Final = 28
 """Characters that four lines of a narrow column hold; with more, model, method and setting share a wider one."""
 _JOINED_WIDTH: Final = 34
 _SCALING_WIDTH: Final = 12
-"""What the column of the scaling efficiency takes from the names where there is little room."""
+"""The width that the column of the scaling efficiency takes from the names on a narrow terminal."""
 
 _METRICS: Final[dict[MetricName, str]] = {
     "step_seconds": "step time",
@@ -209,7 +209,7 @@ def _table(results: Sequence[Result], width: int) -> Table:
     figures |= compared
     # Text throughout: names come from users, and rich would take their brackets for markup.
     table = rich_text.table(gap=0 if narrow else 1)
-    # Fixed widths where there is little room: rich would otherwise shrink the figures with the names.
+    # Fixed widths on a narrow terminal: rich would otherwise shrink the figures with the names.
     joined = narrow and (scaling or any(len(_names(result)[2]) > _LONG_SETTING for result in results))
     if joined:
         table.add_column("Case", width=_JOINED_WIDTH - (_SCALING_WIDTH if scaling else 0), overflow="fold")
@@ -234,9 +234,9 @@ def _verdict(result: Result) -> Text:
 
 def _names(result: Result) -> tuple[str, str, str]:
     case = result.case
-    known = architectures().get(case.model)
+    architecture = architectures().get(case.model)
     skip = len(case.model) + 1 + (0 if case.method == "custom" else len(case.method) + 1)
-    return known.title if known else case.model, _METHODS.get(case.method, case.method), str(case)[skip:]
+    return architecture.title if architecture else case.model, _METHODS.get(case.method, case.method), str(case)[skip:]
 
 
 def _peak(result: Result) -> str:
@@ -244,8 +244,8 @@ def _peak(result: Result) -> str:
 
 
 def _model(result: Result) -> str:
-    known = [reply.model_bytes for reply in result.replies if isinstance(reply, Measurement) and reply.model_bytes]
-    return f"({format_bytes(known[0])})" if known else ""
+    model_bytes = [reply.model_bytes for reply in result.replies if isinstance(reply, Measurement) and reply.model_bytes]
+    return f"({format_bytes(model_bytes[0])})" if model_bytes else ""
 
 
 def _seconds(result: Result) -> str:
@@ -253,8 +253,8 @@ def _seconds(result: Result) -> str:
 
 
 def _scaling(result: Result) -> str:
-    known = result.summary.scaling_efficiency if result.summary else None
-    return "" if known is None else format_percent(known, signed=False)
+    efficiency = result.summary.scaling_efficiency if result.summary else None
+    return "" if efficiency is None else format_percent(efficiency, signed=False)
 
 
 def change(name: MetricName, result: Result) -> str:
@@ -267,32 +267,32 @@ def _slowed_down(result: Result) -> str:
     return slowed_down([reply for reply in result.replies if isinstance(reply, Measurement)])
 
 
-def _apart(result: Result) -> Iterator[str]:
-    """What sets the processes of a case apart, where it is much."""
+def _rank_spread(result: Result) -> Iterator[str]:
+    """Yield sentences for large differences between the processes of a case."""
     spread = result.summary.ranks if result.summary else None
     if result.summary is None or spread is None:
         return
-    much = _FAR_APART_ON_A_CPU if result.device == CPU else _FAR_APART
+    much = _LARGE_SPREAD_ON_CPU if result.device == CPU else _LARGE_SPREAD
     median = result.summary.median_step_seconds
     if spread.lag and spread.lag_seconds and spread.lag > much and median:
         share = spread.lag_seconds / median
-        if share > _WORTH_TELLING:
+        if share > _LEAST_SHARE:
             longer = f"{format_percent(spread.lag, signed=False)} ({format_seconds(spread.lag_seconds)} a step) longer"
             yield f"rank {spread.slowest} is slowest: it works {longer} than the fastest before they exchange anything"
     least, most = spread.least_peak_allocated_bytes, spread.most_peak_allocated_bytes
-    if most > least * (1 + _FAR_APART):
+    if most > least * (1 + _LARGE_SPREAD):
         yield f"peak memory of its processes is {format_bytes(least)} to {format_bytes(most)}"
 
 
 def _links(results: Sequence[Result]) -> list[str]:
-    """How the GPUs of the cases are linked, each way once."""
-    known = [
+    """Return a sentence for each different way in which the GPUs of the cases are linked."""
+    topologies = [
         reply.environment.topology
         for result in results
         for reply in result.replies
         if isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None
     ]
-    return [f"GPUs linked by {format_topology(rows)}" for rows in dict.fromkeys(known) if rows]
+    return [f"GPUs linked by {format_topology(rows)}" for rows in dict.fromkeys(topologies) if rows]
 
 
 def _device(result: Result) -> str:
@@ -307,5 +307,5 @@ def _cases(count: int) -> str:
     return f"{count} case{'' if count == 1 else 's'}"
 
 
-def _and_more(found: Collection[str]) -> str:
-    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+def _and_more(items: Collection[str]) -> str:
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

@@ -1,4 +1,4 @@
-"""A machine without torch collects, skips and says what is missing."""
+"""Tests that a machine without torch collects, skips and says what is missing."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Every test here runs pytest in a project of its own, away from this machine's GPUs and its CI."""
+"""Gives every test here a project of its own in which pytest runs, without this machine's GPUs and its CI."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
     monkeypatch.setenv("COLUMNS", "200")
     # Installed for other tests; hypothesis alone costs each run in this process a second.
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
-    made = Project(pytester)
-    made.ini()
-    return made
+    project = Project(pytester)
+    project.ini()
+    return project
 
 
 @pytest.fixture

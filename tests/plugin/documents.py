@@ -1,4 +1,4 @@
-"""README.md and docs/*.md as tests read them: blocks by language, and every command that they show."""
+"""Reads README.md and docs/*.md for tests: blocks by language, and every command that they show."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Command:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return [text for found, text in _FENCED.findall(PAGES[page]) if found == language]
+    return [text for block_language, text in _FENCED.findall(PAGES[page]) if block_language == language]
 
 
 def workflow_steps(page: str) -> Iterator[dict[str, Any]]:

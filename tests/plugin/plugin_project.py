@@ -1,4 +1,4 @@
-"""A project for the tested pytest to run in, and recorded replies where a test is about devices that are not here."""
+"""Provides a project in which the tested pytest runs, and recorded replies of devices that this machine lacks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ HERE = Path(__file__).parent
 def paths(gpus):
     if len(gpus) < 2:
         return ()
-    return tuple(tuple("X" if one is other else "NV18" for other in gpus) for one in gpus)
+    return tuple(tuple("X" if gpu is other else "NV18" for other in gpus) for gpu in gpus)
 
 
 def occupancy(gpus, own):
@@ -147,7 +147,7 @@ class Project:
     def machine(self, device_name: str | None, *, gpus: int = 1, power_limit_watts: float | None = None) -> None:
         """Find ``gpus`` devices of this name, or none, and answer every case with the figures recorded for one."""
         (self.path / "conftest.py").write_text(_STAND_IN)
-        found = [
+        devices = [
             {
                 "index": index,
                 "uuid": f"GPU-{uuid.uuid4()}",
@@ -158,14 +158,14 @@ class Project:
             }
             for index in range(gpus if device_name else 0)
         ]
-        (self.path / "gpus.json").write_text(json.dumps(found))
+        (self.path / "gpus.json").write_text(json.dumps(devices))
         self.answer(recorded("h100_measured", device_name=device_name) if device_name else recorded("cpu_measured"))
 
     def answer(self, *replies: dict[str, Any], to: str = ANY) -> None:
         """From now on, the processes of the case ``to`` give these replies, the last one again and again."""
         file = self.path / "replies.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | {to: replies}))
+        replies_by_key = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(replies_by_key | {to: replies}))
 
     def occupied(self, *, free_bytes: int, processes: int = 0) -> None:
         """From now on, this is what is on the GPUs before a case starts."""
@@ -231,9 +231,9 @@ def assert_refused(project: Project, sentence: str, *arguments: str) -> None:
 
 def only_sentence(result: pytest.RunResult, test: str) -> str:
     """The one line that ``test`` failed with, nothing else having failed."""
-    found = failures(result)
-    assert list(found) == [test]
-    text = found[test]
+    sentences = failures(result)
+    assert list(sentences) == [test]
+    text = sentences[test]
     assert "\n" not in text.strip(), text
     return text.strip()
 

@@ -1,4 +1,4 @@
-"""``gputrain ab``: two versions of the code against each other, each in its place, and nothing left behind."""
+"""Tests ``gputrain ab``: it runs two versions of the code, each in its own folder, and leaves no file and no worktree."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
     repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ab("--base", "fast", "--head", "slow", "--rounds=2", "--json=ab.json", "-k", "gemma or llama-3") == 1
-    told = capsys.readouterr()
-    assert f"\n{GEMMA} is 6.0 % slower at " in told.out
-    assert re.search(rf"Llama 3.1 8B .* {re.escape('pass')}", told.out)
-    assert re.findall("round . of 2: (base|head)", told.err) == ["base", "head", "head", "base"]
+    captured = capsys.readouterr()
+    assert f"\n{GEMMA} is 6.0 % slower at " in captured.out
+    assert re.search(rf"Llama 3.1 8B .* {re.escape('pass')}", captured.out)
+    assert re.findall("round . of 2: (base|head)", captured.err) == ["base", "head", "head", "base"]
     assert _only_worktree(repository)
     report = json.loads((repository.path / "ab.json").read_text())
     assert report["exit_status"] == 1
     assert report["settings"]["base"].startswith("fast (")
-    assert {one["key"]: (one["verdict"]["status"], len(one["replies"])) for one in report["results"]} == {
+    assert {result["key"]: (result["verdict"]["status"], len(result["replies"])) for result in report["results"]} == {
         GEMMA: ("regressed", 2),
         LLAMA: ("pass", 2),
     }
@@ -85,8 +85,8 @@ def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
 def test_the_working_tree_counts_as_it_is(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
     repository.answer(recorded(slower=2), to=GEMMA)
     assert ab("--base", "slow", "--rounds=1", "-k", "gemma") == 1
-    told = capsys.readouterr()
-    assert "head, . (with uncommitted changes)" in told.err
+    captured = capsys.readouterr()
+    assert "head, . (with uncommitted changes)" in captured.err
     assert ab("--base", "fast", "--head", "fast", "--rounds=1", "-k", "gemma") == 0
     assert "files here differ from the last commit; neither side has these changes" in capsys.readouterr().err
 
@@ -97,9 +97,9 @@ def test_a_case_that_base_does_not_have_is_told_and_fails_when_strict(
     test = repository.path / "test_tuning.py"
     test.write_text(test.read_text().replace('"gemma-7b"', '"gemma-2-9b"'))
     assert ab("--base", "fast", "--rounds=1", "-k", "gemma", "--strict") == 1
-    told = capsys.readouterr().out
-    assert re.search(r"gemma-2-9b-lora-bf16: fast \(\w+\) has no such case", told)
-    assert re.search(rf"{GEMMA}: \. .*has it in 0 of 1 rounds, fast \(\w+\) in more", told)
+    output = capsys.readouterr().out
+    assert re.search(r"gemma-2-9b-lora-bf16: fast \(\w+\) has no such case", output)
+    assert re.search(rf"{GEMMA}: \. .*has it in 0 of 1 rounds, fast \(\w+\) in more", output)
 
 
 def test_an_environment_runs_by_its_own_python(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,9 +139,9 @@ def test_what_cannot_be_run_is_told(
 
 
 def test_a_number_of_rounds_that_cannot_be_is_refused(ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         ab("--base=fast", "--rounds=0")
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert "'0' is not a whole number from 1 to 20" in capsys.readouterr().err
 
 
@@ -149,8 +149,8 @@ def test_a_number_of_rounds_that_cannot_be_is_refused(ab: Ab, capsys: pytest.Cap
 def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path: Path, number: int) -> None:
     conftest = repository.path / "conftest.py"
     waits = f"        Path({str(tmp_path / 'reached')!r}).touch()\n        __import__('time').sleep(60)\n"
-    at = "        name = str(task.case)\n"
-    conftest.write_text(conftest.read_text().replace(at, waits + at))
+    anchor = "        name = str(task.case)\n"
+    conftest.write_text(conftest.read_text().replace(anchor, waits + anchor))
     _commit(repository, "hanging")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -166,9 +166,9 @@ def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path:
     while not (tmp_path / "reached").exists() and time.monotonic() < deadline and child.poll() is None:
         time.sleep(0.1)
     child.send_signal(number)
-    _, said = child.communicate(timeout=60)
-    assert child.returncode == 130, said
-    assert said.endswith("gputrain: interrupted; nothing was judged\n")
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert errors.endswith("gputrain: interrupted; nothing was judged\n")
     assert _only_worktree(repository)
     assert list(scratch.glob("gputrain-ab-*")) == []
 

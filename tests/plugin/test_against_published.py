@@ -1,4 +1,4 @@
-"""``--gpu-baseline=published``: verdicts, sentences and the table that a run shows, alone and under several workers."""
+"""Tests ``--gpu-baseline=published``: verdicts, sentences and the table of a run, in one process and under xdist."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def _section(text: str) -> list[str]:
 
 def _of_case(lines: list[str], count: int) -> list[str]:
     """The first ``count`` lines about the Llama case."""
-    at = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
-    return lines[at : at + count]
+    index = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
+    return lines[index : index + count]
 
 
 def test_published_stands_beside_measured_with_the_ratio(suite: Project) -> None:
@@ -209,10 +209,10 @@ def test_two_workers_show_and_report_what_one_does(suite: Project) -> None:
     alone = suite.run(PUBLISHED, "--gpu-json=alone.json")
     both = suite.spawn("-n2", PUBLISHED, "--gpu-json=both.json")
     both.assert_outcomes(passed=2, failed=1)
-    one, two = (
+    first_verdict, second_verdict = (
         sorted(suite.report(name)["results"], key=lambda result: result["nodeid"]) for name in ("alone.json", "both.json")
     )
-    assert one == two
+    assert first_verdict == second_verdict
     tables = (
         sorted(line for line in _section(run.stdout.str()) if line.count(" | ") >= 3 and not line.startswith("Case"))
         for run in (alone, both)

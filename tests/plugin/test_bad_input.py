@@ -1,4 +1,4 @@
-"""What people get wrong: one clear sentence, from the right test only, before anything is launched."""
+"""Tests bad input: one clear sentence, from the right test only, before anything is launched."""
 
 from __future__ import annotations
 
@@ -181,9 +181,9 @@ def test_a_broken_baseline_file_fails_before_anything_is_launched(
     file.write_text(edit(file.read_text()))
     broken = file.read_bytes()
     result = recorded_suite.run("-k", "gemma", "--gpu-baseline-update")
-    found = only_sentence(result, f"test_tuning[{GEMMA}]")
-    pytest.LineMatcher([found]).fnmatch_lines([sentence])
-    assert str(file) in found
+    failure = only_sentence(result, f"test_tuning[{GEMMA}]")
+    pytest.LineMatcher([failure]).fnmatch_lines([sentence])
+    assert str(file) in failure
     assert recorded_suite.launches == []
     assert file.read_bytes() == broken
 

@@ -1,4 +1,4 @@
-"""pytest-benchmark itself reads what is written for it, and writes the cases into its own file."""
+"""Tests that pytest-benchmark reads what is exported for it, and writes the cases into its own file."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_mine(gputrain):
 
 def benchmarks(project: Project, name: str = "bench.json") -> dict[str, dict[str, Any]]:
     """By name in a file of pytest-benchmark."""
-    found = json.loads((project.path / name).read_text())["benchmarks"]
-    by_name = {one["name"]: one for one in found}
-    assert len(by_name) == len(found)
+    benchmarks = json.loads((project.path / name).read_text())["benchmarks"]
+    by_name = {benchmark["name"]: benchmark for benchmark in benchmarks}
+    assert len(by_name) == len(benchmarks)
     return by_name
 
 
@@ -50,25 +50,25 @@ SECONDS = st.lists(st.floats(1e-7, 1e4), min_size=1, max_size=30)
 
 @given(SECONDS)
 def test_statistics_are_those_of_pytest_benchmark(data: list[float]) -> None:
-    own = pytest_benchmark_stats.Stats()
+    reference = pytest_benchmark_stats.Stats()
     for seconds in data:
-        own.update(seconds)
-    found = stats(data)
-    expected = own.as_dict()
-    assert set(found) == {*expected, "data", "iterations"}
+        reference.update(seconds)
+    statistics = stats(data)
+    expected = reference.as_dict()
+    assert set(statistics) == {*expected, "data", "iterations"}
     outliers = ("iqr_outliers", "stddev_outliers", "outliers")  # a step on the border falls on either side by rounding
-    assert {name: found[name] for name in expected if name not in outliers} == pytest.approx(
+    assert {name: statistics[name] for name in expected if name not in outliers} == pytest.approx(
         {name: value for name, value in expected.items() if name not in outliers}
     )
 
 
 def test_statistics_count_outliers_as_pytest_benchmark_does() -> None:
     data = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 9.0]
-    own = pytest_benchmark_stats.Stats()
-    own.data = data
-    found = stats(data)
-    assert [found[name] for name in ("iqr_outliers", "stddev_outliers", "outliers")] == [1, 1, "1;1"]
-    assert found["outliers"] == own.outliers
+    reference = pytest_benchmark_stats.Stats()
+    reference.data = data
+    statistics = stats(data)
+    assert [statistics[name] for name in ("iqr_outliers", "stddev_outliers", "outliers")] == [1, 1, "1;1"]
+    assert statistics["outliers"] == reference.outliers
 
 
 def test_cases_appear_in_the_file_of_pytest_benchmark(suite: Project) -> None:
@@ -87,9 +87,9 @@ def test_what_it_writes_and_what_is_exported_are_the_same(suite: Project, monkey
     suite.run("--benchmark-json=bench.json", "--gpu-json=report.json").assert_outcomes(passed=3)
     monkeypatch.chdir(suite.path)
     assert main(["export", "report.json", "--format=pytest-benchmark", "-o", "exported.json"]) == 0
-    theirs, ours = benchmarks(suite), benchmarks(suite, "exported.json")
-    assert list(theirs) == list(ours) == [LLAMA, GEMMA, LLAMA_2]
-    assert ours == theirs
+    saved, exported = benchmarks(suite), benchmarks(suite, "exported.json")
+    assert list(saved) == list(exported) == [LLAMA, GEMMA, LLAMA_2]
+    assert exported == saved
 
 
 def test_pytest_benchmark_compares_both(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests of one case that change environment variables: each gets figures of its own environment, and says so."""
+"""Checks tests of one case that change environment variables: each gets figures of its own environment, and says so."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import platform
 
 import pytest
-from at_once import stand_in
+from immediate_scheduler import stand_in
 from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA_2, Project, failures, only_sentence, recorded
 
 from pytest_gputrain.cases.libraries import versions
@@ -82,24 +82,28 @@ def test_each_test_has_the_figures_of_its_own_environment(project: Project, node
     project.write(test_mine=WIDE)
     result = project.run("--gpu-json=report.json", *nodeids)
     result.assert_outcomes(passed=len(nodeids))
-    found = peaks(project)
-    (wide,) = found.pop("test_wide")
+    peaks_by_test = peaks(project)
+    (wide,) = peaks_by_test.pop("test_wide")
     assert wide >= 2 * 256 * 64 * 4
-    assert all(narrow[0] < 0.3 * wide for narrow in found.values())
-    names = {one["nodeid"].partition("::")[2]: one["variables"] for one in project.report()["results"]}
+    assert all(narrow[0] < 0.3 * wide for narrow in peaks_by_test.values())
+    names = {result["nodeid"].partition("::")[2]: result["variables"] for result in project.report()["results"]}
     assert names.pop("test_wide") == ["TOKEN", "WIDTH"]
     assert all(none == [] for none in names.values())
     assert SECRET not in (project.path / "report.json").read_text()
-    told = "build-fp32 was run in 2 environments: test_mine.py::test_wide changes TOKEN, WIDTH" in result.stdout.str()
-    assert told is (len(nodeids) > 1)
+    is_mentioned = (
+        "build-fp32 was run in 2 environments: test_mine.py::test_wide changes TOKEN, WIDTH" in result.stdout.str()
+    )
+    assert is_mentioned is (len(nodeids) > 1)
 
 
 def test_a_deleted_variable_is_a_difference(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WIDTH", "256")
     project.write(test_mine=WIDE.replace('monkeypatch.setenv("WIDTH", "256")', 'monkeypatch.delenv("WIDTH")'))
     project.run("--gpu-json=report.json").assert_outcomes(passed=2)
-    found = peaks(project)
-    assert found["test_wide"][0] < 0.3 * found["test_narrow"][0], "names as before: the wide one has none now"
+    peaks_by_test = peaks(project)
+    assert peaks_by_test["test_wide"][0] < 0.3 * peaks_by_test["test_narrow"][0], (
+        "names as before: the wide one has none now"
+    )
 
 
 def test_one_test_can_compare_two_environments(project: Project) -> None:
@@ -121,18 +125,18 @@ def test_both(gputrain, monkeypatch):
 def test_an_inline_run_has_its_own_environment(project: Project) -> None:
     project.write(test_mine=WIDE)
     project.spawn("--gpu-isolation=inline", "--gpu-json=report.json").assert_outcomes(passed=2)
-    found = peaks(project)
-    assert found["test_wide"][0] > 3 * found["test_narrow"][0]
+    peaks_by_test = peaks(project)
+    assert peaks_by_test["test_wide"][0] > 3 * peaks_by_test["test_narrow"][0]
 
 
 def test_workers_of_xdist_do_as_one_process(project: Project) -> None:
     pytest.importorskip("xdist")
     project.write(test_mine=WIDE)
     project.spawn("-n2", "--gpu-json=report.json", "--gpu-baseline-update").assert_outcomes(passed=2)
-    found = peaks(project)
-    assert found["test_wide"][0] > 3 * found["test_narrow"][0]
+    peaks_by_test = peaks(project)
+    assert peaks_by_test["test_wide"][0] > 3 * peaks_by_test["test_narrow"][0]
     (entry,) = project.baselines("mine").values()
-    assert [run["peak_allocated_bytes"] for run in entry["runs"]] == found["test_narrow"]
+    assert [run["peak_allocated_bytes"] for run in entry["runs"]] == peaks_by_test["test_narrow"]
 
 
 @pytest.mark.parametrize("nodeids", [NARROW_FIRST, NARROW_FIRST[::-1]], ids=["first", "last"])
@@ -141,11 +145,13 @@ def test_all_runs_of_a_baseline_are_of_one_environment(project: Project, nodeids
     result = project.run("--gpu-json=report.json", "--gpu-baseline-update", "--gpu-runs=2", *nodeids)
     result.assert_outcomes(passed=2)
     assert result.ret == pytest.ExitCode.OK
-    found = peaks(project)
-    assert [len(set(of_test)) for of_test in found.values()] == [1, 1], "the second runs begin when no test runs any more"
-    assert found["test_wide"][0] > 3 * found["test_narrow"][0]
+    peaks_by_test = peaks(project)
+    assert [len(set(of_test)) for of_test in peaks_by_test.values()] == [1, 1], (
+        "the second runs begin when no test runs any more"
+    )
+    assert peaks_by_test["test_wide"][0] > 3 * peaks_by_test["test_narrow"][0]
     (entry,) = project.baselines("mine").values()
-    assert [run["peak_allocated_bytes"] for run in entry["runs"]] == found["test_narrow"]
+    assert [run["peak_allocated_bytes"] for run in entry["runs"]] == peaks_by_test["test_narrow"]
     assert all("variables" not in run for run in entry["runs"])
     result.stdout.fnmatch_lines(
         [
@@ -316,17 +322,17 @@ def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(
     monkeypatch.setenv("AT_IMPORT", "0")
     project.machine(None)
     project.answer(recorded(device_name=H100))
-    engine = stand_in(monkeypatch)
-    engine.nodes = [(H100, 8)]
+    scheduler = stand_in(monkeypatch)
+    scheduler.nodes = [(H100, 8)]
     cases = 'import os\nos.environ["AT_IMPORT"] = "1"\n' + two().replace(
         "[CASE]", '[CASE, CASE.replace(model="llama-2-13b")]'
     )
     project.write(test_two=cases)
     project.run("-m", "h100", "--gpu-fleet=slurm", "--gpu-platform=h100")
-    ordered = [(str(order.task.case), order.task.variables) for order in engine.orders]
+    ordered = [(str(order.task.case), order.task.variables) for order in scheduler.orders]
     plain, changed = {"AT_IMPORT": "1"}, {"AT_IMPORT": "1", "FLAG": "1"}
-    assert sorted(case for case, of in ordered if of == changed) == sorted([GEMMA, LLAMA_2])
-    assert sorted(case for case, of in ordered if of == plain) == sorted([GEMMA, LLAMA_2])
+    assert sorted(case for case, digest in ordered if digest == changed) == sorted([GEMMA, LLAMA_2])
+    assert sorted(case for case, digest in ordered if digest == plain) == sorted([GEMMA, LLAMA_2])
     assert len(ordered) == 4
 
 

@@ -1,4 +1,4 @@
-"""What docs/ci.md prints to be copied is what GitHub and pre-commit take; test_documented_commands.py has its commands."""
+"""Tests that GitHub and pre-commit accept what docs/ci.md shows; test_documented_commands.py runs its commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from documents import PAGES, ROOT, blocks, workflow_steps
 
 from pytest_gputrain.report.export.formats import FORMATS
 
-WORKFLOWS = [found for found in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "jobs" in found]
+WORKFLOWS = [workflow for workflow in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "jobs" in workflow]
 STEPS = list(workflow_steps("docs/ci.md"))
 
 
@@ -44,7 +44,7 @@ def test_every_format_is_explained() -> None:
 
 def hooks() -> list[dict[str, Any]]:
     shipped = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
-    shown = [found for found in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "repos" in found]
+    shown = [hooks for hooks in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "repos" in hooks]
     return [*shipped, *(hook for config in shown for repo in config["repos"] for hook in repo["hooks"])]
 
 

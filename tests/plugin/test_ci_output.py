@@ -1,4 +1,4 @@
-"""What a run leaves for CI: annotations and the step summary of GitHub, properties in JUnit's XML."""
+"""Tests what a run writes for CI: annotations and the step summary of GitHub, properties in JUnit's XML."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def job(suite: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 def commands(lines: Iterable[str]) -> list[tuple[dict[str, str], str]]:
     """Properties and message of each annotation, read as GitHub's runner does (ActionCommand.TryParseV2, `UnescapeData`)."""
-    found = []
+    annotations = []
     for line in lines:
         if match := re.fullmatch(r"::error (.*?)::(.*)", line, re.DOTALL):
             properties = dict(pair.split("=", 1) for pair in match[1].split(","))
-            found.append(({name: _unescaped(value) for name, value in properties.items()}, _unescaped(match[2])))
-    return found
+            annotations.append(({name: _unescaped(value) for name, value in properties.items()}, _unescaped(match[2])))
+    return annotations
 
 
 def _unescaped(text: str) -> str:
@@ -69,14 +69,14 @@ def test_failures_are_annotated_on_the_lines_of_their_tests(job: Project, worker
     _regress(job)
     result = job.spawn("-n2") if workers else job.run()
     result.assert_outcomes(passed=1, failed=2)
-    found = {properties["title"]: (properties, message) for properties, message in commands(result.stdout.lines)}
-    assert sorted(found) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
-    properties, message = found[f"test_tuning[{GEMMA}]"]
+    annotations = {properties["title"]: (properties, message) for properties, message in commands(result.stdout.lines)}
+    assert sorted(annotations) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
+    properties, message = annotations[f"test_tuning[{GEMMA}]"]
     assert properties["file"] == f"{job.path.name}/test_tuning.py"
     lines = (job.path / "test_tuning.py").read_text().splitlines()
     assert lines[int(properties["line"]) - 1].startswith("@pytest.mark.parametrize")
     assert message.startswith(f"{GEMMA} is 10.0 % slower at 5.17 s a step than baseline 4.70 s")
-    assert found[f"test_tuning[{LLAMA_2}]"][1].startswith(f"{LLAMA_2} gave no measurement (measure in step 4): ")
+    assert annotations[f"test_tuning[{LLAMA_2}]"][1].startswith(f"{LLAMA_2} gave no measurement (measure in step 4): ")
 
 
 def test_annotations_escape_what_would_end_them(job: Project) -> None:
@@ -97,9 +97,9 @@ def test_whatever_a_failure_says_github_reads_it_as_it_is(title: str, sentence: 
 def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -> None:
     job.write(test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], batch_size=[1, 2, 4, 8]'))
     job.answer(recorded("crashed"))
-    found = commands(job.run().stdout.lines)
-    assert len(found) == github.MOST == 10
-    assert found[-1] == (
+    annotations = commands(job.run().stdout.lines)
+    assert len(annotations) == github.MOST == 10
+    assert annotations[-1] == (
         {"title": "gputrain"},
         "3 more tests failed; the summary of the step and the log have all",
     )
@@ -192,9 +192,12 @@ def test_junit_has_the_figures_of_every_case_under_xdist_too(suite: Project) -> 
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.answer(recorded(slower=1.1), to=GEMMA)
     suite.spawn("-n2", "--junitxml=junit.xml").assert_outcomes(passed=2, failed=1)
-    found = properties_of(suite.path / "junit.xml")[f"test_tuning[{GEMMA}]"]
-    assert (found["gputrain.case"], found["gputrain.verdict"]) == (GEMMA, "regressed")
-    assert found["gputrain.device"] == "nvidia-h100-80gb-hbm3"
-    assert float(found["gputrain.median_step_seconds"]) == pytest.approx(5.17)
-    assert (found["gputrain.baseline.step_seconds"], found["gputrain.peak_allocated_bytes"]) == ("4.7", str(35 * GiB))
-    assert found["gputrain.baseline.peak_allocated_bytes"] in (str(35 * GiB), str(float(35 * GiB)))
+    properties = properties_of(suite.path / "junit.xml")[f"test_tuning[{GEMMA}]"]
+    assert (properties["gputrain.case"], properties["gputrain.verdict"]) == (GEMMA, "regressed")
+    assert properties["gputrain.device"] == "nvidia-h100-80gb-hbm3"
+    assert float(properties["gputrain.median_step_seconds"]) == pytest.approx(5.17)
+    assert (properties["gputrain.baseline.step_seconds"], properties["gputrain.peak_allocated_bytes"]) == (
+        "4.7",
+        str(35 * GiB),
+    )
+    assert properties["gputrain.baseline.peak_allocated_bytes"] in (str(35 * GiB), str(float(35 * GiB)))

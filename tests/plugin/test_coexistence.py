@@ -1,4 +1,4 @@
-"""Beside pytest itself and other plugins."""
+"""Tests that the plugin works together with pytest's own options and with other plugins."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def test_last_failed_runs_the_failing_case_only(suite: Project) -> None:
 def test_the_ini_file_sets_what_the_command_line_does(suite: Project) -> None:
     suite.ini("gpu_steps = 4", "gpu_runs = 2", "gpu_timeout = 15min", "gpu_json = report.json", "gpu_scale = tiny")
     suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert [(one["steps"], one["timeout_seconds"], one["scale"]) for one in suite.launches] == [(4, 900.0, "tiny")] * 2
+    assert [(launch["steps"], launch["timeout_seconds"], launch["scale"]) for launch in suite.launches] == [
+        (4, 900.0, "tiny")
+    ] * 2
     assert len(suite.report()["results"]) == 1
 
 

@@ -1,4 +1,4 @@
-"""Tests that compare cases with each other, as docs/invariants.md prints one."""
+"""Runs tests that compare cases with each other, as docs/invariants.md shows one."""
 
 from __future__ import annotations
 

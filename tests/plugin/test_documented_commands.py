@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/*.md does what it can here. A new one falls under a rule, or the test asks for one.
+"""Runs every command of README.md and docs/*.md as far as this machine can. A new command needs a rule here.
 
 pytest really runs on a copy of benchmarks/, with recorded replies instead of processes that train; so do the commands of
 gputrain that read reports, histories and tables. What takes other machines, networks or hours is parsed by the parser that
@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Final
 import msgspec
 import numpy  # noqa: F401  # a process can import it only once, and what tests import is taken out again
 import pytest
-from at_once import stand_in
 from documents import PAGES, ROOT, Command, blocks, commands
+from immediate_scheduler import stand_in
 from packaging.requirements import Requirement
 from plugin_project import H100, RECORDED, Project
 
@@ -37,7 +37,7 @@ OWN_CODE: Final = "import torch"
 """What tells a program that trains its own code from one whose cases are the zoo's."""
 
 
-class Place:
+class CommandProject:
     """A project with the suites of this one, an H100 or none, and the reports that pages take for granted."""
 
     written: ClassVar[dict[str, bytes]] = {}
@@ -90,15 +90,15 @@ class Place:
 
 
 @pytest.fixture
-def place(project: Project, monkeypatch: pytest.MonkeyPatch) -> Place:
+def command_project(project: Project, monkeypatch: pytest.MonkeyPatch) -> CommandProject:
     prediction = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
     monkeypatch.setattr(launcher, "predict", lambda task, **others: prediction)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     stand_in(monkeypatch)
-    return Place(project)
+    return CommandProject(project)
 
 
-def check_pytest(command: Command, place: Place) -> None:
+def check_pytest(command: Command, command_project: CommandProject) -> None:
     words = command.arguments
     tests_of_zoo = [word for word in words if word.startswith("tests/worker/")]
     if tests_of_zoo:  # collecting them imports every library that trains
@@ -107,42 +107,44 @@ def check_pytest(command: Command, place: Place) -> None:
         assert model in architectures()
         assert all((ROOT / path).is_file() for path in paths)
         return
-    place.add_programs(command.page)
-    place.add_reports(*re.findall(r"--gpu-baseline=(\S+\.json)", str(command)))
+    command_project.add_programs(command.page)
+    command_project.add_reports(*re.findall(r"--gpu-baseline=(\S+\.json)", str(command)))
     for name in re.findall(r"--gpu-resume=(\S+\.json)", str(command)):
-        place.add_reports(name)  # those of other libraries would be refused
-        emptied = json.loads((place.path / name).read_text()) | {"results": []}
-        (place.path / name).write_text(json.dumps(emptied))
+        command_project.add_reports(name)  # those of other libraries would be refused
+        emptied = json.loads((command_project.path / name).read_text()) | {"results": []}
+        (command_project.path / name).write_text(json.dumps(emptied))
     if "--benchmark-compare" in words:
-        place.run("benchmarks", "-k", "gemma", "--benchmark-autosave")
-    place.run(*words)
+        command_project.run("benchmarks", "-k", "gemma", "--benchmark-autosave")
+    command_project.run(*words)
 
 
-def check_gputrain(command: Command, place: Place) -> None:
+def check_gputrain(command: Command, command_project: CommandProject) -> None:
     words = [word.replace("*", "one") for word in command.arguments]
     if "--help" in words or (len(words) == 1 and words != ["check-baselines"]):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main.main([words[0], "--help"])
-        assert ended.value.code == 0
+        assert exit_info.value.code == 0
         return
     options, rest = main._parser().parse_known_args(words)
     if options.command == "ab":
-        place.run(*rest)
+        command_project.run(*rest)
     elif options.command == "node":
         assert rest == []
     elif options.command == "devices":
         if options.replay is not None:
-            shutil.copy(ROOT / "tests" / "unit" / "recordings" / "nvidia-h100-x2.json", place.path / options.replay)
+            shutil.copy(
+                ROOT / "tests" / "unit" / "recordings" / "nvidia-h100-x2.json", command_project.path / options.replay
+            )
         assert main.main(words) == 0
     else:
-        outputs = [words[at + 1] for at, word in enumerate(words) if word == "-o"]
-        place.add_reports(*(word for word in words if word.endswith((".json", ".jsonl")) and word not in outputs))
+        outputs = [words[index + 1] for index, word in enumerate(words) if word == "-o"]
+        command_project.add_reports(*(word for word in words if word.endswith((".json", ".jsonl")) and word not in outputs))
         if options.command == "check-baselines":
-            shutil.copytree(ROOT / "baselines", place.path / options.folder)
+            shutil.copytree(ROOT / "baselines", command_project.path / options.folder)
         assert main.main(words) == 0
 
 
-def check_pip(command: Command, place: Place) -> None:
+def check_pip(command: Command, command_project: CommandProject) -> None:
     subcommand, *words = command.arguments
     if subcommand == "freeze":
         assert words in ([], [">", "constraints.txt"])
@@ -158,22 +160,22 @@ def check_pip(command: Command, place: Place) -> None:
             )
 
 
-def check_python(command: Command, place: Place) -> None:
+def check_python(command: Command, command_project: CommandProject) -> None:
     if command.arguments[0] == "-m":
         assert command.arguments[1:-1] == ("venv",)
     else:
-        check_tool(Command(command.page, command.arguments), place)
+        check_tool(Command(command.page, command.arguments), command_project)
 
 
-def check_tool(command: Command, place: Place) -> None:
+def check_tool(command: Command, command_project: CommandProject) -> None:
     """A program of tools/, each of which takes minutes: its options are there."""
     script = (ROOT / command.words[0]).read_text()
     source = script + ((ROOT / "tools" / "claims.py").read_text() if "from claims import" in script else "")
-    known = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    assert {word for word in command.arguments if word.startswith("-")} <= known
+    constants = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert {word for word in command.arguments if word.startswith("-")} <= constants
 
 
-def check_tox(command: Command, place: Place) -> None:
+def check_tox(command: Command, command_project: CommandProject) -> None:
     text = (ROOT / "tox.ini").read_text()
     if command.arguments != ("run-parallel", "--parallel-live"):
         flag, environment = command.arguments
@@ -181,7 +183,7 @@ def check_tox(command: Command, place: Place) -> None:
         assert f"[testenv:{environment}]" in text
 
 
-def check_mutmut(command: Command, place: Place) -> None:
+def check_mutmut(command: Command, command_project: CommandProject) -> None:
     """Takes an hour: what it is told to mutate, and the tests that it runs, are there."""
     assert command.arguments[0] == "run"
     configured = PROJECT["tool"]["mutmut"]
@@ -189,13 +191,13 @@ def check_mutmut(command: Command, place: Place) -> None:
     assert all([*ROOT.glob(name)] for name in files)
 
 
-def check_pytest_benchmark(command: Command, place: Place) -> None:
+def check_pytest_benchmark(command: Command, command_project: CommandProject) -> None:
     benchmark_cli: Any = pytest.importorskip("pytest_benchmark.cli")
     benchmark_cli.make_parser().parse_args(command.arguments)
 
 
 TOOLS: Final = {path.name for path in ROOT.glob("tools/*.py")}
-RULES: Final[dict[str, Callable[[Command, Place], None]]] = {
+RULES: Final[dict[str, Callable[[Command, CommandProject], None]]] = {
     "gputrain": check_gputrain,
     "mutmut": check_mutmut,
     "pip": check_pip,
@@ -208,10 +210,10 @@ RULES: Final[dict[str, Callable[[Command, Place], None]]] = {
 }
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one.program not in NOT_OURS], ids=str)
-def test_command(place: Place, command: Command) -> None:
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.program not in NOT_OURS], ids=str)
+def test_command(command_project: CommandProject, command: Command) -> None:
     assert command.program in RULES, "a program without a rule: say how to check it, or that it is not ours"
-    RULES[command.program](command, place)
+    RULES[command.program](command, command_project)
 
 
 def test_commands_were_found() -> None:
@@ -248,7 +250,7 @@ def test_fragments_are_python_and_settings_exist(page: str) -> None:
         ast.parse(f"{text}\ndef decorated(): ..." if text.startswith("@") else f"({text})" if text.startswith("*") else text)
     for text in blocks(page, "toml"):
         settings = tomllib.loads(text)["tool"]["pytest"]["ini_options"]
-        known = {option.ini: option for option in OPTIONS}
-        assert all(known[name].parse(value) is not None for name, value in settings.items())
+        options = {option.ini: option for option in OPTIONS}
+        assert all(options[name].parse(value) is not None for name, value in settings.items())
     for text in blocks(page, "json"):
         json.loads(text)

@@ -1,4 +1,4 @@
-"""A run that is ended from outside, or that finds no room: what was measured so far is kept, and no process is left."""
+"""Tests runs that are ended from outside or find a full disk: measured figures are saved, and no process is left."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def _hang(project: Project, name: str) -> None:
     """From now on, the launch of a case does not come to an end."""
     conftest = project.path / "conftest.py"
     text = conftest.read_text()
-    at = "        name = str(task.case)\n"
-    assert at in text
+    anchor = "        name = str(task.case)\n"
+    assert anchor in text
     hang = f"        if name == {name!r}:\n            Path('hangs').touch()\n            __import__('time').sleep(600)\n"
-    conftest.write_text(text.replace(at, at + hang))
+    conftest.write_text(text.replace(anchor, anchor + hang))
 
 
 def _ended(project: Project, *arguments: str, by: tuple[int, ...], group: bool = False) -> tuple[int, str, float]:
@@ -121,7 +121,7 @@ def test_under_two_workers_the_tests_that_were_over_are_kept(hanging: Project, n
     assert seconds < 20
 
 
-# No room
+# A full disk
 
 FILLING = f"""{BUILD}
 import sys
@@ -192,10 +192,10 @@ def test_a_full_disk_is_told_and_the_next_case_has_room(project: Project, small_
     project.write(test_filling=FILLING)
     result = project.run(*OPTIONS)
     result.assert_outcomes(passed=1, failed=2)
-    told = failures(result)
+    sentences = failures(result)
     without = r"filling-fp32 gave no measurement \(\w+\): the worker ended with exit code 1 without a reply; 0 B is free in "
-    assert re.fullmatch(without + str(small_disk), told["test_full_in_the_worker"].strip()), told
-    sentence = told["test_full_before_the_worker"].strip()
+    assert re.fullmatch(without + str(small_disk), sentences["test_full_in_the_worker"].strip()), sentences
+    sentence = sentences["test_full_before_the_worker"].strip()
     assert sentence.startswith("other-fp32 was not measured, because its process could not be started: [Errno 28] No space")
     assert "TMPDIR" in sentence
     assert "\n" not in sentence

@@ -1,4 +1,4 @@
-"""What fails after the timed steps: the figures are kept, the case fails, and no baseline is made of it."""
+"""Tests what fails after the timed steps: the figures are reported, the case fails, and no baseline is made of it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ FAULTS = {
 def reply_of(project: Project) -> dict[str, Any]:
     (result,) = project.report()["results"]
     (reply,) = result["replies"]
-    found: dict[str, Any] = reply
-    return found
+    typed_reply: dict[str, Any] = reply
+    return typed_reply
 
 
 @pytest.mark.parametrize(("fault", "sentence"), FAULTS.values(), ids=FAULTS)
@@ -54,9 +54,9 @@ def test_figures_are_kept_and_the_case_fails(project: Project, fault: str, sente
     project.write(test_mine=SUITE.format(fault=fault, more=""))
     result = project.run("--gpu-json=report.json", "--gpu-timeout=20s")
     result.assert_outcomes(failed=1)
-    (told,) = failures(result).values()
-    assert told.startswith("build-fp32 was measured (")
-    assert sentence in told
+    (failure,) = failures(result).values()
+    assert failure.startswith("build-fp32 was measured (")
+    assert sentence in failure
     reply = reply_of(project)
     assert reply["outcome"] in ("crashed", "timed_out")
     assert len(reply["measured"]["step_seconds"]) == 3
@@ -76,8 +76,8 @@ def test_figures_of_a_failed_check_are_kept(project: Project) -> None:
     suite = SUITE.format(fault="pass", more="")
     project.write(test_mine=suite.replace("return loss.detach()", "return loss.detach() / 0 * 0"))
     result = project.run("--gpu-json=report.json")
-    (told,) = failures(result).values()
-    assert "failed afterwards (check): the loss of timed step 1 is nan" in told
+    (failure,) = failures(result).values()
+    assert "failed afterwards (check): the loss of timed step 1 is nan" in failure
     assert reply_of(project)["measured"]["losses"] == []
 
 

@@ -1,4 +1,4 @@
-"""What can become of a worker process: each end is told in one sentence, and the next test runs as if nothing was."""
+"""Tests how a worker process can end: each end gives one sentence, and the next test is not affected."""
 
 from __future__ import annotations
 
@@ -228,10 +228,10 @@ def test_every_fault_is_told_and_none_touches_the_next(
     result = project.run("--gpu-json=report.json", "--gpu-history=history.jsonl")
     sizes.over = True
     result.assert_outcomes(passed=len(sound), failed=len(faults))
-    told = {name: text.strip() for name, text in failures(result).items()}
-    assert told.keys() == {f"test_{name}" for name in faults}
+    sentences = {name: text.strip() for name, text in failures(result).items()}
+    assert sentences.keys() == {f"test_{name}" for name in faults}
     for name, (_, _, sentence) in faults.items():
-        assert re.fullmatch(f"{name}-fp32 {sentence}", told[f"test_{name}"]), told[f"test_{name}"]
+        assert re.fullmatch(f"{name}-fp32 {sentence}", sentences[f"test_{name}"]), sentences[f"test_{name}"]
     assert leftovers.all() == []
     assert sizes.most < 100 * MiB, tmp
     _assert_all_is_kept(project, faults, sound)
@@ -256,9 +256,9 @@ def test_every_fault_is_told_and_none_touches_the_next(
 def _assert_all_is_kept(project: Project, faults: Iterable[str], sound: Iterable[str]) -> None:
     """Every case is in the report and in the history, as what it was."""
     outcomes = {}
-    for kept in project.report()["results"]:
-        (reply,) = kept["replies"]
-        outcomes[kept["case"]["model"]] = reply["outcome"]
+    for case_result in project.report()["results"]:
+        (reply,) = case_result["replies"]
+        outcomes[case_result["case"]["model"]] = reply["outcome"]
         assert all(0 < seconds < 60 for seconds in reply.get("step_seconds", ()))
     assert outcomes.keys() == {*faults, *sound}
     out_of_memory = {"killed_for_memory", "memory_error", "allocator", "limited"}
@@ -283,16 +283,19 @@ def test_hangs_are_ended_in_time_and_told_with_phase_step_and_stacks(project: Pr
     project.write(test_broken_code="\n\n".join([FAULTY.partition("def faulty")[0], *tests, _tests("healthy", "pass")]))
     result = project.run("--gpu-timeout=10s", "--gpu-json=report.json")
     result.assert_outcomes(passed=1, failed=len(HANGS))
-    told = {name: text.strip() for name, text in failures(result).items()}
-    assert told.keys() == {f"test_{name}" for name in HANGS}
+    sentences = {name: text.strip() for name, text in failures(result).items()}
+    assert sentences.keys() == {f"test_{name}" for name in HANGS}
     for name, (_, _, place) in HANGS.items():
-        kept = r"was measured \(.+\), but " if place == "reply" else ""
+        beginning = r"was measured \(.+\), but " if place == "reply" else ""
         end = re.escape(f"was ended after 10.0 s ({place}); --gpu-timeout allows more")
-        assert re.fullmatch(f"{name}-fp32 {kept}{end}", told[f"test_{name}"])
+        assert re.fullmatch(f"{name}-fp32 {beginning}{end}", sentences[f"test_{name}"])
     result.stdout.fnmatch_lines(["*worker of in_a_step-fp32*", '*test_broken_code.py", line * in step'])
     assert max(report.duration for report in result.reprec.getreports("pytest_runtest_logreport")) < 20
     assert leftovers.all() == []
-    assert [kept["replies"][0]["outcome"] for kept in project.report()["results"]] == [*["timed_out"] * 3, "measured"]
+    assert [case_result["replies"][0]["outcome"] for case_result in project.report()["results"]] == [
+        *["timed_out"] * 3,
+        "measured",
+    ]
 
 
 def test_a_syntax_error_in_a_file_the_worker_alone_reads_is_told(project: Project) -> None:

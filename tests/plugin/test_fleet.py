@@ -1,11 +1,11 @@
-"""Runs with ``--gpu-fleet``: what they say is what a run on the node itself would say; and what is refused."""
+"""Tests ``--gpu-fleet``: its verdicts are those of a run on the node itself, and bad options are refused."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from at_once import AtOnce, stand_in
+from immediate_scheduler import ImmediateScheduler, stand_in
 from plugin_project import (
     GEMMA,
     H100,
@@ -25,206 +25,218 @@ FLEET = ("-m", "h100", "--gpu-fleet=slurm")
 
 
 @pytest.fixture
-def engine(project: Project, monkeypatch: pytest.MonkeyPatch) -> AtOnce:
+def scheduler(project: Project, monkeypatch: pytest.MonkeyPatch) -> ImmediateScheduler:
     """A fleet of nodes with eight H100s, for a project on a machine without a GPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     project.machine(None)
     project.answer(recorded(device_name=H100))
     project.write(test_tuning=SUITE)
-    engine = stand_in(monkeypatch)
-    engine.nodes = [(H100, 8)]
-    return engine
+    scheduler = stand_in(monkeypatch)
+    scheduler.nodes = [(H100, 8)]
+    return scheduler
 
 
 @pytest.mark.parametrize("ask_seconds", [4.0, 0.0], ids=["tests ask", "all foreseen"])
-def test_a_fleet_judges_as_the_node_itself_would(project: Project, engine: AtOnce, ask_seconds: float) -> None:
-    engine.ask_seconds = ask_seconds
+def test_a_fleet_judges_as_the_node_itself_would(
+    project: Project, scheduler: ImmediateScheduler, ask_seconds: float
+) -> None:
+    scheduler.ask_seconds = ask_seconds
     project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=3")
     project.answer(recorded(device_name=H100, slower=1.2), to=GEMMA)
     project.answer(recorded("crashed"), to=LLAMA_2)
-    there = project.run(*FLEET, "--gpu-json=there.json")
+    fleet_run = project.run(*FLEET, "--gpu-json=there.json")
     project.machine(H100, gpus=8)
     project.answer(recorded(device_name=H100))
     project.answer(recorded(device_name=H100, slower=1.2), to=GEMMA)
     project.answer(recorded("crashed"), to=LLAMA_2)
-    here = project.run("-m", "h100", "--gpu-json=here.json")
-    assert failures(there) == failures(here)
-    assert list(failures(there)) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
+    local_run = project.run("-m", "h100", "--gpu-json=here.json")
+    assert failures(fleet_run) == failures(local_run)
+    assert list(failures(fleet_run)) == [f"test_tuning[{GEMMA}]", f"test_tuning[{LLAMA_2}]"]
     assert project.report("there.json")["results"] == project.report("here.json")["results"]
 
 
-def test_baselines_are_those_of_the_device_that_the_node_has(project: Project, engine: AtOnce) -> None:
+def test_baselines_are_those_of_the_device_that_the_node_has(project: Project, scheduler: ImmediateScheduler) -> None:
     project.run(*FLEET, "--gpu-baseline-update")
     baselines = project.baselines("tuning", H100_FOLDER)
     assert sorted(baselines) == sorted([LLAMA, GEMMA, LLAMA_2])
     assert {len(baseline["runs"]) for baseline in baselines.values()} == {5}
-    assert len(engine.orders) == 15
+    assert len(scheduler.orders) == 15
 
 
-def test_first_runs_are_submitted_ahead_and_the_longest_first(project: Project, engine: AtOnce) -> None:
+def test_first_runs_are_submitted_ahead_and_the_longest_first(project: Project, scheduler: ImmediateScheduler) -> None:
     for case, slower in ((LLAMA, 2.0), (GEMMA, 1.0), (LLAMA_2, 3.0)):
         project.answer(recorded(device_name=H100, slower=slower), to=case)
     project.run(*FLEET, "--gpu-history=history.jsonl")
-    assert sorted(engine.submitted) == sorted([LLAMA, GEMMA, LLAMA_2])
-    engine.orders.clear()
+    assert sorted(scheduler.submitted) == sorted([LLAMA, GEMMA, LLAMA_2])
+    scheduler.orders.clear()
     project.run(*FLEET, "--gpu-history=history.jsonl", "-k", "llama-3.1 or gemma or llama-2")
-    assert engine.submitted == [LLAMA_2, LLAMA, GEMMA]
+    assert scheduler.submitted == [LLAMA_2, LLAMA, GEMMA]
 
 
 @pytest.mark.parametrize("option", ["--gpu-baseline-update", "--gpu-runs=5"])
-def test_runs_that_are_known_from_the_start_are_submitted_in_turn(project: Project, engine: AtOnce, option: str) -> None:
-    engine.ask_seconds = 0.0
+def test_runs_that_are_known_from_the_start_are_submitted_in_turn(
+    project: Project, scheduler: ImmediateScheduler, option: str
+) -> None:
+    scheduler.ask_seconds = 0.0
     project.run(*FLEET, option)
-    assert engine.submitted == [LLAMA, GEMMA, LLAMA_2] * 5
-    # As many as may wait, and those that there is room for when these are seen to be done.
-    assert engine.during == [f"test_tuning[{LLAMA}]"] * 15
+    assert scheduler.submitted == [LLAMA, GEMMA, LLAMA_2] * 5
+    # As many as may wait, and those that fit when these are seen to be done.
+    assert scheduler.during == [f"test_tuning[{LLAMA}]"] * 15
 
 
-def test_several_runs_count_as_long_as_those_that_are_left(project: Project, engine: AtOnce) -> None:
-    engine.ask_seconds = 0.0
+def test_several_runs_count_as_long_as_those_that_are_left(project: Project, scheduler: ImmediateScheduler) -> None:
+    scheduler.ask_seconds = 0.0
     for case, slower in ((LLAMA, 1.0), (GEMMA, 2.5), (LLAMA_2, 1.4)):
         project.answer(recorded(device_name=H100, slower=slower), to=case)
     project.run(*FLEET, "--gpu-history=history.jsonl")
-    engine.orders.clear()
+    scheduler.orders.clear()
     project.run(*FLEET, "--gpu-history=history.jsonl", "--gpu-runs=3")
     # 7.5, 5, 4.2, 3, 2.8, 2.5, 2, 1.4, 1
-    assert engine.submitted == [GEMMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2, GEMMA, LLAMA, LLAMA_2, LLAMA]
+    assert scheduler.submitted == [GEMMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2, GEMMA, LLAMA, LLAMA_2, LLAMA]
 
 
-def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(project: Project, engine: AtOnce) -> None:
-    engine.ask_seconds = 0.0
+def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(
+    project: Project, scheduler: ImmediateScheduler
+) -> None:
+    scheduler.ask_seconds = 0.0
     project.run(*FLEET, "--gpu-baseline-update", "-k", "gemma")
-    engine.orders.clear()
-    engine.during.clear()
+    scheduler.orders.clear()
+    scheduler.during.clear()
     project.run(*FLEET, "--gpu-baseline-update-new-only")
-    assert sorted(engine.submitted) == sorted([LLAMA] * 5 + [GEMMA] + [LLAMA_2] * 5)
-    of_last = [test for case, test in zip(engine.submitted, engine.during, strict=True) if case == LLAMA_2]
+    assert sorted(scheduler.submitted) == sorted([LLAMA] * 5 + [GEMMA] + [LLAMA_2] * 5)
+    of_last = [test for case, test in zip(scheduler.submitted, scheduler.during, strict=True) if case == LLAMA_2]
     assert of_last == [f"test_tuning[{LLAMA}]"] * 5
 
 
-def test_a_case_in_doubt_is_run_again_before_its_test_asks(project: Project, engine: AtOnce) -> None:
+def test_a_case_in_doubt_is_run_again_before_its_test_asks(project: Project, scheduler: ImmediateScheduler) -> None:
     project.run(*FLEET, "--gpu-baseline-update")
-    engine.orders.clear()
-    engine.during.clear()
-    engine.ask_seconds = 0.0
+    scheduler.orders.clear()
+    scheduler.during.clear()
+    scheduler.ask_seconds = 0.0
     project.answer(recorded(device_name=H100, slower=1.2), to=LLAMA_2)
     assert list(failures(project.run(*FLEET))) == [f"test_tuning[{LLAMA_2}]"]
-    assert engine.submitted == [LLAMA, GEMMA, LLAMA_2, LLAMA_2, LLAMA_2]
-    assert set(engine.during) == {f"test_tuning[{LLAMA}]"}
+    assert scheduler.submitted == [LLAMA, GEMMA, LLAMA_2, LLAMA_2, LLAMA_2]
+    assert set(scheduler.during) == {f"test_tuning[{LLAMA}]"}
 
 
-def test_doubt_is_foreseen_where_a_later_run_is_there_before_the_first(project: Project, engine: AtOnce) -> None:
+def test_doubt_is_foreseen_where_a_later_run_is_there_before_the_first(
+    project: Project, scheduler: ImmediateScheduler
+) -> None:
     project.run(*FLEET, "--gpu-baseline-update")
-    engine.orders.clear()
-    engine.during.clear()
-    engine.ask_seconds = 0.0
-    engine.late = {1: 8, 3: 4}  # of the first case, whose test waits, and of the last
+    scheduler.orders.clear()
+    scheduler.during.clear()
+    scheduler.ask_seconds = 0.0
+    scheduler.late = {1: 8, 3: 4}  # of the first case, whose test waits, and of the last
     project.answer(recorded(device_name=H100, slower=1.2), to=LLAMA_2)
     assert list(failures(project.run(*FLEET, "--gpu-runs=2"))) == [f"test_tuning[{LLAMA_2}]"]
-    assert engine.submitted == [LLAMA, GEMMA, LLAMA_2] * 2 + [LLAMA_2]
-    assert set(engine.during) == {f"test_tuning[{LLAMA}]"}
+    assert scheduler.submitted == [LLAMA, GEMMA, LLAMA_2] * 2 + [LLAMA_2]
+    assert set(scheduler.during) == {f"test_tuning[{LLAMA}]"}
 
 
-def test_doubt_is_foreseen_in_a_suite_of_just_as_many_cases_as_tell_a_slow_day(project: Project, engine: AtOnce) -> None:
+def test_doubt_is_foreseen_in_a_suite_of_just_as_many_cases_as_tell_a_slow_day(
+    project: Project, scheduler: ImmediateScheduler
+) -> None:
     sizes = SUITE.replace('method=["lora"]', "batch_size=range(1, 11)")
     project.write(test_tuning=sizes.replace('"llama-3.1-8b", "gemma-7b", "llama-2-13b"', '"gemma-7b"'))
     project.run(*FLEET, "--gpu-baseline-update")
-    engine.orders.clear()
-    engine.during.clear()
-    engine.ask_seconds = 0.0
-    engine.late = {1: 8}  # its test waits while all others come in
+    scheduler.orders.clear()
+    scheduler.during.clear()
+    scheduler.ask_seconds = 0.0
+    scheduler.late = {1: 8}  # its test waits while all others come in
     first, last = (f"gemma-7b-full-bf16-batch_size={size}" for size in (1, 10))
     project.answer(recorded(device_name=H100, slower=1.2), to=last)
     assert list(failures(project.run(*FLEET))) == [f"test_tuning[{last}]"]
-    assert engine.submitted.count(last) == 3
-    assert set(engine.during) == {f"test_tuning[{first}]"}
+    assert scheduler.submitted.count(last) == 3
+    assert set(scheduler.during) == {f"test_tuning[{first}]"}
 
 
-def test_a_case_of_two_names_is_submitted_once(project: Project, engine: AtOnce) -> None:
+def test_a_case_of_two_names_is_submitted_once(project: Project, scheduler: ImmediateScheduler) -> None:
     other = SUITE.replace("sequence_length=8192)", "sequence_length=8192, platforms=('h100', 'a100'))")
     project.write(test_another=other)
     project.run(*FLEET, "--gpu-runs=3").assert_outcomes(passed=6)
-    assert sorted(engine.submitted) == sorted([LLAMA, GEMMA, LLAMA_2] * 3)
+    assert sorted(scheduler.submitted) == sorted([LLAMA, GEMMA, LLAMA_2] * 3)
 
 
-def test_what_a_limit_asks_for_is_foreseen_too(project: Project, engine: AtOnce) -> None:
-    engine.ask_seconds = 0.0
+def test_what_a_limit_asks_for_is_foreseen_too(project: Project, scheduler: ImmediateScheduler) -> None:
+    scheduler.ask_seconds = 0.0
     project.write(test_tuning=SUITE.replace("@pytest.mark.p", "@pytest.mark.gpu_limit(memory='1 GiB')\n@pytest.mark.p"))
     project.run(*FLEET).assert_outcomes(failed=3)
-    assert sorted(engine.submitted) == sorted([LLAMA, GEMMA, LLAMA_2] * 3)
-    assert set(engine.during) == {f"test_tuning[{LLAMA}]"}
+    assert sorted(scheduler.submitted) == sorted([LLAMA, GEMMA, LLAMA_2] * 3)
+    assert set(scheduler.during) == {f"test_tuning[{LLAMA}]"}
 
 
 @pytest.mark.parametrize(
     ("case", "ask_seconds"), [(LLAMA_2, 0.0), (LLAMA, 4.0)], ids=["by its delivery", "by its test, for both at once"]
 )
 def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(
-    project: Project, engine: AtOnce, case: str, ask_seconds: float
+    project: Project, scheduler: ImmediateScheduler, case: str, ask_seconds: float
 ) -> None:
-    engine.ask_seconds = ask_seconds
+    scheduler.ask_seconds = ask_seconds
     project.run(*FLEET, "--gpu-baseline-update")
-    engine.orders.clear()
+    scheduler.orders.clear()
     # The second is within the limit, which settles it; the third is not.
     bigger = recorded(device_name=H100, bigger=2**34)
     project.answer(bigger, recorded(device_name=H100), bigger, to=case)
     project.run(*FLEET, "--gpu-json=report.json").assert_outcomes(passed=3)
-    assert engine.submitted.count(case) == 3
-    (result,) = [one for one in project.report()["results"] if one["key"] == case]
+    assert scheduler.submitted.count(case) == 3
+    (result,) = [candidate for candidate in project.report()["results"] if candidate["key"] == case]
     peaks = [reply["peak_allocated_bytes"] for reply in result["replies"]]
     assert peaks == [bigger["peak_allocated_bytes"], bigger["peak_allocated_bytes"] - 2**34]
 
 
-def test_a_day_on_which_all_are_slower_puts_none_of_them_in_doubt(project: Project, engine: AtOnce) -> None:
+def test_a_day_on_which_all_are_slower_puts_none_of_them_in_doubt(project: Project, scheduler: ImmediateScheduler) -> None:
     many = SUITE.replace('method=["lora"]', 'method=["lora"], batch_size=[1, 2, 3, 4]')
     project.write(test_tuning=many)
     project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=5")
     project.answer(recorded(device_name=H100, slower=1.04))
-    engine.ask_seconds = 0.0
-    engine.orders.clear()
-    there = project.run(*FLEET, "--gpu-json=there.json", "--gpu-time-tolerance=1%")
+    scheduler.ask_seconds = 0.0
+    scheduler.orders.clear()
+    fleet_run = project.run(*FLEET, "--gpu-json=there.json", "--gpu-time-tolerance=1%")
     project.machine(H100, gpus=8)
     project.answer(recorded(device_name=H100, slower=1.04))
     before = len(project.launches)
-    here = project.run("-m", "h100", "--gpu-json=here.json", "--gpu-time-tolerance=1%")
-    assert failures(there) == failures(here)
+    local_run = project.run("-m", "h100", "--gpu-json=here.json", "--gpu-time-tolerance=1%")
+    assert failures(fleet_run) == failures(local_run)
     assert project.report("there.json")["results"] == project.report("here.json")["results"]
-    assert len(engine.orders) == len(project.launches) - before == 12
+    assert len(scheduler.orders) == len(project.launches) - before == 12
 
 
-def test_what_becomes_no_baseline_is_run_no_further(project: Project, engine: AtOnce) -> None:
+def test_what_becomes_no_baseline_is_run_no_further(project: Project, scheduler: ImmediateScheduler) -> None:
     project.write(test_tuning=SUITE + "    assert case.model != 'gemma-7b'\n")
     project.run(*FLEET, "--gpu-baseline-update").assert_outcomes(passed=2, failed=1)
-    counts = {case: engine.submitted.count(case) for case in (LLAMA, GEMMA, LLAMA_2)}
+    counts = {case: scheduler.submitted.count(case) for case in (LLAMA, GEMMA, LLAMA_2)}
     assert counts == {LLAMA: 5, GEMMA: 3, LLAMA_2: 5}
-    assert len(set(engine.cancelled)) == 2
+    assert len(set(scheduler.cancelled)) == 2
 
 
-def test_what_is_only_measured_is_run_no_further_when_the_tests_are_over(project: Project, engine: AtOnce) -> None:
+def test_what_is_only_measured_is_run_no_further_when_the_tests_are_over(
+    project: Project, scheduler: ImmediateScheduler
+) -> None:
     ask = "(gputrain.check if case.model == 'gemma-7b' else gputrain.measure)"
     project.write(test_tuning=SUITE.replace("gputrain.check", ask))
     project.run(*FLEET, "--gpu-baseline-update").assert_outcomes(passed=3)
     assert list(project.baselines("tuning", H100_FOLDER)) == [GEMMA]
-    assert engine.submitted.count(GEMMA) == 5
-    assert {case for case, test in zip(engine.submitted, engine.during, strict=True) if not test} == {GEMMA}
+    assert scheduler.submitted.count(GEMMA) == 5
+    assert {case for case, test in zip(scheduler.submitted, scheduler.during, strict=True) if not test} == {GEMMA}
 
 
-def test_a_study_runs_nothing_but_its_own_tasks(project: Project, engine: AtOnce) -> None:
+def test_a_study_runs_nothing_but_its_own_tasks(project: Project, scheduler: ImmediateScheduler) -> None:
     project.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=5"))
     project.run(*FLEET, "-k", "gemma", "--gpu-find-batch", "--gpu-find-batch-max=4", "--gpu-json=report.json")
-    assert sorted({order.task.case.batch_size for order in engine.orders}) == [1, 2, 3, 4]
-    engine.orders.clear()
+    assert sorted({order.task.case.batch_size for order in scheduler.orders}) == [1, 2, 3, 4]
+    scheduler.orders.clear()
     project.run(*FLEET, "-k", "gemma", "--gpu-loss=20", "--gpu-json=losses.json")
-    assert all(order.task.curve for order in engine.orders)
-    (found,), (curves,) = project.report()["results"], project.report("losses.json")["results"]
-    assert (found["device"], curves["device"]) == (H100_FOLDER, H100_FOLDER)
+    assert all(order.task.curve for order in scheduler.orders)
+    (declared,), (curves,) = project.report()["results"], project.report("losses.json")["results"]
+    assert (declared["device"], curves["device"]) == (H100_FOLDER, H100_FOLDER)
 
 
-def test_collecting_submits_nothing(project: Project, engine: AtOnce) -> None:
+def test_collecting_submits_nothing(project: Project, scheduler: ImmediateScheduler) -> None:
     project.run(*FLEET, "--collect-only")
-    assert engine.orders == []
+    assert scheduler.orders == []
 
 
-def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, engine: AtOnce) -> None:
+def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, scheduler: ImmediateScheduler) -> None:
     project.write(
         test_tuning="""
         import pytest
@@ -236,7 +248,7 @@ def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, engine: AtOnce
         """
     )
     result = project.run("--gpu-platform=h100", "--gpu-fleet=slurm", "--gpu-nodes=2")
-    assert [(order.nodes, order.gpus) for order in engine.orders] == [(1, 2), (2, 8)]
+    assert [(order.nodes, order.gpus) for order in scheduler.orders] == [(1, 2), (2, 8)]
     assert [launch["nodes"] for launch in project.launches] == [1, 2]
     assert skips(result) == {
         "test_wide[12]": "needs 12 GPUs, found 8; several nodes are taken whole, so no number of them fits",
@@ -244,21 +256,21 @@ def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, engine: AtOnce
     }
 
 
-def test_without_a_platform_the_cpus_of_the_nodes_train(project: Project, engine: AtOnce) -> None:
-    engine.nodes = None
+def test_without_a_platform_the_cpus_of_the_nodes_train(project: Project, scheduler: ImmediateScheduler) -> None:
+    scheduler.nodes = None
     project.answer(recorded("cpu_measured"))
     project.run("--gpu-fleet=slurm", "--gpu-json=report.json").assert_outcomes(passed=3)
-    assert {(order.task.scale, order.gpus, order.conditions.platform) for order in engine.orders} == {("tiny", 0, "cpu")}
+    assert {(order.task.scale, order.gpus, order.conditions.platform) for order in scheduler.orders} == {("tiny", 0, "cpu")}
     assert {result["device"] for result in project.report()["results"]} == {"cpu"}
 
 
-def test_what_is_lost_fails_its_test_and_no_other(project: Project, engine: AtOnce) -> None:
-    engine.refused = {GEMMA}
+def test_what_is_lost_fails_its_test_and_no_other(project: Project, scheduler: ImmediateScheduler) -> None:
+    scheduler.refused = {GEMMA}
     result = project.run(*FLEET, "--gpu-json=report.json", "--gpu-history=history.jsonl")
     result.assert_outcomes(passed=2, failed=1)
     sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
     assert sentence == (f"{GEMMA} was lost by the fleet, which says nothing of the case: no such partition; ask otherwise")
-    (lost,) = [one for one in project.report()["results"] if one["key"] == GEMMA]
+    (lost,) = [result for result in project.report()["results"] if result["key"] == GEMMA]
     assert [(reply["outcome"], reply["cause"]) for reply in lost["replies"]] == [("lost", "not_scheduled")]
     assert lost["verdict"]["status"] == "failed"
     lines = [json.loads(line) for line in (project.path / "history.jsonl").read_text().splitlines()]
@@ -266,14 +278,14 @@ def test_what_is_lost_fails_its_test_and_no_other(project: Project, engine: AtOn
     result.stdout.re_match_lines([r"Gemma 7B .* lost .*failed"])
 
 
-def test_what_is_lost_becomes_no_baseline(project: Project, engine: AtOnce) -> None:
-    engine.refused = {GEMMA}
+def test_what_is_lost_becomes_no_baseline(project: Project, scheduler: ImmediateScheduler) -> None:
+    scheduler.refused = {GEMMA}
     project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=1")
     assert sorted(project.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
 
 
-def test_runs_of_different_devices_are_not_judged_together(project: Project, engine: AtOnce) -> None:
-    engine.nodes = [("NVIDIA A100-SXM4-40GB", 8), ("NVIDIA A100-SXM4-80GB", 8)]
+def test_runs_of_different_devices_are_not_judged_together(project: Project, scheduler: ImmediateScheduler) -> None:
+    scheduler.nodes = [("NVIDIA A100-SXM4-40GB", 8), ("NVIDIA A100-SXM4-80GB", 8)]
     result = project.run("-m", "a100", "--gpu-fleet=slurm", "-k", "gemma", "--gpu-runs=2")
     sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
     assert "ran on nvidia-a100-sxm4-40gb (" in sentence
@@ -286,9 +298,9 @@ def test_runs_of_different_devices_are_not_judged_together(project: Project, eng
     [(("NVIDIA A100-SXM4-80GB", 8), "the GPU here is a100"), ((H100, 1), "takes 2 GPUs of a node, and it sees 1")],
 )
 def test_a_node_that_is_not_what_was_asked_for_loses_the_case(
-    project: Project, engine: AtOnce, node: tuple[str, int], says: str
+    project: Project, scheduler: ImmediateScheduler, node: tuple[str, int], says: str
 ) -> None:
-    engine.nodes = [node]
+    scheduler.nodes = [node]
     project.write(
         test_tuning="""
         from pytest_gputrain import Case
@@ -302,14 +314,14 @@ def test_a_node_that_is_not_what_was_asked_for_loses_the_case(
     assert says in sentence
 
 
-def test_what_a_node_refuses_is_told_with_its_name(project: Project, engine: AtOnce) -> None:
+def test_what_a_node_refuses_is_told_with_its_name(project: Project, scheduler: ImmediateScheduler) -> None:
     project.occupied(free_bytes=2**30, processes=1)
     sentence = only_sentence(project.run(*FLEET, "-k", "gemma", "--gpu-foreign=error"), f"test_tuning[{GEMMA}]")
     assert "is there already" in sentence
     assert "(on " in sentence
 
 
-def test_what_runs_in_the_pytest_process_is_refused(project: Project, engine: AtOnce) -> None:
+def test_what_runs_in_the_pytest_process_is_refused(project: Project, scheduler: ImmediateScheduler) -> None:
     project.write(
         test_tuning="""
         def test_inline(gputrain):
@@ -327,11 +339,11 @@ def test_what_runs_in_the_pytest_process_is_refused(project: Project, engine: At
 @pytest.mark.parametrize(
     "other", ["--gpu-dry-run", "--gpu-isolation=inline", "--gpu-ids=0", "--gpu-rendezvous=node1"], ids=lambda flag: flag[6:]
 )
-def test_what_contradicts_a_fleet_is_refused(project: Project, engine: AtOnce, other: str) -> None:
+def test_what_contradicts_a_fleet_is_refused(project: Project, scheduler: ImmediateScheduler, other: str) -> None:
     assert_refused(project, f"--gpu-fleet and {other.partition('=')[0]}* contradict each other: *", *FLEET, other)
 
 
-def test_a_fleet_is_of_one_platform(project: Project, engine: AtOnce) -> None:
+def test_a_fleet_is_of_one_platform(project: Project, scheduler: ImmediateScheduler) -> None:
     assert_refused(
         project,
         "--gpu-fleet asks for machines of one platform, and -m names h100, a100; name one of them",
@@ -341,7 +353,7 @@ def test_a_fleet_is_of_one_platform(project: Project, engine: AtOnce) -> None:
     )
 
 
-def test_arguments_for_an_unknown_platform_are_refused(project: Project, engine: AtOnce) -> None:
+def test_arguments_for_an_unknown_platform_are_refused(project: Project, scheduler: ImmediateScheduler) -> None:
     project.ini("gpu_fleet_args = h1000: --partition=gpu")
     assert_refused(project, "--gpu-fleet-args: 'h1000' is unknown (did you mean 'h100'?); known: *", *FLEET)
 

@@ -1,4 +1,4 @@
-"""The fleet on a real Ray of two nodes on this machine: the same verdicts as here, and each way to lose a case."""
+"""Tests the fleet on a real Ray of two nodes on this machine: the verdicts of a local run, and each way to lose a case."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def worker_of(shared: Path) -> psutil.Process:
     return psutil.Process(int((shared.parent / "pid.txt").read_text()))
 
 
-def told(report: dict[str, Any]) -> dict[str, Any]:
+def comparable(report: dict[str, Any]) -> dict[str, Any]:
     """What a run says of its cases, without what differs from run to run of the same machine."""
     return {
         result["key"]: (
@@ -155,7 +155,7 @@ def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used:
     file.write_text(json.dumps(stored))
     project.spawn("--gpu-json=here.json")
     project.spawn("--gpu-json=there.json", "--gpu-fleet=ray").assert_outcomes(passed=2, failed=2)
-    assert told(project.report("there.json")) == told(project.report("here.json"))
+    assert comparable(project.report("there.json")) == comparable(project.report("here.json"))
     assert project.verdicts("there.json") == {
         "ctr-dnn-full-fp32@tiny": "regressed",
         "ctr-dnn-full-fp32-ddp@tiny": "pass",
@@ -188,7 +188,7 @@ def test_a_node_that_dies_loses_its_case(used: RayHere, shared: Path) -> None:
 
 def test_a_task_that_is_killed_is_lost_at_once_with_the_words_of_ray(used: RayHere, shared: Path) -> None:
     def kill(engine: Ray) -> None:
-        (task,) = [one for one in worker_of(shared).parents() if one.name().startswith("ray::")]
+        (task,) = [process for process in worker_of(shared).parents() if process.name().startswith("ray::")]
         task.kill()
 
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The fleet on the real Slurm, of two nodes on this machine: the same verdicts as here, and each way to lose a case."""
+"""Tests the fleet on a real Slurm of two nodes on this machine: the verdicts of a local run, and ways to lose a case."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def fleet(shared: Path, *arguments: str, then: Callable[[], object] = lambda: No
         if due and "RUNNING" in states():
             due.pop()()
 
-    known: Any = {"most_jobs": 10, "wait_seconds": 60.0, **limits}
-    running = Fleet(Slurm(arguments), shared, sleep=sleep, **known)
+    options: Any = {"most_jobs": 10, "wait_seconds": 60.0, **limits}
+    running = Fleet(Slurm(arguments), shared, sleep=sleep, **options)
     try:
         yield running
     finally:
@@ -148,7 +148,7 @@ def lost(outcome: Delivery | Lost) -> Lost:
     return outcome
 
 
-def told(report: dict[str, Any]) -> dict[str, Any]:
+def comparable(report: dict[str, Any]) -> dict[str, Any]:
     """What a run says of its cases, without what differs from run to run of the same machine."""
     return {
         result["key"]: (
@@ -173,7 +173,7 @@ def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used:
     file.write_text(json.dumps(stored))
     project.spawn("--gpu-json=here.json")
     project.spawn("--gpu-json=there.json", "--gpu-fleet=slurm").assert_outcomes(passed=2, failed=2)
-    assert told(project.report("there.json")) == told(project.report("here.json"))
+    assert comparable(project.report("there.json")) == comparable(project.report("here.json"))
     assert project.verdicts("there.json") == {
         "ctr-dnn-full-fp32@tiny": "regressed",
         "ctr-dnn-full-fp32-ddp@tiny": "pass",
@@ -280,9 +280,9 @@ def test_an_end_by_a_signal_cancels_the_jobs(project: Project, used: SlurmHere, 
     assert not {"RUNNING", "PENDING"} & set(states())
     assert list((project.path / ".gputrain").iterdir()) == []
     deadline = time.monotonic() + 20
-    while (left := workers(project.path)) and time.monotonic() < deadline:
+    while (processes := workers(project.path)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert left == []
+    assert processes == []
 
 
 def workers(below: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Others on the GPUs of a case."""
+"""Tests cases whose GPUs are also used by processes of others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_slower_case_beside_others_is_in_doubt_and_names_them(recorded_suite: 
     result.assert_outcomes(passed=3)
     assert recorded_suite.verdicts()[GEMMA] == "inconclusive"
     result.stdout.fnmatch_lines([f"1 case in doubt: {GEMMA} is 20.0 % slower *; measured beside {WHO}; *"])
-    reply = next(one for one in recorded_suite.report()["results"] if one["key"] == GEMMA)["replies"][0]
+    reply = next(result for result in recorded_suite.report()["results"] if result["key"] == GEMMA)["replies"][0]
     assert (reply["other_processes"], reply["holders"][0]["pid"]) == (1, 4711)
 
 
@@ -43,7 +43,7 @@ def test_the_same_case_alone_regresses(recorded_suite: Project) -> None:
 def test_what_is_slower_without_them_too_regresses(recorded_suite: Project) -> None:
     """Three processes alone are enough, whoever was there in others."""
     held = [{"pid": 4711, "gpu": 0, "name": "python", "bytes": 2**30}]
-    beside = {**recorded(slower=1.2), "telemetry": _told(others=held)}
+    beside = {**recorded(slower=1.2), "telemetry": _telemetry(others=held)}
     recorded_suite.answer(beside, recorded(slower=1.2), recorded(slower=1.2), recorded(slower=1.2), to=GEMMA)
     recorded_suite.run("--gpu-runs=4", "-k", "gemma").assert_outcomes(failed=1, deselected=2)
     recorded_suite.answer(beside, beside, recorded(slower=1.2), to=GEMMA)
@@ -89,8 +89,8 @@ def test_ignore_takes_no_notice(recorded_suite: Project) -> None:
     assert "20.0 % slower" in sentence
     assert all(
         "holders" not in reply or not reply["holders"]
-        for one in recorded_suite.report()["results"]
-        for reply in one["replies"]
+        for result in recorded_suite.report()["results"]
+        for reply in result["replies"]
     )
     recorded_suite.answer(recorded())
     recorded_suite.run("--gpu-foreign=ignore", "--gpu-baseline-update").assert_outcomes(passed=3)
@@ -107,13 +107,13 @@ def test_a_limit_of_time_is_not_judged_beside_others(h100: Project) -> None:
     h100.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
 
 
-def _told(**telemetry: object) -> dict[str, object]:
-    known = {"readings": 9, "energy_joules": None, "power_watts": None, "clock_mhz": None, "utilization": None}
-    return {**known, "throttled": None, **telemetry}
+def _telemetry(**telemetry: object) -> dict[str, object]:
+    example = {"readings": 9, "energy_joules": None, "power_watts": None, "clock_mhz": None, "utilization": None}
+    return {**example, "throttled": None, **telemetry}
 
 
 def test_lowered_clocks_are_told_of_a_case_that_passes_and_of_one_that_does_not(recorded_suite: Project) -> None:
-    hot = _told(throttled={"HW Thermal Slowdown": 0.4, "SW Power Cap": 1.0})
+    hot = _telemetry(throttled={"HW Thermal Slowdown": 0.4, "SW Power Cap": 1.0})
     recorded_suite.answer({**recorded(), "telemetry": hot}, to=GEMMA)
     result = recorded_suite.run()
     result.stdout.fnmatch_lines([f"{GEMMA}: its GPUs lowered their clocks (HW Thermal Slowdown for 40.0 % of the time)"])
@@ -123,7 +123,7 @@ def test_lowered_clocks_are_told_of_a_case_that_passes_and_of_one_that_does_not(
 
 def test_energy_is_in_the_summary(recorded_suite: Project) -> None:
     recorded_suite.answer(
-        {**recorded(), "telemetry": _told(energy_joules=7000.0, power_watts=650.0, clock_mhz=1500)}, to=GEMMA
+        {**recorded(), "telemetry": _telemetry(energy_joules=7000.0, power_watts=650.0, clock_mhz=1500)}, to=GEMMA
     )
     recorded_suite.run("--gpu-json=report.json", "-k", "gemma")
     (result,) = recorded_suite.report()["results"]

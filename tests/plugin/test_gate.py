@@ -1,4 +1,4 @@
-"""First runs, strictness, regressions: what passes and what fails."""
+"""Tests what passes and what fails: first runs, strict runs, regressions."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_a_case_that_looks_slower_once_is_measured_until_three_agree(gated: Proj
     result.assert_outcomes(passed=3)
     assert gated.verdicts()[GEMMA] == "pass"
     result.stdout.fnmatch_lines([f"{GEMMA}: step time measured 4 times: +20.0 %, +0.0 %, +0.0 %, +0.0 %"])
-    assert [len(one["replies"]) for one in gated.report()["results"]] == [1, 4, 1]
+    assert [len(result["replies"]) for result in gated.report()["results"]] == [1, 4, 1]
 
 
 def test_a_case_that_is_as_before_is_measured_once(gated: Project) -> None:
@@ -411,9 +411,9 @@ def test_a_new_case_in_front_leaves_the_others_the_noise_of_their_suite(h100: Pr
         (metric,) = (metric for metric in metrics if metric["metric"] == "step_seconds")
         limits.append(metric["limit"] / metric["baseline"])
         file = h100.baseline_file("many", H100_FOLDER)
-        kept = json.loads(file.read_text())
-        kept["cases"].pop(first, None)
-        file.write_text(json.dumps(kept))
+        stored = json.loads(file.read_text())
+        stored["cases"].pop(first, None)
+        file.write_text(json.dumps(stored))
     assert limits[1] == pytest.approx(limits[0], rel=1e-3)
 
 

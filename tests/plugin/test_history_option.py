@@ -1,4 +1,4 @@
-"""``--gpu-history``: what pytest appends, with one worker or several, and what it says of it."""
+"""Tests ``--gpu-history``: the lines that pytest appends, in one process and under xdist, and its notes about them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_every_run_appends_its_cases(suite: Project) -> None:
     result = suite.run("--gpu-history=history.jsonl", "--gpu-json=report.json")
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines([f"3 lines appended to {suite.path}/history.jsonl"])
-    found = lines(suite)
-    assert [line["key"] for line in found] == [LLAMA, GEMMA, LLAMA_2] * 2
-    assert [line["verdict"] for line in found] == ["pass"] * 3 + ["regressed", "pass", "pass"]
-    assert len({line["session"] for line in found}) == 2
-    assert {line["session"] for line in found[3:]} == {suite.report()["session"]}
-    assert (found[3]["median_step_seconds"], found[3]["runs"]) == (pytest.approx(1.1 * 4.70), 3)
-    assert (found[3]["device"], found[3]["version_torch"]) == (H100_FOLDER, "2.9.1+cu128")
-    assert (found[3]["peak_allocated_bytes"], found[3]["baseline_step_seconds"]) == (35 * GiB, 4.70)
-    assert found[3]["version_driver"] == "570.86.10"
+    history = lines(suite)
+    assert [line["key"] for line in history] == [LLAMA, GEMMA, LLAMA_2] * 2
+    assert [line["verdict"] for line in history] == ["pass"] * 3 + ["regressed", "pass", "pass"]
+    assert len({line["session"] for line in history}) == 2
+    assert {line["session"] for line in history[3:]} == {suite.report()["session"]}
+    assert (history[3]["median_step_seconds"], history[3]["runs"]) == (pytest.approx(1.1 * 4.70), 3)
+    assert (history[3]["device"], history[3]["version_torch"]) == (H100_FOLDER, "2.9.1+cu128")
+    assert (history[3]["peak_allocated_bytes"], history[3]["baseline_step_seconds"]) == (35 * GiB, 4.70)
+    assert history[3]["version_driver"] == "570.86.10"
 
 
 def test_the_ini_twin_is_relative_to_the_ini_file(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +47,9 @@ def test_two_workers_leave_the_lines_of_one(suite: Project) -> None:
     pytest.importorskip("xdist")
     suite.run("--gpu-history=alone.jsonl").assert_outcomes(passed=3)
     suite.spawn("-n2", "--gpu-history=both.jsonl").assert_outcomes(passed=3)
-    own = dict.fromkeys(["date", "session"])
+    blanked = dict.fromkeys(["date", "session"])
     alone, both = (
-        sorted((line | own for line in lines(suite, f"{name}.jsonl")), key=lambda line: line["key"])
+        sorted((line | blanked for line in lines(suite, f"{name}.jsonl")), key=lambda line: line["key"])
         for name in ("alone", "both")
     )
     assert both == alone
@@ -98,8 +98,8 @@ def test_a_history_that_cannot_be_written_fails_the_run_and_keeps_the_figures(
     result = suite.run("--gpu-history=file/history.jsonl", "--gpu-json=report.json")
     result.assert_outcomes(passed=3)
     assert result.ret == suite.report()["exit_status"] == pytest.ExitCode.TESTS_FAILED
-    (kept,) = aside.glob("gputrain-*.json")
-    result.stdout.fnmatch_lines([f"the history *file/history.jsonl cannot be written: *; all figures are in {kept}"])
+    (saved_file,) = aside.glob("gputrain-*.json")
+    result.stdout.fnmatch_lines([f"the history *file/history.jsonl cannot be written: *; all figures are in {saved_file}"])
 
 
 def test_a_folder_is_refused_before_anything_runs(suite: Project) -> None:
@@ -121,7 +121,7 @@ def test_trend_and_compare_read_what_pytest_wrote(suite: Project, capsys: pytest
     assert main(["trend", "history.jsonl", "--case=gemma"]) == 0
     assert f"tuning {GEMMA}  {H100_FOLDER}  step time    2 " in capsys.readouterr().out
     assert main(["compare", "before.json", "after.json", "--fail-on=regressed"]) == 1
-    told = capsys.readouterr().out
-    assert f"{GEMMA} is 20.0 % slower at " in told
-    assert f"{LLAMA} is" not in told
+    output = capsys.readouterr().out
+    assert f"{GEMMA} is 20.0 % slower at " in output
+    assert f"{LLAMA} is" not in output
     assert main(["compare", "before.json", "before.json", "--fail-on=regressed,new,failed"]) == 0

@@ -1,4 +1,4 @@
-"""``--gpu-html``: the page at the end of a run."""
+"""Tests ``--gpu-html``: the page that is written at the end of a run."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def test_two_workers_leave_the_page_of_one(suite: Project) -> None:
 
 
 def test_a_page_that_cannot_be_written_costs_no_figures(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = suite.path / "kept"
-    kept.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(kept))
+    folder = suite.path / "kept"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     (suite.path / "file").touch()
     result = suite.run("--gpu-html=file/page.html")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         ["the report *file/page.html cannot be written: *; all figures are in */kept/gputrain-*.json"]
     )
-    assert len(list(kept.glob("gputrain-*.json"))) == 1
+    assert len(list(folder.glob("gputrain-*.json"))) == 1
 
 
 def test_a_damaged_history_costs_the_trends_alone(suite: Project) -> None:

@@ -1,4 +1,4 @@
-"""A few hundred cases whose replies are canned: nothing of a run may grow faster than its cases."""
+"""Tests with a few hundred recorded replies that no cost of a run grows faster than the number of its cases."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_memory_and_time_do_not_grow_faster_than_the_cases(folder: Path) -> None:
     """In memory, 80 cases of 6,000 steps would be 60 MB more than 20."""
-    told = {}
+    runs = {}
     for count in (FEW, MANY):
         (folder / str(count)).mkdir()
-        told[count] = load_here.run(folder / str(count), count, STEPS, ["--gpu-baseline-update"])
-    grown = load_here.peak(told[MANY]) - load_here.peak(told[FEW])
+        runs[count] = load_here.run(folder / str(count), count, STEPS, ["--gpu-baseline-update"])
+    grown = load_here.peak(runs[MANY]) - load_here.peak(runs[FEW])
     assert grown < 15e6, grown
-    assert load_here.closing(told[MANY]) < 8 * load_here.closing(told[FEW]) + 1, "four times the cases"
+    assert load_here.closing(runs[MANY]) < 8 * load_here.closing(runs[FEW]) + 1, "four times the cases"
     report = json.loads((folder / str(MANY) / "report.json").read_text())
     assert len(report["results"]) == MANY
     assert {len(result["replies"][0]["step_seconds"]) for result in report["results"]} == {STEPS}
@@ -36,8 +36,8 @@ def test_memory_and_time_do_not_grow_faster_than_the_cases(folder: Path) -> None
 
 
 def test_time_does_not_grow_faster_than_the_steps(folder: Path) -> None:
-    told = {}
+    runs = {}
     for steps in (500, 8000):
         (folder / str(steps)).mkdir()
-        told[steps] = load_here.run(folder / str(steps), 5, steps, [])
-    assert load_here.closing(told[8000]) < 32 * load_here.closing(told[500]), "sixteen times the steps"
+        runs[steps] = load_here.run(folder / str(steps), 5, steps, [])
+    assert load_here.closing(runs[8000]) < 32 * load_here.closing(runs[500]), "sixteen times the steps"

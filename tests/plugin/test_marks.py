@@ -1,4 +1,4 @@
-"""Limits and tolerances that a test states of itself."""
+"""Tests the markers by which a test states limits and tolerances for its own cases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_limit_fails_without_a_baseline_and_says_where_it_stands(suite: Projec
     )
     assert suite.verdicts() == {GEMMA: "over-limit", LLAMA: "new", LLAMA_2: "new"}
     result.stdout.fnmatch_lines(["*Gemma*over-limit*"])
-    limits = {one["key"]: one["verdict"]["limits"][0] for one in suite.report()["results"]}
+    limits = {result["key"]: result["verdict"]["limits"][0] for result in suite.report()["results"]}
     assert [limits[key]["status"] for key in (GEMMA, LLAMA)] == ["over-limit", "pass"]
     assert (limits[GEMMA]["value"], limits[GEMMA]["limit"]) == (35 * GiB, 24 * GiB)
     entries = next(case for case in ElementTree.parse(suite.path / "junit.xml").getroot()[0] if case.get("name") == TEST)
@@ -99,12 +99,13 @@ def test_the_nearest_marker_counts_for_each_keyword(suite: Project) -> None:
     _marked(
         suite, "gpu_limit(memory='30 GiB')", file="gpu_limit(memory='1 GiB', step='4s')", case="gpu_limit(memory='40 GiB')"
     )
-    found = failures(suite.run("--gpu-reruns=0"))
-    assert sorted(found) == sorted(f"test_tuning[{name}]" for name in (LLAMA, GEMMA, LLAMA_2))
+    sentences = failures(suite.run("--gpu-reruns=0"))
+    assert sorted(sentences) == sorted(f"test_tuning[{name}]" for name in (LLAMA, GEMMA, LLAMA_2))
     assert (
-        found[TEST] == f"{GEMMA} takes 4.70 s a step, over its limit of 4.00 s in 1 fresh run (gpu_limit in test_tuning.py)"
+        sentences[TEST]
+        == f"{GEMMA} takes 4.70 s a step, over its limit of 4.00 s in 1 fresh run (gpu_limit in test_tuning.py)"
     )
-    assert "30.0 GiB in 1 fresh run (gpu_limit on test_tuning) and takes 4.70 s" in found[f"test_tuning[{LLAMA}]"]
+    assert "30.0 GiB in 1 fresh run (gpu_limit on test_tuning) and takes 4.70 s" in sentences[f"test_tuning[{LLAMA}]"]
 
 
 def test_a_class_may_state_a_limit(suite: Project) -> None:

@@ -1,4 +1,4 @@
-"""A user's own function: where it may come from, what it gets, what it gives back."""
+"""Tests cases of a user's own function: where it may be defined, what it is given, what it may return."""
 
 from __future__ import annotations
 
@@ -497,13 +497,13 @@ def test_compiled(gputrain):
     project.write(squares=helper, test_compiled=compiled, test_plain=BUILD + CHECKED.replace("steps=2", "steps=1"))
     result = project.run("--gpu-json=report.json")
     result.assert_outcomes(passed=2)
-    told = [line for line in result.outlines if "torch.compile" in line]
-    assert told == [
+    notes = [line for line in result.outlines if "torch.compile" in line]
+    assert notes == [
         "2 cases not compiled: decorated-fp32 (and 1 more) uses torch.compile, which has no effect on a CPU, where tensors "
         "are counted; what it changes, a GPU shows"
     ]
-    of = {entry["key"]: entry["replies"][0]["uncompiled"] for entry in project.report()["results"]}
-    assert of == {"decorated-fp32@tiny": True, "in_place-fp32@tiny": True, "build-fp32@tiny": False}
+    uncompiled_by_case = {entry["key"]: entry["replies"][0]["uncompiled"] for entry in project.report()["results"]}
+    assert uncompiled_by_case == {"decorated-fp32@tiny": True, "in_place-fp32@tiny": True, "build-fp32@tiny": False}
 
 
 BUFFERED = """
@@ -565,7 +565,7 @@ def test_processes_of_a_loader_are_told_once_in_a_run(project: Project) -> None:
     )
     result = project.run()
     result.assert_outcomes(passed=1)
-    told = [line for line in result.outlines if "such as a DataLoader's" in line]
-    assert told == [
+    notes = [line for line in result.outlines if "such as a DataLoader's" in line]
+    assert notes == [
         "1 case: what processes hold and compute that it starts itself, such as a DataLoader's, is not counted: build-fp32"
     ]

@@ -1,4 +1,4 @@
-"""Memory counted on a CPU is gated in each phase of training: growth below the peak fails, too, and tells what grew."""
+"""Tests the gate of memory in each phase of training on a CPU: growth below the peak fails, too, and is named."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_growth_below_the_peak_fails_and_names_tensor_operator_and_line(gan: Pro
     assert f" more {where}, " in sentence
     assert "memory:" not in sentence, "the peak of training is as it was"
     assert f" 512 KiB (float32[128, 1024] by zeros {where} at test_gan.py:{line})" in sentence
-    (told,) = gan.report()["results"]
-    status = {metric["metric"]: metric["status"] for metric in told["verdict"]["metrics"]}
+    (case_result,) = gan.report()["results"]
+    status = {metric["metric"]: metric["status"] for metric in case_result["verdict"]["metrics"]}
     assert status["peak_allocated_bytes"] == "pass"
     assert [name for name in PHASES if status[f"{name}_peak_bytes"] == "regressed"] == [phase]
 
@@ -118,7 +118,7 @@ def test_the_same_code_has_the_same_phases_to_the_byte(gan: Project) -> None:
 
 def test_a_baseline_keeps_the_tensors_but_no_lines(gan: Project) -> None:
     (stored,) = gan.baselines("gan").values()
-    rows = [row for some in stored["runs"][0]["largest"].values() for row in some]
+    rows = [row for tensors in stored["runs"][0]["largest"].values() for row in tensors]
     largest = {"bytes": 4 * 1024**2, "count": 1, "operator": "aten.zeros", "phase": "backward"}
     assert any(largest.items() <= row.items() for row in rows)
     assert not any("lines" in row for row in rows)

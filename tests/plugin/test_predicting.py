@@ -1,4 +1,4 @@
-"""``--gpu-dry-run``: predictions of cases, without the device and without training."""
+"""Tests ``--gpu-dry-run``: predictions of cases, without the device and without training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def predictions(project: Project, suite: str = "mine", platform: str = "h100") -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    ("arguments", "problem"),
     [
         ([], "none is named"),
         (["-m", "h100 or a100"], "-m names h100, a100"),
@@ -64,9 +64,9 @@ def predictions(project: Project, suite: str = "mine", platform: str = "h100") -
         (["-m", "h1000"], "none is named (did you mean 'h100'?)"),
     ],
 )
-def test_it_needs_one_platform(project: Project, arguments: list[str], found: str) -> None:
+def test_it_needs_one_platform(project: Project, arguments: list[str], problem: str) -> None:
     own(project, 1024)
-    sentence = f"--gpu-dry-run predicts for one platform, and {found}; add --gpu-platform=h100, or -m h100"
+    sentence = f"--gpu-dry-run predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100"
     assert_refused(project, sentence, "--gpu-dry-run", *arguments)
 
 
@@ -259,10 +259,10 @@ def test_typo(gputrain):
     }
 
 
-def foretold(**fields: object) -> Prediction:
+def prediction_of_case(**fields: object) -> Prediction:
     peaks = {"build": GiB, "forward": GiB, "backward": GiB, "optimizer": GiB}
     row = LiveTensor(bytes=GiB, count=1, operator="aten.mm", phase="forward", shape=(2, 2), dtype="bfloat16")
-    known = {
+    example = {
         "target": Target(marker="h100", kind="cuda"),
         "fidelity": "cuda-rules",
         "parameters": 1,
@@ -280,7 +280,7 @@ def foretold(**fields: object) -> Prediction:
         "operators": {"aten.mm": OperatorWork(calls=1, flops=1, bytes=1)},
         "packages": {"torch": "2.13.0"},
     }
-    return msgspec.convert({**known, **fields}, Prediction, from_attributes=True)
+    return msgspec.convert({**example, **fields}, Prediction, from_attributes=True)
 
 
 def predict_tuning(suite: Project) -> None:
@@ -292,7 +292,9 @@ def predict_tuning(suite: Project) -> None:
         "tuning",
         {
             f"{model}-lora-bf16": Recorded(
-                case=base.replace(model=model), scale="full", predictions=(foretold(roofline_seconds=time, fits=fits),)
+                case=base.replace(model=model),
+                scale="full",
+                predictions=(prediction_of_case(roofline_seconds=time, fits=fits),),
             )
             for model, (time, fits) in seconds.items()
         },

@@ -1,4 +1,4 @@
-"""The live line on a real terminal: what is on the screen while a case runs, and afterwards."""
+"""Tests the progress line on a real terminal: what is on the screen while a case runs, and afterwards."""
 
 from __future__ import annotations
 

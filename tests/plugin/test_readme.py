@@ -1,4 +1,4 @@
-"""The README declares what it says; test_documented_commands.py runs its commands and programs."""
+"""Tests what the README declares; test_documented_commands.py runs its commands and programs."""
 
 from documents import PAGES, blocks
 

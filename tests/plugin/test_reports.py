@@ -1,4 +1,4 @@
-"""What a run leaves to read: the JSON report, the table, the exit status."""
+"""Tests what a run reports: the JSON report, the table, the exit status."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_report_adds_how_the_gpus_are_linked(h100: Project) -> None:
     h100.machine(H100, gpus=2)
     h100.write(test_pair=SUITE.replace("batch_size=2", 'batch_size=2, parallel="ddp", gpus=2'))
     result = h100.run("--gpu-json=report.json")
-    found = [reply["environment"]["topology"] for result in h100.report()["results"] for reply in result["replies"]]
-    assert found == [[["X", "NV18"], ["NV18", "X"]]] * 3
+    topologies = [reply["environment"]["topology"] for result in h100.report()["results"] for reply in result["replies"]]
+    assert topologies == [[["X", "NV18"], ["NV18", "X"]]] * 3
     assert result.stdout.str().count("GPUs linked by NV18") == 1
 
 
@@ -202,8 +202,8 @@ def test_a_report_that_cannot_be_written_fails_the_run_and_keeps_the_figures(
     result.stdout.fnmatch_lines(
         [f"the report *file/report.json cannot be written: *; all figures are in {aside}/gputrain-*.json"]
     )
-    (kept,) = aside.glob("gputrain-*.json")
-    assert len(json.loads(kept.read_text())["results"]) == 3
+    (saved_file,) = aside.glob("gputrain-*.json")
+    assert len(json.loads(saved_file.read_text())["results"]) == 3
 
 
 BASELINES_VANISH = """
@@ -227,9 +227,9 @@ def test_baselines_that_cannot_be_written_fail_the_run_and_keep_the_figures(
     result = suite.run("--gpu-baseline-update")
     result.assert_outcomes(passed=4)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    (kept,) = aside.glob("gputrain-*.json")
-    assert len(json.loads(kept.read_text())["results"]) == 3
-    result.stdout.fnmatch_lines([f"the baseline file * cannot be written: *; all figures are in {kept}"])
+    (saved_file,) = aside.glob("gputrain-*.json")
+    assert len(json.loads(saved_file.read_text())["results"]) == 3
+    result.stdout.fnmatch_lines([f"the baseline file * cannot be written: *; all figures are in {saved_file}"])
 
 
 def test_the_exit_status_in_the_report_is_that_of_the_run(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:

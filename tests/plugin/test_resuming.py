@@ -1,4 +1,4 @@
-"""``--gpu-resume``: a run picks up what an earlier report lacks, and nothing of another code is taken for today's."""
+"""Tests ``--gpu-resume``: a run measures what an earlier report lacks, and takes no figures of other code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from at_once import stand_in
+from immediate_scheduler import stand_in
 from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, assert_refused, only_sentence, recorded
 
 from pytest_gputrain.cases.libraries import versions
@@ -28,11 +28,11 @@ def suite(suite: Project) -> Project:
 def interrupt(project: Project, name: str) -> None:
     """From now on, the third launch sends pytest this signal."""
     conftest = project.path / "conftest.py"
-    at = "        name = str(task.case)\n"
+    anchor = "        name = str(task.case)\n"
     ending = (
-        f"{at}        if sum(asked.values()) == 2:\n            import os, signal; os.kill(os.getpid(), signal.{name})\n"
+        f"{anchor}        if sum(asked.values()) == 2:\n            import os, signal; os.kill(os.getpid(), signal.{name})\n"
     )
-    conftest.write_text(conftest.read_text().replace(at, ending))
+    conftest.write_text(conftest.read_text().replace(anchor, ending))
 
 
 def uninterrupted(project: Project) -> None:
@@ -58,15 +58,16 @@ def test_a_run_that_was_ended_goes_on_where_it_was(suite: Project) -> None:
     assert launched(suite, before) == [LLAMA_2]
     result.stdout.fnmatch_lines(["2 cases taken from *first.json; nothing tells whether the code is the same"])
     origins = {
-        one["key"]: [(origin["session"], origin["runs"]) for origin in one["resumed"]] for one in suite.report()["results"]
+        result["key"]: [(origin["session"], origin["runs"]) for origin in result["resumed"]]
+        for result in suite.report()["results"]
     }
     assert origins == {LLAMA: [(first["session"], 1)], GEMMA: [(first["session"], 1)], LLAMA_2: []}
 
 
 def test_a_killed_run_leaves_a_report_to_resume(suite: Project) -> None:
     interrupt(suite, "SIGKILL")
-    soon = "from pytest_gputrain.report import collector\nassert collector._LEAST_PAUSE\n"
-    soon += "collector._SAVE_EVERY_SECONDS = collector._LEAST_PAUSE = 0\n"
+    soon = "from pytest_gputrain.report import collector\nassert collector._PAUSE_FACTOR\n"
+    soon += "collector._SAVE_EVERY_SECONDS = collector._PAUSE_FACTOR = 0\n"
     conftest = suite.path / "conftest.py"
     conftest.write_text(soon + conftest.read_text())
     assert suite.spawn("--gpu-json=report.json").ret < 0
@@ -128,8 +129,8 @@ def test_a_baseline_has_the_runs_of_both_with_their_dates(suite: Project) -> Non
 def test_the_history_has_every_measurement_once(suite: Project) -> None:
     def lines() -> list[tuple[str, str, int]]:
         text = (suite.path / "history.jsonl").read_text()
-        found = map(json.loads, text.splitlines())
-        return [(line["key"], line["session"], line["runs"]) for line in found]
+        history = map(json.loads, text.splitlines())
+        return [(line["key"], line["session"], line["runs"]) for line in history]
 
     history = "--gpu-history=history.jsonl"
     suite.run("--gpu-json=first.json", history, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
@@ -145,8 +146,8 @@ def test_what_a_resumed_run_does_not_get_to_stays_in_its_report(suite: Project) 
     suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
     arguments = ["--gpu-json=report.json", "--gpu-resume=report.json"]
     suite.run(*arguments, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    kept = {result["key"]: result["verdict"] is not None for result in suite.report()["results"]}
-    assert kept == {GEMMA: True, LLAMA: False, LLAMA_2: False}
+    is_judged_by_case = {result["key"]: result["verdict"] is not None for result in suite.report()["results"]}
+    assert is_judged_by_case == {GEMMA: True, LLAMA: False, LLAMA_2: False}
     before = len(suite.launches)
     suite.run(*arguments).assert_outcomes(passed=3)
     assert len(suite.launches) == before
@@ -163,13 +164,13 @@ def test_two_workers_resume_as_one(suite: Project) -> None:
 
 
 def test_a_fleet_is_not_asked_for_what_there_is(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = stand_in(monkeypatch)
-    engine.nodes = [(H100, 1)]
+    scheduler = stand_in(monkeypatch)
+    scheduler.nodes = [(H100, 1)]
     arguments = ["-m", "h100", "--gpu-fleet=slurm"]
     suite.write(test_tuning=SUITE.replace("batch_size=2", 'batch_size=2, platforms=("h100",)'))
     suite.run(*arguments, "--gpu-json=first.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     suite.run(*arguments, "--gpu-resume=first.json", "--gpu-json=report.json").assert_outcomes(passed=3)
-    assert sorted(engine.submitted) == sorted([LLAMA, GEMMA, LLAMA_2])
+    assert sorted(scheduler.submitted) == sorted([LLAMA, GEMMA, LLAMA_2])
     # The device is that of the node which ran the case, whatever the others turn out to be.
     assert {result["device"] for result in suite.report()["results"]} == {H100_FOLDER}
 

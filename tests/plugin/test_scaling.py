@@ -1,4 +1,4 @@
-"""``check(case, scaling=True)``: what several workers keep of their throughput, as a gated figure."""
+"""Tests ``check(case, scaling=True)``: the scaling efficiency of several workers is a gated figure."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _only(key: str) -> str:
 SECONDS = statistics.median(recorded()["step_seconds"])
 
 
-def _answer(project: Project, *, two: float = 1.05, four: float = 1.25, one: float = 1.0) -> None:
+def _answer(project: Project, *, two: float = 1.05, four: float = 1.25, single: float = 1.0) -> None:
     """Let the cases take these multiples of the recorded time, which is one worker's."""
-    for key, slower, gpus in ((TWO, two, 2), (FOUR, four, 4), (ALONE, one, 1), (GEMMA, one, 1)):
+    for key, slower, gpus in ((TWO, two, 2), (FOUR, four, 4), (ALONE, single, 1), (GEMMA, single, 1)):
         reply = recorded(slower=slower, device_count=gpus)
         reply["batch_size"] *= gpus
         project.answer(reply, to=key)
@@ -61,8 +61,8 @@ def _efficiencies(project: Project) -> dict[str, float | None]:
 
 
 def _metric(project: Project, key: str) -> dict[str, Any] | None:
-    found = next(result for result in project.report()["results"] if result["key"] == key)
-    metrics = {metric["metric"]: metric for metric in found["verdict"]["metrics"]}
+    case_result = next(result for result in project.report()["results"] if result["key"] == key)
+    metrics = {metric["metric"]: metric for metric in case_result["verdict"]["metrics"]}
     return metrics.get("scaling_efficiency")
 
 
@@ -102,7 +102,7 @@ def test_a_worse_efficiency_fails_its_test_with_one_sentence(gated: Project) -> 
 
 def test_workers_that_only_one_of_outran_fail_though_none_is_slower(gated: Project) -> None:
     """One worker became faster and the others did not: their exchange takes a larger share."""
-    _answer(gated, one=0.9)
+    _answer(gated, single=0.9)
     result = gated.run("--gpu-json=report.json")
     assert set(failures(result)) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}
     assert "slower" not in failures(result)[f"test_scaling[{FOUR}]"]
@@ -110,7 +110,7 @@ def test_workers_that_only_one_of_outran_fail_though_none_is_slower(gated: Proje
 
 
 def test_a_better_efficiency_is_an_improvement(gated: Project) -> None:
-    _answer(gated, one=1.02, four=1.22)
+    _answer(gated, single=1.02, four=1.22)
     gated.run("--gpu-json=report.json", "--gpu-time-tolerance=3%").assert_outcomes(passed=3)
     assert gated.verdicts()[FOUR] == "improved"
     metric = _metric(gated, FOUR)
@@ -242,6 +242,6 @@ def test_on_a_cpu_efficiency_is_shown_and_not_judged(cpu: Project) -> None:
 
 def test_a_report_is_a_baseline_of_efficiencies_too(four: Project) -> None:
     four.run("--gpu-json=before.json").assert_outcomes(passed=3)
-    _answer(four, one=0.9)
+    _answer(four, single=0.9)
     result = four.run("--gpu-baseline=before.json", "--gpu-json=report.json")
     assert set(failures(result)) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}

@@ -1,4 +1,4 @@
-"""``--gpu-find-batch`` and ``--gpu-loss`` from the command line to the report."""
+"""Tests ``--gpu-find-batch`` and ``--gpu-loss`` from the command line to the report."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_crash_fails_the_test_and_names_the_batch(suite: Project) -> None:
     suite.answer(recorded("crashed"), to=f"{GEMMA}-batch_size=4")
     result = suite.run("--gpu-find-batch", "--gpu-json=report.json", "-k", "gemma")
     assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA}-batch_size=4 gave no measurement (")
-    assert [one["outcome"] for one in _search(suite)["tries"]] == ["fits", "fits", "crashed"]
+    assert [attempt["outcome"] for attempt in _search(suite)["tries"]] == ["fits", "fits", "crashed"]
 
 
 def test_a_try_that_takes_too_long_does_not_fit(suite: Project) -> None:
@@ -121,7 +121,7 @@ def test_own_code_that_runs_out_of_memory_is_searched_for_real(project: Project)
     assert failures(result) == {}
     search = _search(project)
     assert search["largest"] == 3
-    assert [(one["batch_size"], one["outcome"]) for one in search["tries"]] == [
+    assert [(attempt["batch_size"], attempt["outcome"]) for attempt in search["tries"]] == [
         (1, "fits"),
         (2, "fits"),
         (4, "out_of_memory"),
@@ -145,7 +145,7 @@ def test_a_model_of_the_zoo_is_searched_for_real(project: Project) -> None:
         """
     )
     project.run("--gpu-find-batch", "--gpu-find-batch-max=2", "--gpu-json=report.json").assert_outcomes(passed=1)
-    peaks = [one["peak_allocated_bytes"] for one in _search(project)["tries"]]
+    peaks = [attempt["peak_allocated_bytes"] for attempt in _search(project)["tries"]]
     assert peaks[0] < peaks[1]
 
 
@@ -188,8 +188,8 @@ def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None
         "bf16",
     ]
     assert {(launched["steps"], launched["warmup"]) for launched in h100.launches} == {(30, 0)}
-    (found,) = h100.report()["results"]
-    assert found["loss_curves"][0]["losses"] == FALLING
+    (case_result,) = h100.report()["results"]
+    assert case_result["loss_curves"][0]["losses"] == FALLING
     assert [row.rpartition(" | ")[2] for row in table_rows(result.stdout.str())] == [*["converging"] * 3, "flat"]
 
 
@@ -211,8 +211,8 @@ def test_a_precision_without_a_curve_fails(h100: Project, call: str) -> None:
     _answer_losses(h100, bf16_amp=FALLING, fp16=FALLING, bf16=FALLING)
     h100.answer(recorded("h100_out_of_memory"), to="gemma-7b-lora-fp32")
     h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    (found,) = h100.report()["results"]
-    assert [curve["outcome"] for curve in found["loss_curves"]] == ["out_of_memory", *["recorded"] * 3]
+    (case_result,) = h100.report()["results"]
+    assert [curve["outcome"] for curve in case_result["loss_curves"]] == ["out_of_memory", *["recorded"] * 3]
     h100.answer(recorded("h100_out_of_memory"), to="gemma-7b-lora-bf16")
     result = h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma")
     assert "gemma-7b-lora-bf16 " in only_sentence(result, f"test_tuning[{GEMMA}]")
@@ -248,8 +248,8 @@ def test_own_code_that_overflows_in_one_precision_is_found_for_real(project: Pro
     assert only_sentence(result, "test_it") == (
         "overflowing-fp32 diverges in fp16 (its loss is not finite in step 13), but not in fp32"
     )
-    (found,) = project.report()["results"]
-    assert [(curve["precision"], curve["trend"], len(curve["losses"])) for curve in found["loss_curves"]] == [
+    (case_result,) = project.report()["results"]
+    assert [(curve["precision"], curve["trend"], len(curve["losses"])) for curve in case_result["loss_curves"]] == [
         ("fp32", "converging", 20),
         ("bf16-amp", "converging", 20),
         ("fp16", "diverging", 12),

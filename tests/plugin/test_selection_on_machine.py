@@ -1,4 +1,4 @@
-"""``-m`` and platforms: which tests run on which machine."""
+"""Tests ``-m`` and ``--gpu-platform``: which tests run on which machine."""
 
 from __future__ import annotations
 

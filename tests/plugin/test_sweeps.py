@@ -1,4 +1,4 @@
-"""``--gpu-set``: a test and a row for each combination, and ids that keep them apart."""
+"""Tests ``--gpu-set``: a test and a row for each combination, each with its own id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_combination_is_a_test_a_launch_and_a_result(h100: Project) -> None
         f"{GEMMA}-batch_size=4",
         f"{GEMMA}-batch_size=4-lora_rank=8",
     ]
-    cases = [found["case"] for found in h100.report()["results"]]
+    cases = [result["case"] for result in h100.report()["results"]]
     assert [(case.get("batch_size", 1), case.get("lora_rank", 0)) for case in cases] == [(2, 0), (2, 8), (4, 0), (4, 8)]
 
 

@@ -1,4 +1,4 @@
-"""Recording baselines: what is written, what is kept."""
+"""Tests recording baselines: which files and entries are written, and which stay as they are."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_new_only_measures_a_known_case_once(suite: Project) -> None:
     suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     before = len(suite.launches)
     suite.run("--gpu-baseline-update-new-only").assert_outcomes(passed=3)
-    launched = [one["id"] for one in suite.launches[before:]]
+    launched = [launch["id"] for launch in suite.launches[before:]]
     assert (launched.count(GEMMA), launched.count(LLAMA)) == (1, 5)
 
 
@@ -127,7 +127,7 @@ def test_the_runs_of_all_cases_are_recorded_in_turn(suite: Project) -> None:
     result = suite.run("--gpu-baseline-update", "--gpu-runs=3", "--gpu-json=report.json")
     assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA, LLAMA_2] * 3
     result.stdout.fnmatch_lines(["gputrain: further runs of 3 baselines, one of each in turn"])
-    assert [(len(one["replies"]), one["to_come"]) for one in suite.report()["results"]] == [(3, 0)] * 3
+    assert [(len(result["replies"]), result["to_come"]) for result in suite.report()["results"]] == [(3, 0)] * 3
     assert set(suite.verdicts().values()) == {"recorded"}
 
 
@@ -160,8 +160,8 @@ def test_a_crash_in_a_later_run_fails_the_run_and_is_an_entry_of_its_own_in_juni
     assert "gave no measurement" in only_sentence(result, f"test_tuning[{GEMMA}]")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     entries = ElementTree.parse(suite.path / "junit.xml").getroot()[0]
-    found = [len(list(case.iter("failure"))) for case in entries if case.get("name") == f"test_tuning[{GEMMA}]"]
-    assert found == [0, 1]
+    failures = [len(list(case.iter("failure"))) for case in entries if case.get("name") == f"test_tuning[{GEMMA}]"]
+    assert failures == [0, 1]
     assert suite.verdicts()[GEMMA] == "failed"
     assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
 
@@ -170,9 +170,11 @@ def _end_in_the_launch(project: Project, number: int, how: str) -> None:
     """From now on, the ``number``-th launch does ``how`` instead."""
     conftest = project.path / "conftest.py"
     text = conftest.read_text()
-    at = "        name = str(task.case)\n"
-    assert at in text
-    conftest.write_text(text.replace(at, f"{at}        if sum(asked.values()) == {number - 1}:\n            {how}\n"))
+    anchor = "        name = str(task.case)\n"
+    assert anchor in text
+    conftest.write_text(
+        text.replace(anchor, f"{anchor}        if sum(asked.values()) == {number - 1}:\n            {how}\n")
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["--gpu-json=report.json"]], ids=["alone", "with a report"])
@@ -191,7 +193,7 @@ def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite: Proj
     assert GEMMA not in after
     assert [run["step_seconds"][0] for run in after[LLAMA]["runs"]] == [recorded(slower=2)["step_seconds"][0]] * 5
     report = json.loads(Path(place).read_text())
-    assert {one["key"]: len(one["replies"]) for one in report["results"]} == {LLAMA: 5, GEMMA: 4, LLAMA_2: 4}
+    assert {result["key"]: len(result["replies"]) for result in report["results"]} == {LLAMA: 5, GEMMA: 4, LLAMA_2: 4}
     suite.machine(H100)
     suite.answer(recorded(slower=2))
     suite.run(f"--gpu-baseline={place}", "--gpu-strict").assert_outcomes(passed=3)
@@ -333,8 +335,8 @@ def test_measure_alone_records_nothing(h100: Project) -> None:
 
 def test_no_stray_file_stays_beside_the_baselines(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    found = {path.relative_to(suite.path).as_posix() for path in (suite.path / "baselines").rglob("*") if path.is_file()}
-    assert found == {f"baselines/{H100_FOLDER}/tuning.json"}
+    written = {path.relative_to(suite.path).as_posix() for path in (suite.path / "baselines").rglob("*") if path.is_file()}
+    assert written == {f"baselines/{H100_FOLDER}/tuning.json"}
 
 
 def test_baseline_dir_of_the_ini_file_is_relative_to_it(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What each verdict means for the test, the exit status and JUnit: passes, fails, fails when strict."""
+"""Tests what each verdict means for the test, the exit status and JUnit: passes, fails, fails when strict."""
 
 from __future__ import annotations
 

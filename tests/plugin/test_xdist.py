@@ -1,4 +1,4 @@
-"""Several pytest workers: the same verdicts, table, report and baselines as one."""
+"""Tests that several workers of xdist give the same verdicts, table, report and baselines as one process."""
 
 from __future__ import annotations
 

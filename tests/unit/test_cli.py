@@ -1,4 +1,4 @@
-"""The command: published tables in three formats, beside a report's figures or without, and bad input."""
+"""Tests ``gputrain table``: published tables in three formats, with or without a report's figures, and bad input."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Published, Result, Summary
 from pytest_gputrain.report import json_report
-from pytest_gputrain.report.tables import Sheet, render
+from pytest_gputrain.report.tables import TextTable, render
 from pytest_gputrain.storage.published import PublishedStore
 
 STORE = PublishedStore(Path(__file__).parents[2] / "baselines" / "published")
 
 
 def _row(platform: str, suite: str, key: str) -> Published:
-    found = STORE.get(platform, suite, key)
-    assert found is not None
-    return found
+    row = STORE.get(platform, suite, key)
+    assert row is not None
+    return row
 
 
 def measured(row: Published, *, seconds: float = 4.7, **fields: Any) -> Result:
@@ -114,9 +114,9 @@ def test_both_frameworks_have_a_ratio(capsys: pytest.CaptureFixture[str], writte
     path = written(measured(row, seconds=2.0))
     _, out, _ = run(capsys, "--published", "paddlemix", "--report", path, "--format", "csv")
     ((header, first, *_),) = blocks(out)
-    found = dict(zip(header, first, strict=True))
-    assert found["Measured samples/s"] == "64"
-    assert (found["Ratio samples/s (PyTorch)"], found["Ratio samples/s (Paddle)"]) == ("0.98", "0.78")
+    cells = dict(zip(header, first, strict=True))
+    assert cells["Measured samples/s"] == "64"
+    assert (cells["Ratio samples/s (PyTorch)"], cells["Ratio samples/s (Paddle)"]) == ("0.98", "0.78")
 
 
 def test_of_a_case_measured_several_times_the_last_counts(capsys: pytest.CaptureFixture[str], written: Any) -> None:
@@ -172,8 +172,8 @@ def test_markdown_rows_have_the_cells_of_their_header(capsys: pytest.CaptureFixt
 
 def test_markdown_shows_what_a_cell_holds() -> None:
     cell = "a | *b* `c` <br> [d](e)\nf"
-    sheet = Sheet(title="t", headers=("h",), rows=((cell,),), keys=((),))
-    text = render([sheet], "markdown", width=80, colour=False)
+    text_table = TextTable(title="t", headers=("h",), rows=((cell,),), keys=((),))
+    text = render([text_table], "markdown", width=80, colour=False)
     assert r"| a \| \*b\* \`c\` \<br\> \[d\](e) f |" in text
 
 

@@ -1,4 +1,4 @@
-"""``gputrain compare``: one report judged against another, with the exit status that was asked for."""
+"""Tests ``gputrain compare``: one report judged against another, with the exit status that was asked for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
 
 def measured(*seconds: float, case: Case = CASE, **fields: Any) -> Result:
     """A case with so many fresh processes."""
-    return result(case, replies=tuple(measurement(step_seconds=(one,) * 3, **fields) for one in seconds))
+    return result(case, replies=tuple(measurement(step_seconds=(duration,) * 3, **fields) for duration in seconds))
 
 
 BASE = measured(1.0, 1.001, 0.999, 1.0, 1.0)

@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere on GitHub (the build of the site checks its own), and the API page leaves nothing out."""
+"""Tests the pages of docs: links exist on GitHub (the build of the site checks its own), and the API page is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports, read as their consumers read them: by readers and schemas transcribed from these, each with its source."""
+"""Tests exports by reading them as their consumers do: with readers and schemas transcribed from these."""
 
 from __future__ import annotations
 
@@ -135,14 +135,14 @@ def test_no_format_shows_a_failed_case(name: str) -> None:
 
 
 def test_pytest_benchmark_names_cases_by_file_and_key() -> None:
-    found = json.loads(text_of("pytest-benchmark", RUN))
-    llama, gemma = found["benchmarks"]
+    document = json.loads(text_of("pytest-benchmark", RUN))
+    llama, gemma = document["benchmarks"]
     assert (llama["group"], llama["fullname"]) == ("llm", "benchmarks/test_llm.py::llama-3.1-8b-lora-bf16")
     assert llama["stats"]["data"] == [0.5, 0.4, 0.6, 0.55, 0.45, 0.65, 0.7, 0.7, 0.7]
     assert llama["extra_info"]["peak_allocated_bytes"] == 10 * MiB
     assert (llama["params"]["model"], llama["params"]["batch_size"]) == ("llama-3.1-8b", 2)
     assert gemma["extra_info"]["verdict"] == "regressed"
-    assert found["commit_info"] == {"id": "c0ffee", "dirty": False, "branch": "main"}
+    assert document["commit_info"] == {"id": "c0ffee", "dirty": False, "branch": "main"}
 
 
 def test_pytest_benchmark_tells_a_commit_with_changes() -> None:
@@ -155,9 +155,17 @@ def test_pytest_benchmark_tells_a_commit_with_changes() -> None:
 
 
 def test_statistics_of_a_single_step_are_of_that_step() -> None:
-    one = stats([0.25])
-    assert {one[name] for name in ("min", "max", "mean", "median", "q1", "q3", "ld15iqr", "hd15iqr", "total")} == {0.25}
-    assert (one["stddev"], one["iqr"], one["outliers"], one["ops"], one["rounds"]) == (0, 0, "0;0", 4.0, 1)
+    statistics = stats([0.25])
+    assert {statistics[name] for name in ("min", "max", "mean", "median", "q1", "q3", "ld15iqr", "hd15iqr", "total")} == {
+        0.25
+    }
+    assert (statistics["stddev"], statistics["iqr"], statistics["outliers"], statistics["ops"], statistics["rounds"]) == (
+        0,
+        0,
+        "0;0",
+        4.0,
+        1,
+    )
 
 
 # github-action-benchmark
@@ -181,13 +189,13 @@ BENCHMARK_RESULTS = {  # interface BenchmarkResult of src/extract.ts; extractCus
 
 
 def test_github_action_benchmark_gets_peak_memory_in_one_unit() -> None:
-    found = json.loads(text_of("github-action-benchmark", RUN))
-    jsonschema.validate(found, BENCHMARK_RESULTS)
-    assert [(entry["name"], entry["value"], entry["unit"]) for entry in found] == [
+    entries = json.loads(text_of("github-action-benchmark", RUN))
+    jsonschema.validate(entries, BENCHMARK_RESULTS)
+    assert [(entry["name"], entry["value"], entry["unit"]) for entry in entries] == [
         (f"{LLAMA}: peak memory", 10.0, "MiB"),
         (f"{GEMMA}: peak memory", 10.0, "MiB"),
     ]
-    assert [entry.get("range") for entry in found] == ["± 0.0", None]
+    assert [entry.get("range") for entry in entries] == ["± 0.0", None]
 
 
 def test_github_action_benchmark_tells_predicted_from_measured_memory() -> None:
@@ -218,18 +226,18 @@ BMF = {  # https://bencher.dev/docs/reference/bencher-metric-format; lengths fro
 
 
 def test_bencher_gets_nanoseconds_and_bytes() -> None:
-    found = json.loads(text_of("bencher", RUN))
-    jsonschema.validate(found, BMF)
-    assert list(found) == [LLAMA, GEMMA]
-    assert found[GEMMA]["latency"] == pytest.approx({"value": 1.1e9, "lower_value": 1.05e9, "upper_value": 1.15e9})
-    assert found[LLAMA]["latency"]["value"] == pytest.approx(0.55e9)
-    assert found[LLAMA]["peak-memory"]["value"] == 10 * MiB
+    measures = json.loads(text_of("bencher", RUN))
+    jsonschema.validate(measures, BMF)
+    assert list(measures) == [LLAMA, GEMMA]
+    assert measures[GEMMA]["latency"] == pytest.approx({"value": 1.1e9, "lower_value": 1.05e9, "upper_value": 1.15e9})
+    assert measures[LLAMA]["latency"]["value"] == pytest.approx(0.55e9)
+    assert measures[LLAMA]["peak-memory"]["value"] == 10 * MiB
 
 
 def test_bencher_gets_predicted_memory_as_another_measure() -> None:
-    found = json.loads(text_of("bencher", PREDICTED))
-    jsonschema.validate(found, BMF)
-    assert found == {LLAMA: {"predicted-peak-memory": {"value": 32 * 1024**3}}}
+    measures = json.loads(text_of("bencher", PREDICTED))
+    jsonschema.validate(measures, BMF)
+    assert measures == {LLAMA: {"predicted-peak-memory": {"value": 32 * 1024**3}}}
 
 
 STEPS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9).map(tuple)
@@ -270,18 +278,18 @@ def test_otava_reads_a_series_of_each_case_in_the_order_of_time() -> None:
         for day, seconds in ((2, 0.6), (1, 0.5))
     ]
     folder = texts_of("otava", *days)
-    found = read_by_otava(folder, "nvidia-h100-80gb-hbm3/llm/llama-3.1-8b-lora-bf16")
-    assert (found["commit"], found["step_seconds"]) == (["c1", "c2"], [0.5, 0.6])
-    assert found["peak_allocated_bytes"] == [10 * MiB] * 2
-    assert sorted(found["time"]) == found["time"]
+    series = read_by_otava(folder, "nvidia-h100-80gb-hbm3/llm/llama-3.1-8b-lora-bf16")
+    assert (series["commit"], series["step_seconds"]) == (["c1", "c2"], [0.5, 0.6])
+    assert series["peak_allocated_bytes"] == [10 * MiB] * 2
+    assert sorted(series["time"]) == series["time"]
     assert len(folder) == 3
 
 
 def test_otava_reads_no_number_of_a_run_in_which_the_case_failed() -> None:
     bad = failing("llama-3.1-8b", crashed())
     days = [report(measured("llama-3.1-8b", (0.5,))), report(bad, created="2026-02-02T00:00:00Z")]
-    found = read_by_otava(texts_of("otava", *days), "nvidia-h100-80gb-hbm3/llm/llama-3.1-8b-lora-bf16")
-    assert found["step_seconds"] == [0.5]
+    series = read_by_otava(texts_of("otava", *days), "nvidia-h100-80gb-hbm3/llm/llama-3.1-8b-lora-bf16")
+    assert series["step_seconds"] == [0.5]
 
 
 # Megatron-LM
@@ -321,10 +329,10 @@ def parse_line(line: str) -> dict[str, Any]:
     """parse_line and string_to_logline of mlperf_logging/compliance_checker/mlp_parser/ruleset_610.py."""
     token = ":::MLLOG "
     assert line.startswith(token)
-    found: dict[str, Any] = json.loads(line[len(token) :])
-    float(found["time_ms"])
-    assert {"key", "value", "metadata"} <= set(found)
-    return found
+    fields: dict[str, Any] = json.loads(line[len(token) :])
+    float(fields["time_ms"])
+    assert {"key", "value", "metadata"} <= set(fields)
+    return fields
 
 
 def test_mlperf_lines_parse_and_tell_how_long_the_steps_took() -> None:

@@ -1,4 +1,4 @@
-"""The HTML report as a document: what it shows, that no data become markup, and that nothing is loaded from elsewhere."""
+"""Tests the HTML report as a document: what it shows, that no data become markup, and that it loads nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
 
 from pytest_gputrain.report.html import page, trends
-from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line, Step, scale
+from pytest_gputrain.report.html.charts import Bar, Chart, Charts, LevelChange, Line, axis_unit
 
 BASELINES = Path(__file__).parents[2] / "baselines"
 HOSTILE = """</script><script>alert(1)</script><img src=x onerror=alert(1)>"' {{ 7*7 }} &amp; $x_{1$ \x00\x1b 模型"""
@@ -74,21 +74,21 @@ class Reader(HTMLParser):
         return Counter((tag, tuple(sorted(attributes))) for tag, attributes in self.elements)
 
 
-def read(*reports: Report, past: page.Past | None = None) -> Reader:
-    return Reader(page.page(reports, past, baseline_dir=BASELINES))
+def read(*reports: Report, history_trends: page.HistoryTrends | None = None) -> Reader:
+    return Reader(page.page(reports, history_trends, baseline_dir=BASELINES))
 
 
 def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-def past_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.Past:
+def history_trends_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.HistoryTrends:
     """A history of a run a day."""
     path = tmp_path / "history.jsonl"
     for day, results in enumerate(sessions):
         created = f"2026-{1 + day // 28:02}-{1 + day % 28:02}T08:00:00Z"
         append(path, lines_of(results, Session(id=f"s{day}", created=created, commit=f"c{day}", branch="main")))
-    return page.look_back([path], lambda _: None)
+    return page.read_trends([path], lambda _: None)
 
 
 def timed(seconds: float, peak: int = 40 * GiB, **fields: Any) -> Result:
@@ -154,8 +154,8 @@ def published_result(**fields: Any) -> Result:
         peak_allocated_bytes=19 * GiB,
         model_flops_utilization=None,
     )
-    known = {"suite": "vision_language", "platform": "h800", "replies": (run,), "summary": summary, **fields}
-    return result(case, **known)
+    example = {"suite": "vision_language", "platform": "h800", "replies": (run,), "summary": summary, **fields}
+    return result(case, **example)
 
 
 def test_no_data_become_markup(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_no_data_become_markup(tmp_path: Path) -> None:
     for number, text in enumerate((HOSTILE, "harmless")):
         folder = tmp_path / str(number)
         case = [timed(1.0 + 0.2 * (day > 9), suite=text, key=text, device=text) for day in range(20)]
-        pasts[text] = past_of(folder, *([one] for one in case))
-    hostile, harmless = (read(everything(text), past=pasts[text]) for text in (HOSTILE, "harmless"))
+        pasts[text] = history_trends_of(folder, *([day_result] for day_result in case))
+    hostile, harmless = (read(everything(text), history_trends=pasts[text]) for text in (HOSTILE, "harmless"))
     assert hostile.sections == harmless.sections
     assert len(hostile.sections) == 8
     assert hostile.structure == harmless.structure
@@ -180,30 +180,30 @@ def test_any_text_gives_a_page(text: str) -> None:
 
 
 def test_nothing_is_loaded_and_only_its_own_script_and_style_may_run() -> None:
-    found = read(everything("x"), report(published_result()))
-    policies = [meta["content"] for meta in found.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    reader = read(everything("x"), report(published_result()))
+    policies = [meta["content"] for meta in reader.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
     rules = dict(rule.strip().split(" ", 1) for rule in str(policies[0]).split(";"))
     assert rules["default-src"] == "'none'"
     for kind in ("style", "script"):
-        digest = base64.b64encode(hashlib.sha256(found.raw[kind].encode()).digest()).decode()
+        digest = base64.b64encode(hashlib.sha256(reader.raw[kind].encode()).digest()).decode()
         assert rules[f"{kind}-src"] == f"'sha256-{digest}'"
-    assert len(found.all("script")) == len(found.all("style")) == 1
-    for tag, attributes in found.elements:
+    assert len(reader.all("script")) == len(reader.all("style")) == 1
+    for tag, attributes in reader.elements:
         for name, value in attributes.items():
             assert not name.startswith("on"), tag
             assert name != "style", tag
             if name in ("src", "href", "xlink:href", "data", "action"):
                 assert str(value).startswith(("#", "data:")), (tag, value)
-    assert "url(" not in found.raw["style"]
+    assert "url(" not in reader.raw["style"]
 
 
 def test_ids_are_unique_and_what_refers_to_one_finds_it() -> None:
-    found = read(everything("x"), report(published_result()))
-    ids = Counter(attributes["id"] for _, attributes in found.elements if "id" in attributes)
+    reader = read(everything("x"), report(published_result()))
+    ids = Counter(attributes["id"] for _, attributes in reader.elements if "id" in attributes)
     assert [name for name, times in ids.items() if times > 1] == []
     references = {
         reference
-        for _, attributes in found.elements
+        for _, attributes in reader.elements
         for name, value in attributes.items()
         if name in ("href", "xlink:href", "clip-path", "aria-labelledby")
         for reference in re.findall(r"#([\w-]+)", str(value)) + (str(value).split() if name == "aria-labelledby" else [])
@@ -218,16 +218,16 @@ def test_failures_come_first_and_every_case_has_a_row() -> None:
         sentence="gemma is 7.2 % slower",
         metrics=(MetricVerdict(metric="step_seconds", status="regressed", value=5.36, baseline=5.0, limit=5.15),),
     )
-    found = Reader(
+    reader = Reader(
         page.page(
             [report(timed(1.0), timed(5.36, key="gemma", verdict=slow), timed(2.0, key="phi", verdict=None))],
             baseline_dir=BASELINES,
         )
     )
-    text = squeezed(found.text)
+    text = squeezed(reader.text)
     assert "1 regressed 1 pass 1 measured" in text
     assert text.index("gemma is 7.2 % slower") < text.index("A heading sorts by its column")
-    assert [row["data-verdict"] for row in found.all("tr") if "data-verdict" in row] == ["regressed", "pass", "measured"]
+    assert [row["data-verdict"] for row in reader.all("tr") if "data-verdict" in row] == ["regressed", "pass", "measured"]
     assert "5.36 s +7.2 % " in text
     assert "Scaling" not in text  # no case has it, so there is no column
 
@@ -235,16 +235,16 @@ def test_failures_come_first_and_every_case_has_a_row() -> None:
 def test_of_a_case_in_several_reports_the_latest_counts() -> None:
     early = report(timed(1.0), created="2026-02-01T00:00:00Z")
     late = report(timed(7.5), created="2026-02-02T00:00:00Z")
-    found = read(late, early)
-    assert len([row for row in found.all("tr") if "data-verdict" in row]) == 1
-    assert "7.50 s" in found.text
-    assert "1.00 s" not in found.text
+    reader = read(late, early)
+    assert len([row for row in reader.all("tr") if "data-verdict" in row]) == 1
+    assert "7.50 s" in reader.text
+    assert "1.00 s" not in reader.text
 
 
 def test_a_report_without_cases_says_so() -> None:
-    found = read(report())
-    assert "No case has run." in found.text
-    assert found.sections == ["verdicts"]
+    reader = read(report())
+    assert "No case has run." in reader.text
+    assert reader.sections == ["verdicts"]
 
 
 def test_published_figures_stand_beside_measured_ones_with_their_ratios() -> None:
@@ -263,8 +263,8 @@ def test_what_is_no_published_row_has_no_bars(fields: dict[str, Any]) -> None:
 
 def test_a_row_of_another_case_has_no_bars() -> None:
     """The same id at another batch is not what was published."""
-    known = published_result()
-    other = msgspec.structs.replace(known, case=known.case.replace(batch_size=2))
+    published = published_result()
+    other = msgspec.structs.replace(published, case=published.case.replace(batch_size=2))
     assert "published" not in read(report(other)).sections
 
 
@@ -280,9 +280,9 @@ def test_scaling_counts_samples_and_one_worker_alone() -> None:
         peak_allocated_bytes=1,
         model_flops_utilization=None,
     )
-    found = read(report(result(case, replies=(run,), summary=summary)))
-    assert "scaling" in found.sections
-    assert "4 GPUs: 8.00/s, 80.0 % of linear" in squeezed(found.text)  # alone 2 samples in 0.8 s
+    reader = read(report(result(case, replies=(run,), summary=summary)))
+    assert "scaling" in reader.sections
+    assert "4 GPUs: 8.00/s, 80.0 % of linear" in squeezed(reader.text)  # alone 2 samples in 0.8 s
 
 
 def test_one_count_of_gpus_is_no_scaling() -> None:
@@ -294,9 +294,9 @@ def test_live_tensors_are_told_by_the_phase_that_made_them_and_the_rest_is_shown
         "backward": (live_tensor(bytes=20 * GiB, phase="build"), live_tensor(bytes=10 * GiB, phase="forward", shape=(3, 5)))
     }
     peaks = {"backward": 32 * GiB}
-    one = prediction(largest=largest, phase_peak_bytes=peaks)
-    found = read(report(result(prediction=one, replies=(), summary=None, device="dry-run/h100")))
-    text = squeezed(found.text)
+    predicted = prediction(largest=largest, phase_peak_bytes=peaks)
+    reader = read(report(result(prediction=predicted, replies=(), summary=None, device="dry-run/h100")))
+    text = squeezed(reader.text)
     assert "The largest tensors (2 rows)" in text
     assert "backward 20.0 GiB 1 aten._log_softmax build" in text
     assert "3 x 5" in text
@@ -328,13 +328,15 @@ def test_environments_are_shown_once_with_all_counts() -> None:
 
 
 def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
-    past = past_of(tmp_path, *([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24)))
-    found = read(past=past)
-    text = squeezed(found.text)
-    assert found.sections == ["trends"]
+    history_trends = history_trends_of(
+        tmp_path, *([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24))
+    )
+    reader = read(history_trends=history_trends)
+    text = squeezed(reader.text)
+    assert reader.sections == ["trends"]
     assert "+10.0 % on 2026-01-13: 1.00 s to 1.10 s commits c11..c12" in text
     assert text.index("+10.0 %") < text.index("1 case without a change") < text.index("steady")
-    charts = [json.loads(str(chart["data-points"])) for chart in found.all("div") if chart.get("data-points")]
+    charts = [json.loads(str(chart["data-points"])) for chart in reader.all("div") if chart.get("data-points")]
     assert len(charts) == 4
     assert [point[2] for point in charts[0]][:2] == ["2026-01-01 c0 1.00 s", "2026-01-02 c1 1.00 s"]
     rights, heights = zip(*((right, down) for right, down, _ in charts[0]), strict=True)
@@ -345,33 +347,37 @@ def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
 def test_too_many_trends_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trends, "MOST_CARDS", 2)
     runs = ([timed(1.0 + 0.2 * (name == "c" and day > 9), key=name) for name in "abcd"] for day in range(20))
-    found = read(report(timed(1.0, key="d")), past=past_of(tmp_path, *runs))
-    titles = re.findall(r"Time of a step of (\w)", found.text)
+    reader = read(report(timed(1.0, key="d")), history_trends=history_trends_of(tmp_path, *runs))
+    titles = re.findall(r"Time of a step of (\w)", reader.text)
     assert titles == ["c", "d"]  # the one that changed, then the one that has just run
-    assert "trends are drawn of 2 of 4 cases, those with the largest changes first" in found.text
+    assert "trends are drawn of 2 of 4 cases, those with the largest changes first" in reader.text
 
 
 def test_long_series_are_drawn_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trends, "MOST_RUNS", 10)
-    past = past_of(tmp_path, *([timed(1.0 if day < 12 else 1.2)] for day in range(30)))
-    (chart, *_) = (json.loads(str(chart["data-points"])) for chart in read(past=past).all("div") if chart.get("data-points"))
+    history_trends = history_trends_of(tmp_path, *([timed(1.0 if day < 12 else 1.2)] for day in range(30)))
+    (chart, *_) = (
+        json.loads(str(chart["data-points"]))
+        for chart in read(history_trends=history_trends).all("div")
+        if chart.get("data-points")
+    )
     assert [point[2][:10] for point in chart] == [f"2026-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(20, 30)]
 
 
 def test_series_of_two_runs_have_no_chart(tmp_path: Path) -> None:
-    found = read(past=past_of(tmp_path, [timed(1.0)], [timed(1.0)]))
-    assert "trends" not in found.sections
-    assert "2 series of fewer than 3 runs left out of the trends" in found.text
+    reader = read(history_trends=history_trends_of(tmp_path, [timed(1.0)], [timed(1.0)]))
+    assert "trends" not in reader.sections
+    assert "2 series of fewer than 3 runs left out of the trends" in reader.text
 
 
 def drawn() -> Iterator[Chart]:
     charts = Charts()
     yield charts.bars([(HOSTILE, [Bar(parts=((0.0, 0), (1.0, 1)), text=HOSTILE)])], title=HOSTILE, description=HOSTILE)
-    yield charts.lines([Line(name="one", x=[1], y=[0.0], told=["x"])], x="x", y="y", title="t", description="d")
+    yield charts.lines([Line(name="one", x=[1], y=[0.0], labels=["x"])], x="x", y="y", title="t", description="d")
     from datetime import UTC, datetime
 
     day = datetime(2026, 1, 1, tzinfo=UTC)
-    step = Step(at=1, text="+1 %", worse=True)
+    step = LevelChange(index=1, text="+1 %", worse=True)
     yield charts.trend(
         [day] * 3, [1.0] * 3, [(0, 1.0), (1, 1.0)], [step], ["x"] * 3, kind="seconds", title="t", description="d"
     )
@@ -389,7 +395,7 @@ def test_charts_are_sound_xml_in_colours_of_the_page(number: int) -> None:
 
 def test_colours_become_variables_of_the_sheet() -> None:
     charts = Charts()
-    charts.lines([Line(name="one", x=[1, 2], y=[1.0, 2.0], told=["x"] * 2)], x="x", y="y", title="t", description="d")
+    charts.lines([Line(name="one", x=[1, 2], y=[1.0, 2.0], labels=["x"] * 2)], x="x", y="y", title="t", description="d")
     assert "stroke:var(--series-1)" in charts.css
     assert "#0001" not in charts.css
     sheet = (Path(page.__file__).parent / "page.css").read_text()
@@ -415,7 +421,7 @@ def test_charts_do_not_follow_the_settings_of_whoever_runs_them() -> None:
     ],
 )
 def test_axes_have_the_unit_of_their_largest_figure(kind: str, most: float, unit: tuple[float, str]) -> None:
-    assert scale(kind, most) == unit
+    assert axis_unit(kind, most) == unit
 
 
 def write(path: Path, document: Report) -> str:
@@ -424,7 +430,7 @@ def write(path: Path, document: Report) -> str:
 
 
 def test_the_command_writes_a_page(tmp_path: Path) -> None:
-    past_of(tmp_path, *([timed(1.0)] for _ in range(5)))
+    history_trends_of(tmp_path, *([timed(1.0)] for _ in range(5)))
     output = tmp_path / "deep" / "page.html"
     arguments = [
         write(tmp_path / "a.json", report(timed(1.0))),
@@ -438,7 +444,7 @@ def test_the_command_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_gputrain_trend_draws_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    past_of(
+    history_trends_of(
         tmp_path, *([timed(1.0 if day < 9 else 1.02 if day < 18 else 1.3, key=key) for key in "ab"] for day in range(27))
     )
     history, output = str(tmp_path / "history.jsonl"), tmp_path / "page.html"

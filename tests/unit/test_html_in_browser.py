@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: it asks for nothing, and works with keys, on a phone, in the dark and on paper."""
+"""Tests the HTML report in a real browser: it loads nothing, and works by keyboard, on a phone, in the dark and on paper."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Opened:
 
     def colour(self, variable: str) -> str:
         """Of the paper or the ink as painted."""
-        found: str = self.page.evaluate(f"getComputedStyle(document.body).{variable}")
-        return found
+        colour: str = self.page.evaluate(f"getComputedStyle(document.body).{variable}")
+        return colour
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def open_page(browser: Any, file: Path) -> Iterator[Any]:
         return opened[-1]
 
     yield open_
-    for one in opened:
-        one.context.close()
+    for opened_page in opened:
+        opened_page.context.close()
 
 
 ALL = ["gemma", "phi", "alpha", "xxxxx", "llava", "zzzzz"]
@@ -218,7 +218,7 @@ def test_a_wide_table_scrolls_in_its_own_frame_by_keys(open_page: Any) -> None:
     pytest.fail("no key scrolled the table")
 
 
-def _contrast(one: str, other: str) -> float:
+def _contrast(foreground: str, background: str) -> float:
     """Of WCAG 2."""
 
     def luminance(colour: str) -> float:
@@ -226,7 +226,7 @@ def _contrast(one: str, other: str) -> float:
         red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    light, dark = sorted((luminance(foreground), luminance(background)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 

@@ -43,7 +43,7 @@ def test_of_several_runs_it_is_the_widest() -> None:
     assert widest([near, far]) == widest([far, near]) == widest([far])
 
 
-def _apart(lag: float, seconds: float, least: int = 1000, device: str = "nvidia-h100-80gb-hbm3") -> Result:
+def _result_with_spread(lag: float, seconds: float, least: int = 1000, device: str = "nvidia-h100-80gb-hbm3") -> Result:
     spread = RankSpread(
         slowest=3, lag=lag, lag_seconds=seconds, least_peak_allocated_bytes=least, most_peak_allocated_bytes=1000
     )
@@ -53,21 +53,23 @@ def _apart(lag: float, seconds: float, least: int = 1000, device: str = "nvidia-
 
 
 def test_a_straggler_is_told_by_its_number() -> None:
-    assert explain([_apart(0.12, 0.048)]) == [
+    assert explain([_result_with_spread(0.12, 0.048)]) == [
         f"{CASE}: rank 3 is slowest: it works 12.0 % (48.0 ms a step) longer than the fastest before they exchange anything"
     ]
 
 
 @pytest.mark.parametrize(("lag", "seconds"), [(0.09, 0.09), (5.0, 0.009), (0.0, 0.0)])
 def test_what_is_little_of_the_work_or_of_the_step_is_not_told(lag: float, seconds: float) -> None:
-    assert explain([_apart(lag, seconds)]) == []
+    assert explain([_result_with_spread(lag, seconds)]) == []
 
 
 def test_on_a_cpu_only_a_process_half_as_fast_is_told() -> None:
-    assert explain([_apart(0.9, 0.5, device="cpu")]) == []
-    assert len(explain([_apart(1.1, 0.5, device="cpu")])) == 1
+    assert explain([_result_with_spread(0.9, 0.5, device="cpu")]) == []
+    assert len(explain([_result_with_spread(1.1, 0.5, device="cpu")])) == 1
 
 
 def test_uneven_memory_is_told() -> None:
-    assert explain([_apart(0.0, 0.0, least=950)]) == []
-    assert explain([_apart(0.0, 0.0, least=500)]) == [f"{CASE}: peak memory of its processes is 500 B to 1000 B"]
+    assert explain([_result_with_spread(0.0, 0.0, least=950)]) == []
+    assert explain([_result_with_spread(0.0, 0.0, least=500)]) == [
+        f"{CASE}: peak memory of its processes is 500 B to 1000 B"
+    ]

@@ -1,4 +1,4 @@
-"""Options: command line before ini before default, and one sentence for what cannot be."""
+"""Tests the options: the command line precedes the ini file, which precedes the default; bad values give one sentence."""
 
 from __future__ import annotations
 

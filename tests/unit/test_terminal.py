@@ -1,4 +1,4 @@
-"""What people read: the table, the sentences below it, the live line."""
+"""Tests what people read on the terminal: the table, the sentences below it, the progress line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, result, timed_out, values_of
 
 from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
-from pytest_gputrain.report.progress_line import Live, describe
+from pytest_gputrain.report.progress_line import ProgressLine, describe
 from pytest_gputrain.report.terminal import explain, render
 from pytest_gputrain.utils.units import GiB
 
@@ -216,13 +216,15 @@ def test_markup_in_a_title_is_shown_as_it_is(suite: str) -> None:
 
 
 @given(
-    values_of(Result).filter(lambda found: found.replies or found.prediction), st.sampled_from([40, 80, 120]), st.booleans()
+    values_of(Result).filter(lambda candidate: candidate.replies or candidate.prediction),
+    st.sampled_from([40, 80, 120]),
+    st.booleans(),
 )
-def test_any_result_can_be_shown(found: Result, width: int, colour: bool) -> None:
-    if any(not getattr(reply, "step_seconds", True) for reply in found.replies):
+def test_any_result_can_be_shown(any_result: Result, width: int, colour: bool) -> None:
+    if any(not getattr(reply, "step_seconds", True) for reply in any_result.replies):
         return
-    assert _render(found, width=width, colour=colour)
-    assert isinstance(explain([found]), list)
+    assert _render(any_result, width=width, colour=colour)
+    assert isinstance(explain([any_result]), list)
 
 
 # Sentences below the table
@@ -243,14 +245,14 @@ def test_what_passed_in_full_needs_no_sentence() -> None:
     ("status", "what"), [("new", "without a baseline"), ("not-comparable", "not comparable with the baseline")]
 )
 def test_cases_without_comparison_are_counted_with_an_example(status: str, what: str) -> None:
-    found = [result(verdict=_verdict(status, sentence=f"case {number}")) for number in range(3)]
-    assert explain(found[:1]) == [f"1 case {what}: case 0"]
-    assert explain(found) == [f"3 cases {what}: case 0 (and 2 more)"]
+    results = [result(verdict=_verdict(status, sentence=f"case {number}")) for number in range(3)]
+    assert explain(results[:1]) == [f"1 case {what}: case 0"]
+    assert explain(results) == [f"3 cases {what}: case 0 (and 2 more)"]
 
 
 def test_what_was_not_counted_is_told_once_a_note_and_case() -> None:
-    found = [result(case=CASE.replace(model=f"case {number}"), replies=(_NOTED, _NOTED)) for number in (0, 0, 1)]
-    assert explain(found) == ["2 cases: processes are not counted: case 0-lora-bf16 (and 1 more)"]
+    results = [result(case=CASE.replace(model=f"case {number}"), replies=(_NOTED, _NOTED)) for number in (0, 0, 1)]
+    assert explain(results) == ["2 cases: processes are not counted: case 0-lora-bf16 (and 1 more)"]
 
 
 _NOTED = measurement(notes=("processes are not counted",))
@@ -259,8 +261,8 @@ _NOTED = measurement(notes=("processes are not counted",))
 def test_metrics_that_were_not_compared_are_counted_by_reason() -> None:
     time = MetricVerdict(metric="step_seconds", status="not-comparable", note="too few runs")
     memory = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", note="no peak")
-    found = [result(verdict=_verdict("pass", time)), result(verdict=_verdict("pass", time, memory))]
-    assert explain(found) == [
+    results = [result(verdict=_verdict("pass", time)), result(verdict=_verdict("pass", time, memory))]
+    assert explain(results) == [
         "2 cases with step time not compared: too few runs",
         "1 case with peak memory not compared: no peak",
     ]
@@ -271,7 +273,7 @@ def test_a_case_not_comparable_at_all_is_told_once() -> None:
     assert len(explain([result(verdict=_verdict("not-comparable", time))])) == 1
 
 
-# The live line
+# The progress line
 
 
 @pytest.mark.parametrize(
@@ -296,26 +298,26 @@ def test_any_event_can_be_described(event: Event) -> None:
 
 
 def test_live_line_stays_within_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    Live(20, nullcontext).show(CASE.replace(model="m" * 99), Event(phase="build"))
+    ProgressLine(20, nullcontext).show(CASE.replace(model="m" * 99), Event(phase="build"))
     assert re.sub(r"\x1b(\[[0-9]*[A-Za-z]|[A-Z78])|\r", "", capsys.readouterr().out) == "m" * 19
 
 
 def test_live_line_comes_back_to_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
-    live = Live(80, nullcontext)
-    live.show(CASE, Event(phase="build"))
-    live.clear()
+    progress_line = ProgressLine(80, nullcontext)
+    progress_line.show(CASE, Event(phase="build"))
+    progress_line.clear()
     drawn = capsys.readouterr().out
     assert drawn.count("\x1b7") == drawn.count("\x1b8") == 2
     assert "\n" not in drawn
 
 
 def test_nothing_drawn_needs_no_clearing(capsys: pytest.CaptureFixture[str]) -> None:
-    Live(80, nullcontext).clear()
+    ProgressLine(80, nullcontext).clear()
     assert capsys.readouterr().out == ""
 
 
 def test_live_line_is_not_drawn_for_every_event(capsys: pytest.CaptureFixture[str]) -> None:
-    live = Live(80, nullcontext)
+    progress_line = ProgressLine(80, nullcontext)
     for _ in range(100):
-        live.show(CASE, Event(phase="build"))
+        progress_line.show(CASE, Event(phase="build"))
     assert 0 < capsys.readouterr().out.count("building") < 100

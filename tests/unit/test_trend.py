@@ -1,4 +1,4 @@
-"""``gputrain trend``: from histories to changes, the commits between which they happened, and what changed with them."""
+"""Tests ``gputrain trend``: the changes in a history, the commits around them, and what changed with them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def told(trend: Run, *histories: Iterable[HistoryLine], arguments: Iterable[str] = ()) -> Trends:
+def trends_of(trend: Run, *histories: Iterable[HistoryLine], arguments: Iterable[str] = ()) -> Trends:
     code, out, _ = trend(*histories, arguments=["--format=json", *arguments])
     assert code == 0
     return msgspec.json.decode(out, type=Trends)
@@ -68,9 +68,10 @@ def told(trend: Run, *histories: Iterable[HistoryLine], arguments: Iterable[str]
 def test_a_change_is_told_with_its_commits_and_what_changed_with_it(trend: Run) -> None:
     lines = slower(60, 40)
     lines[40:] = [
-        msgspec.structs.replace(one, version_torch="2.14.0", version_peft="0.21", batch_size=4) for one in lines[40:]
+        msgspec.structs.replace(history_line, version_torch="2.14.0", version_peft="0.21", batch_size=4)
+        for history_line in lines[40:]
     ]
-    step, memory = told(trend, lines).courses
+    step, memory = trends_of(trend, lines).courses
     assert (step.key, step.suite, step.device) == (str(CASE), "llm", "nvidia-h100-80gb-hbm3")
     assert (step.metric, memory.metric) == ("median_step_seconds", "peak_allocated_bytes")
     assert (step.runs, step.noise) == (60, pytest.approx(0.01, rel=0.4))
@@ -133,32 +134,34 @@ def test_better_and_worse_depend_on_the_metric(trend: Run) -> None:
         for number in range(40)
     ]
     arguments = [f"--metric={name}" for name in ("median_step_seconds", "tokens_per_second", "peak_allocated_bytes")]
-    found = {course.metric: course.changes[0].worse for course in told(trend, lines, arguments=arguments).courses}
-    assert found == {"median_step_seconds": False, "tokens_per_second": True, "peak_allocated_bytes": True}
+    worse_by_metric = {
+        course.metric: course.changes[0].worse for course in trends_of(trend, lines, arguments=arguments).courses
+    }
+    assert worse_by_metric == {"median_step_seconds": False, "tokens_per_second": True, "peak_allocated_bytes": True}
     assert set(HIGHER_IS_BETTER) < set(METRICS)
 
 
 def test_series_are_of_one_case_on_one_device(trend: Run) -> None:
     lines = [
-        one
+        history_line
         for number in range(30)
-        for one in (
+        for history_line in (
             line(number, device="h100", median_step_seconds=1.0),
             line(number, device="a100", median_step_seconds=2.0),
             line(number, key="other", median_step_seconds=3.0),
             line(number, suite="other", median_step_seconds=4.0),
         )
     ]
-    courses = told(trend, lines, arguments=["--metric=median_step_seconds"]).courses
+    courses = trends_of(trend, lines, arguments=["--metric=median_step_seconds"]).courses
     assert sorted((course.level, course.runs, len(course.changes)) for course in courses) == [
         (1.0, 30, 0),
         (2.0, 30, 0),
         (3.0, 30, 0),
         (4.0, 30, 0),
     ]
-    (chosen,) = told(trend, lines, arguments=["--metric=median_step_seconds", "--case=oth"]).courses
+    (chosen,) = trends_of(trend, lines, arguments=["--metric=median_step_seconds", "--case=oth"]).courses
     assert chosen.level == 3.0
-    (chosen,) = told(trend, lines, arguments=["--metric=median_step_seconds", "--device=a100"]).courses
+    (chosen,) = trends_of(trend, lines, arguments=["--metric=median_step_seconds", "--device=a100"]).courses
     assert chosen.level == 2.0
 
 
@@ -166,16 +169,16 @@ def test_runs_without_a_figure_are_passed_over(trend: Run) -> None:
     lines = slower(60, 40)
     lines[10] = line(10, median_step_seconds=None, outcome="crashed")
     lines[39] = line(39, median_step_seconds=0.0)
-    step = told(trend, lines).courses[0]
+    step = trends_of(trend, lines).courses[0]
     assert step.runs == 58
     assert (step.changes[0].base.commit, step.changes[0].first.commit) == ("c0038", "c0040")
 
 
 def test_several_files_are_one_history_in_the_order_of_time(trend: Run) -> None:
     lines = slower(60, 40)
-    step = told(trend, lines[1::2], lines[::2]).courses[0]
+    step = trends_of(trend, lines[1::2], lines[::2]).courses[0]
     assert (step.changes[0].base.commit, step.changes[0].first.commit) == ("c0039", "c0040")
-    assert step == told(trend, lines).courses[0]
+    assert step == trends_of(trend, lines).courses[0]
 
 
 def test_a_file_given_twice_counts_once(tmp_path: Path) -> None:
@@ -193,8 +196,8 @@ def test_only_the_trunk_counts_unless_another_branch_is_asked_for(trend: Run) ->
     assert code == 0
     assert err == "gputrain: of branch main only; 10 runs of others are left out (--branch='*' takes all)\n"
     assert [course["runs"] for course in json.loads(out)["courses"]] == [20, 20]
-    assert told(trend, lines, arguments=["--branch=feature"]).courses[0].level == 2.0
-    both = told(trend, lines, arguments=["--branch=*"]).courses[0]
+    assert trends_of(trend, lines, arguments=["--branch=feature"]).courses[0].level == 2.0
+    both = trends_of(trend, lines, arguments=["--branch=*"]).courses[0]
     assert (both.runs, both.changes[0].first.commit) == (30, "c0020")
     code, _, err = trend(lines, arguments=["--branch=trunk"])
     assert code == 2
@@ -212,7 +215,7 @@ def test_changes_can_be_limited_to_large_and_to_new_ones(trend: Run) -> None:
     lines = [line(number, median_step_seconds=1.0 if number < 40 else 1.02 if number < 80 else 1.2) for number in range(100)]
 
     def firsts(*arguments: str) -> list[str]:
-        course = told(trend, lines, arguments=["--metric=median_step_seconds", *arguments]).courses[0]
+        course = trends_of(trend, lines, arguments=["--metric=median_step_seconds", *arguments]).courses[0]
         return [change.first.commit for change in course.changes]
 
     assert firsts() == ["c0040", "c0080"]
@@ -237,7 +240,7 @@ def test_the_exit_status_is_what_was_asked_for(trend: Run, by: float, arguments:
 
 
 def test_the_same_commit_measured_again_is_said_to_be_the_same(trend: Run) -> None:
-    lines = [msgspec.structs.replace(one, commit="c0ffee") for one in slower(60, 40)]
+    lines = [msgspec.structs.replace(history_line, commit="c0ffee") for history_line in slower(60, 40)]
     assert " c0ffee (the same) " in trend(lines)[1]
 
 
@@ -316,4 +319,4 @@ def test_a_line_is_found_again_in_its_file(tmp_path: Path) -> None:
         append(tmp_path / name, map(line, numbers))
     history = History([tmp_path / "a", tmp_path / "b"], ("median_step_seconds",), Filter(), print)
     (series,) = history.series.values()
-    assert [history.line(place)["session"] for place in series.places] == ["s0", "s1", "s2", "s3", "s4"]
+    assert [history.line(offset)["session"] for offset in series.offsets] == ["s0", "s1", "s2", "s3", "s4"]

@@ -1,4 +1,4 @@
-"""Bencher Metric Format v0, adapter ``json``: https://bencher.dev/docs/reference/bencher-metric-format.
+"""Exports to Bencher Metric Format v0, adapter ``json``: https://bencher.dev/docs/reference/bencher-metric-format.
 
 ``latency`` is Bencher's own measure, in nanoseconds; ``peak-memory`` is created by the first report that has it, in bytes.
 """
@@ -17,7 +17,7 @@ _NANOSECONDS = 1e9
 
 
 def export(reports: Sequence[Report]) -> str:
-    """The one report of ``reports``."""
+    """Return the text for the one report of ``reports``."""
     (report,) = reports
     return json.dumps({point.name: _measures(point) for point in points(report.results)}, indent=2) + "\n"
 

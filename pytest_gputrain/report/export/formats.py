@@ -1,4 +1,4 @@
-"""Reports in the formats of other tools. A new format is a module and an entry here."""
+"""Lists the formats of other tools that reports are exported to. A new format is a module and an entry here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Format(NamedTuple):
     export: Callable[[Sequence[Report]], str | Mapping[str, str]]
     """One text; or texts by file name, for consumers that read a file for each case."""
     reads: str
-    """Who does, for the help."""
+    """Which tool reads the format, for the help."""
     timed: bool = False
-    """Has nothing to say of cases that were predicted."""
+    """Whether it has no form for predicted cases."""
     many: bool = False
-    """Takes any number of reports, rather than one."""
+    """Whether it takes any number of reports, rather than one."""
     complete: bool = False
-    """Has a row for cases without figures, too."""
+    """Whether it has a row for cases without figures, too."""
 
 
 FORMATS: Final = {

@@ -1,4 +1,4 @@
-"""Peak memory for github-action-benchmark, tool ``customSmallerIsBetter``: ``src/extract.ts`` has its `BenchmarkResult`.
+"""Exports peak memory to github-action-benchmark, tool ``customSmallerIsBetter`` (`BenchmarkResult` in its ``extract.ts``).
 
 Time goes there as pytest-benchmark's file, tool ``pytest``: an alert threshold of the action is for one kind of figure.
 """
@@ -16,16 +16,16 @@ from pytest_gputrain.utils.units import MiB
 
 
 def export(reports: Sequence[Report]) -> str:
-    """The one report of ``reports``."""
+    """Return the text for the one report of ``reports``."""
     (report,) = reports
     return json.dumps([_entry(point) for point in points(report.results)], indent=2) + "\n"
 
 
 def _entry(point: Point) -> dict[str, Any]:
-    what = "predicted peak memory" if point.result.prediction else "peak memory"
+    metric = "predicted peak memory" if point.result.prediction else "peak memory"
     result = point.result
     entry = {
-        "name": f"{point.name}: {what}",
+        "name": f"{point.name}: {metric}",
         "unit": "MiB",  # whatever the size: the action compares numbers
         "value": point.peak_allocated_bytes / MiB,
         "extra": f"device: {result.device}\nscale: {result.scale}\nverdict: {verdict_of(result)}",

@@ -1,4 +1,4 @@
-"""Golden values as Megatron-LM's functional tests read them, a file for each case.
+"""Exports golden values as Megatron-LM's functional tests read them, a file for each case.
 
 ``tests/functional_tests/python_test_utils/common.py`` there has the form (`GoldenValues`). An iteration is a step, one
 micro-batch, and the first is the first timed one, after the warm-up.

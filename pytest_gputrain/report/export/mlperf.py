@@ -1,4 +1,4 @@
-"""``:::MLLOG`` lines of MLPerf training, as ``mlperf_logging.mllog`` prints them.
+"""Exports to ``:::MLLOG`` lines of MLPerf training, as ``mlperf_logging.mllog`` prints them.
 
 One namespace a case. The keys are MLPerf's own where it has one. ``time_ms`` begins with the session and counts the timed
 steps of a case only: ``run_stop`` less ``run_start`` is what they took. No submission, as nothing is trained to a quality.
@@ -16,7 +16,7 @@ from pytest_gputrain.report.export.points import Point, points
 
 
 def export(reports: Sequence[Report]) -> str:
-    """The one report of ``reports``."""
+    """Return the text for the one report of ``reports``."""
     (report,) = reports
     begin = datetime.datetime.fromisoformat(report.created).timestamp()
     lines = [line for point in points(report.results, timed=True) for line in _lines(point, begin)]
@@ -28,14 +28,14 @@ def _lines(point: Point, begin: float) -> Iterator[dict[str, Any]]:
     now = begin
 
     def line(key: str, value: Any, event_type: str = "POINT_IN_TIME", **metadata: Any) -> dict[str, Any]:
-        known = {
+        fields = {
             "namespace": point.name,
             "time_ms": round(now * 1000),
             "event_type": event_type,
             "key": key,
             "value": value,
         }
-        return {**known, "metadata": metadata}
+        return {**fields, "metadata": metadata}
 
     yield line("submission_benchmark", case.model)
     yield line("submission_platform", point.result.device)

@@ -1,4 +1,4 @@
-"""CSV for Apache Otava: a file for each case, a row for each report, and ``otava.yaml``, which tells it of the files.
+"""Exports CSV for Apache Otava: a file for each case, a row for each report, and ``otava.yaml``, which lists the files.
 
 Otava reads one test a file and turns every cell of a metric into a number, so a run in which a case gave none has no row.
 """

@@ -1,4 +1,4 @@
-"""What of a report has figures to hand on, and why the rest has none."""
+"""Selects the cases of a report that have figures to export, and says why the others have none."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class Point:
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """Of all processes, one after the other."""
+        """The times of the steps of all processes, one after the other."""
         return tuple(seconds for run in self.runs for seconds in run.step_seconds)
 
     @property
     def median_step_seconds(self) -> float:
-        """As `pytest_gputrain.records.Summary` has it."""
+        """The median step, as `pytest_gputrain.records.Summary` has it."""
         return statistics.median(run.median_step_seconds for run in self.runs)
 
     @property
     def middle_run(self) -> Measurement:
-        """The one whose median step is the middle one, for formats that hold a single run."""
+        """The run whose median step is the middle one, for formats that hold a single run."""
         return sorted(self.runs, key=lambda run: run.median_step_seconds)[(len(self.runs) - 1) // 2]
 
 
 def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
-    """Of each case that has figures, and no doubt about them.
+    """Return the point of each case that has figures without doubt.
 
     Args:
         timed: leave out what a dry run predicts, too.
@@ -57,7 +57,7 @@ def left_out(results: Sequence[Result], *, timed: bool = False) -> list[str]:
 
 
 def _point(result: Result, timed: bool) -> Point | str:
-    """The reason instead, where there is one."""
+    """Return the point of a result, or a sentence why it has none."""
     if result.search is not None or result.loss_curves:
         return f"{result.key} is left out: its figures are of a search or of loss curves, not of the case as declared"
     if result.prediction is not None and timed:

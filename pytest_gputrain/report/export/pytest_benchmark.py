@@ -1,4 +1,4 @@
-"""JSON as pytest-benchmark 5 writes it under ``--benchmark-json``, and reads it in ``pytest-benchmark compare``.
+"""Exports JSON as pytest-benchmark 5 writes it under ``--benchmark-json`` and reads it in ``pytest-benchmark compare``.
 
 A round is a training step. github-action-benchmark (tool ``pytest``) and Bencher (adapter ``python_pytest``) read it, too.
 """
@@ -16,7 +16,7 @@ from pytest_gputrain.report.results import verdict_of
 
 
 def export(reports: Sequence[Report]) -> str:
-    """The one report of ``reports``."""
+    """Return the text for the one report of ``reports``."""
     (report,) = reports
     timed = points(report.results, timed=True)
     document = {
@@ -52,7 +52,7 @@ def entry(point: Point) -> dict[str, Any]:
 def _extra(result: Result, point: Point) -> dict[str, Any]:
     first = point.runs[0]
     assert result.summary is not None
-    known = {
+    info = {
         "device": result.device,
         "platform": result.platform,
         "scale": result.scale,
@@ -67,7 +67,7 @@ def _extra(result: Result, point: Point) -> dict[str, Any]:
         "model_bytes": first.model_bytes,
         "peak_host_bytes": first.peak_host_bytes,
     }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in info.items() if value is not None}
 
 
 def _machine(timed: Sequence[Point]) -> dict[str, Any]:

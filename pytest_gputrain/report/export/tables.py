@@ -1,4 +1,4 @@
-"""One row for each case of each report, all of them, as CSV and as Markdown. A figure that there is not is an empty cell."""
+"""Exports every case of each report as a row, as CSV and as Markdown; a missing figure is an empty cell."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The HTML report: one file with everything in it, which asks nothing of any network."""
+"""Makes the HTML report: one file with everything in it, which loads nothing from a network."""

@@ -1,4 +1,4 @@
-"""The cases of reports as a page tells of them: counts, failures, a row for each, and where they ran."""
+"""Prepares what the HTML page shows of the cases of reports: counts, failures, a row for each, and their environments."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ _RANK: Final = {verdict: rank for rank, verdict in enumerate(TONES)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A figure of a row."""
+    """A cell of a row, with one figure."""
 
     text: str = ""
     value: float | str = ""
-    """What rows are sorted by."""
+    """The value that rows are sorted by."""
     tone: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A case."""
+    """The row of a case in the table."""
 
     result: Result
     verdict: str
@@ -64,30 +64,30 @@ class Row:
     name: str
     sentence: str
     detail: str
-    """End of a traceback."""
+    """The end of a traceback; empty if there is none."""
     knobs: str
     cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cases:
-    """All of them."""
+    """All cases of the page, with their counts."""
 
     columns: tuple[str, ...]
-    """Of figures; only those that a row has."""
+    """Titles of the figures that at least one row has."""
     rows: tuple[Row, ...]
-    """As tests ran, those first that want attention first."""
+    """In the order of the tests, sorted by attention."""
     counts: dict[str, int]
-    """By verdict."""
+    """The number of cases by verdict."""
     suites: dict[str, dict[str, int]]
-    """The same by suite."""
+    """The number of cases by suite and verdict."""
 
     @property
     def failures(self) -> list[Row]:
         return [row for row in self.rows if row.tone == "bad"]
 
     def values(self, name: str) -> list[str]:
-        """What a knob or a field of results is in these cases."""
+        """Return the values that a knob or a field of results has in these cases."""
         owner = "result.case" if name in Case.__struct_fields__ else "result"
         return sorted(set(map(operator.attrgetter(f"{owner}.{name}"), self.rows)))
 
@@ -97,7 +97,7 @@ def gathered(results: Sequence[Result]) -> Cases:
     shown = sorted(_latest(results), key=lambda result: _RANK[_verdict(result)])
     figures = {title: [figure(result) for result in shown] for title, figure in _FIGURES.items()}
     columns = tuple(title for title, cells in figures.items() if any(cell.text for cell in cells))
-    rows = tuple(_row(result, tuple(figures[title][place] for title in columns)) for place, result in enumerate(shown))
+    rows = tuple(_row(result, tuple(figures[title][index] for title in columns)) for index, result in enumerate(shown))
     suites: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         suites[row.result.suite][row.verdict] += 1
@@ -138,7 +138,7 @@ def _row(result: Result, cells: tuple[Cell, ...]) -> Row:
 
 
 def _knobs(result: Result) -> Iterator[str]:
-    """What of a case is not the default."""
+    """Yield the knobs of a case that differ from their defaults, its scale and its processes."""
     case, plain = result.case, type(result.case)()
     for name, value in case.identity().items():
         if value != getattr(plain, name) and name not in ("model", "method", "precision", "parallel"):
@@ -163,20 +163,20 @@ def _predicted(name: str, show: Callable[[float], str]) -> Callable[[Result], Ce
 def _measured(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell]:
     def cell(result: Result) -> Cell:
         runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
-        known = [value for run in runs if (value := getattr(run, name)) is not None]
+        values = [value for run in runs if (value := getattr(run, name)) is not None]
         if result.prediction is not None:
-            known = [value for value in [getattr(result.prediction, name, None)] if value is not None]
-        return _cell(statistics.median_high(known) if known else None, show)
+            values = [value for value in [getattr(result.prediction, name, None)] if value is not None]
+        return _cell(statistics.median_high(values) if values else None, show)
 
     return cell
 
 
 def _change(*names: MetricName) -> Callable[[Result], Cell]:
-    """Of the first of the metrics that was compared."""
+    """Return a function that gives the cell of the first of the metrics that was compared."""
 
     def cell(result: Result) -> Cell:
-        found = (result.verdict.metric(name) for name in names) if result.verdict else ()
-        metric = next((one for one in found if one is not None and one.change is not None), None)
+        metrics = (result.verdict.metric(name) for name in names) if result.verdict else ()
+        metric = next((candidate for candidate in metrics if candidate is not None and candidate.change is not None), None)
         if metric is None:
             return Cell()
         tone = {"regressed": "bad", "improved": "good"}.get(metric.status, "")
@@ -218,79 +218,92 @@ _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where cases ran."""
+class EnvironmentSummary:
+    """An environment in which cases ran, or the platform that they were predicted for."""
 
     title: str
     facts: dict[str, str]
     cases: int
 
 
-def places(results: Sequence[Result]) -> list[Place]:
-    """Each environment once, whatever number of its devices a case takes."""
-    found: defaultdict[bytes, list[Result]] = defaultdict(list)
+def environment_summaries(results: Sequence[Result]) -> list[EnvironmentSummary]:
+    """Return each environment once, whatever number of its devices a case takes."""
+    by_environment: defaultdict[bytes, list[Result]] = defaultdict(list)
     for result in _latest(results):
         environments = _environments([result])
         if result.prediction is not None:
-            found[_key(result.prediction.target)].append(result)
+            by_environment[_key(result.prediction.target)].append(result)
         elif environments:
-            found[_key(msgspec.structs.replace(environments[0], device_count=0, topology=(), hosts=(), threads=0))].append(
-                result
-            )
-    return [_predicted_place(members) if members[0].prediction else _place(members) for members in found.values()]
+            by_environment[
+                _key(msgspec.structs.replace(environments[0], device_count=0, topology=(), hosts=(), threads=0))
+            ].append(result)
+    return [
+        _predicted_summary(members) if members[0].prediction else _measured_summary(members)
+        for members in by_environment.values()
+    ]
 
 
 def _key(*records: object) -> bytes:
-    """Records hold dictionaries, which are no keys."""
+    """Return a key of records, which hold dictionaries and so cannot be hashed."""
     return msgspec.json.encode(records, order="deterministic")
 
 
 def _environments(results: Sequence[Result]) -> list[Environment]:
-    found = [getattr(reply, "environment", None) for result in results for reply in result.replies]
-    return [environment for environment in found if environment is not None]
+    candidates = [getattr(reply, "environment", None) for result in results for reply in result.replies]
+    return [environment for environment in candidates if environment is not None]
 
 
-def _place(results: Sequence[Result]) -> Place:
-    known = _environments(results)
-    first = known[0]
+def _measured_summary(results: Sequence[Result]) -> EnvironmentSummary:
+    environments = _environments(results)
+    first = environments[0]
     memory = first.device_memory_bytes
     facts = {
         "Device": first.device_name,
         "Memory of one": format_bytes(memory) if memory else "",
-        "Processes of a case": _several(one.device_count for one in known),
-        "Links": "; ".join(dict.fromkeys(format_topology(one.topology) for one in known if one.topology)),
+        "Processes of a case": _several(environment.device_count for environment in environments),
+        "Links": "; ".join(
+            dict.fromkeys(format_topology(environment.topology) for environment in environments if environment.topology)
+        ),
         "Driver": first.driver or "",
         "Runtime": first.runtime or "",
-        "Host": ", ".join(dict.fromkeys(host for one in known for host in (one.hosts or (one.host,)))),
+        "Host": ", ".join(
+            dict.fromkeys(host for environment in environments for host in (environment.hosts or (environment.host,)))
+        ),
         "CPU": first.cpu_model,
-        "Threads": _several(one.threads for one in known),
+        "Threads": _several(environment.threads for environment in environments),
         "System": first.os,
         "Python": first.python,
         **dict(sorted(first.packages.items())),
     }
-    return Place(title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results))
+    return EnvironmentSummary(
+        title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results)
+    )
 
 
 def _several(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(numbers))))
 
 
-def _predicted_place(results: Sequence[Result]) -> Place:
-    known = [result.prediction for result in results if result.prediction is not None]
-    target = known[0].target
+def _predicted_summary(results: Sequence[Result]) -> EnvironmentSummary:
+    predictions = [result.prediction for result in results if result.prediction is not None]
+    target = predictions[0].target
     memory = target.memory_bytes
     facts = {
         "Predicted for": target.marker,
         "Memory of one": format_bytes(memory) if memory else "",
         "Attention": target.attention,
-        **dict(sorted({name: version for one in known for name, version in one.packages.items()}.items())),
+        **dict(
+            sorted({name: version for prediction in predictions for name, version in prediction.packages.items()}.items())
+        ),
     }
-    return Place(title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results))
+    return EnvironmentSummary(
+        title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A report."""
+class ReportHeader:
+    """The header of a report: when, from which code and by which command it was made."""
 
     created: str
     commit: str
@@ -301,9 +314,9 @@ class Run:
     notes: tuple[str, ...]
 
 
-def runs(reports: Sequence[Report]) -> list[Run]:
+def report_headers(reports: Sequence[Report]) -> list[ReportHeader]:
     return [
-        Run(
+        ReportHeader(
             created=report.created,
             commit=report.commit,
             branch=report.branch,

@@ -1,4 +1,4 @@
-"""Charts as SVG that is part of a page: matplotlib draws them, the page's style sheet colours them.
+"""Draws charts as SVG elements of the HTML page: matplotlib draws them, and the page's style sheet colours them.
 
 matplotlib writes a style beside each shape. Here each different one becomes a class, because the page allows no style but
 its own sheet's, and each `Colour` becomes a variable of that sheet, which has a light and a dark value for it.
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH: Final = 330
-"""Of every chart, in the units of its drawing: the pixels of a narrow phone, where text then has its full size."""
+"""The width of every chart, in the units of its drawing: the pixels of a narrow phone, where text then has its full size."""
 _TEXT: Final = 11
-"""Height of the text in the same units."""
+"""The height of the text in the same units."""
 
 
 class Colour:
@@ -75,11 +75,11 @@ _SETTINGS: Final[dict[Any, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A drawing, and where in it what can be pointed at."""
+    """A drawing, and the points in it that show a label."""
 
     svg: Markup
     points: tuple[tuple[float, float, str], ...] = ()
-    """Right of the left edge and below the upper one, in the units of the drawing, and what is told there."""
+    """Distance from the left edge and from the upper edge, in the units of the drawing, and the label of each point."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,17 +89,17 @@ class Line:
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    told: Sequence[str]
-    """Of each point."""
+    labels: Sequence[str]
+    """The label of each point."""
     ends: bool = False
     """Whether its end is marked: it goes no further because something failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class LevelChange:
     """A change of level in a trend."""
 
-    at: float
+    index: float
     """Index of its first figure."""
     text: str
     worse: bool
@@ -110,13 +110,13 @@ class Bar:
     """A bar of one or several parts."""
 
     parts: tuple[tuple[float, int], ...]
-    """The length of each, and the number of its colour."""
+    """The length of each part, and the number of its colour."""
     text: str
-    """Written after it."""
+    """The text that is written after the bar."""
 
 
 class Charts:
-    """Those of one page."""
+    """Draws the charts of one page and collects the style rules that they need."""
 
     def __init__(self) -> None:
         self._classes: dict[str, str] = {}
@@ -132,8 +132,8 @@ class Charts:
         dates: Sequence[datetime],
         figures: Sequence[float],
         levels: Sequence[tuple[int, float]],
-        steps: Sequence[Step],
-        told: Sequence[str],
+        level_changes: Sequence[LevelChange],
+        labels: Sequence[str],
         *,
         kind: str,
         title: str,
@@ -143,17 +143,17 @@ class Charts:
 
         Args:
             levels: index of the first figure of each, and its height.
-            kind: as in `scale`.
+            kind: as in `axis_unit`.
         """
         from matplotlib import dates as time
 
-        size, unit = scale(kind, max(figures))
+        size, unit = axis_unit(kind, max(figures))
         heights = [figure / size for figure in figures]
         middle = max(heights)
         with self._axes(150, left=46, bottom=24, top=20) as (figure, axes):
             days = time.date2num(list(dates))
             # Lines of no length with round ends are dots, and a tenth of the text of as many markers.
-            dots = [[position for value in of for position in (value, value, math.nan)] for of in (days, heights)]
+            dots = [[position for value in axis for position in (value, value, math.nan)] for axis in (days, heights)]
             axes.plot(*dots, solid_capstyle="round", linewidth=3.6, color=Colour.SERIES[0], alpha=0.6)
             ends = [*(start for start, _ in levels[1:]), len(days)]
             for (start, height), end in zip(levels, ends, strict=True):
@@ -161,22 +161,24 @@ class Charts:
                 axes.plot([days[start], until], [height / size] * 2, color=Colour.INK, linewidth=1.8)
             low, high = min(heights), max(heights)
             # A scatter of a tenth of a percent is not drawn as if it were a mountain.
-            room = max(high - low, 0.02 * middle) * 0.12
+            margin = max(high - low, 0.02 * middle) * 0.12
             spread = max(0.0, 0.02 * middle - (high - low)) / 2
-            axes.set_ylim(low - room - spread, high + room + spread)
-            at = [days[0], *(days[int(step.at)] for step in steps), days[-1]]
-            for step, before, day, after in zip(steps, at, at[1:], at[2:], strict=False):
-                colour = Colour.BAD if step.worse else Colour.GOOD
+            axes.set_ylim(low - margin - spread, high + margin + spread)
+            boundaries = [days[0], *(days[int(level_change.index)] for level_change in level_changes), days[-1]]
+            for level_change, before, day, after in zip(
+                level_changes, boundaries, boundaries[1:], boundaries[2:], strict=False
+            ):
+                colour = Colour.BAD if level_change.worse else Colour.GOOD
                 axes.axvline(day, color=colour, linewidth=1.2, linestyle=(0, (3, 2)))
-                # On the side with more room.
-                ends_here = day - before > after - day
+                # On the side with more space.
+                is_before_line = day - before > after - day
                 axes.annotate(
-                    step.text,
+                    level_change.text,
                     (day, 1.0),
                     xycoords=("data", "axes fraction"),
-                    xytext=(-3 if ends_here else 3, 3),
+                    xytext=(-3 if is_before_line else 3, 3),
                     textcoords="offset points",
-                    ha="right" if ends_here else "left",
+                    ha="right" if is_before_line else "left",
                     color=colour,
                     fontweight="bold",
                 )
@@ -186,7 +188,7 @@ class Charts:
             axes.xaxis.set_major_locator(locator)
             axes.xaxis.set_major_formatter(time.ConciseDateFormatter(locator, show_offset=False))
             self._measure(axes, unit)
-            return self._finished(figure, axes, zip(days, heights, told, strict=True), title, description)
+            return self._finished(figure, axes, zip(days, heights, labels, strict=True), title, description)
 
     def lines(
         self,
@@ -220,8 +222,8 @@ class Charts:
                 axes.set_ylim(bottom=0)
             axes.set_xlabel(x, color=Colour.MUTED, labelpad=2)
             self._measure(axes, y)
-            told = [point for line in lines for point in zip(line.x, line.y, line.told, strict=True)]
-            return self._finished(figure, axes, told, title, description)
+            points = [point for line in lines for point in zip(line.x, line.y, line.labels, strict=True)]
+            return self._finished(figure, axes, points, title, description)
 
     def bars(
         self,
@@ -246,13 +248,13 @@ class Charts:
                 axes.text(0, y + _NAME * 0.55, _printable(name), va="center")
                 y += _NAME
                 for bar in bars:
-                    left = 0.0
+                    start = 0.0
                     for length, colour in bar.parts:
-                        axes.barh(y + _BAR / 2, length, _BAR - 4, left=left, color=Colour.SERIES[colour])
-                        left += length
+                        axes.barh(y + _BAR / 2, length, _BAR - 4, left=start, color=Colour.SERIES[colour])
+                        start += length
                     axes.annotate(
                         _printable(bar.text),
-                        (left, y + _BAR / 2),
+                        (start, y + _BAR / 2),
                         xytext=(4, 0),
                         textcoords="offset points",
                         va="center",
@@ -294,7 +296,7 @@ class Charts:
 
     @staticmethod
     def _measure(axes: Axes, unit: str) -> None:
-        """Few numbers at the left, their unit above them."""
+        """Put few numbers at the left of the axes, and their unit above them."""
         axes.locator_params(axis="y", nbins=4)
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
         axes.grid(axis="y")
@@ -319,7 +321,7 @@ class Charts:
         return Chart(svg=self._part_of_page(file.getvalue(), name, title, description), points=tuple(placed))
 
     def _part_of_page(self, text: str, name: str, title: str, description: str) -> Markup:
-        """matplotlib's file as an element of a page."""
+        """Return matplotlib's file as an element of a page."""
         root = ElementTree.fromstring(text)
         for element in [*root]:
             if element.tag == f"{{{_SVG}}}metadata" or element.find(f"{{{_SVG}}}style") is not None:
@@ -333,14 +335,14 @@ class Charts:
                 element.set("class", self._class(style))
             if "d" in element.attrib:
                 element.set(
-                    "d", re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.1f}", " ".join(element.attrib["d"].split()))
+                    "d", re.sub(r"\d+\.\d+", lambda match: f"{float(match[0]):.1f}", " ".join(element.attrib["d"].split()))
                 )
         for attribute in ("width", "height", "version"):
             root.attrib.pop(attribute, None)
         root.set("role", "img")
-        for tag, told in (("desc", description), ("title", title)):
+        for tag, content in (("desc", description), ("title", title)):
             child = ElementTree.Element(f"{{{_SVG}}}{tag}", {"id": f"{name}-{tag}"})
-            child.text = _printable(told)
+            child.text = _printable(content)
             root.insert(0, child)
         root.set("aria-labelledby", f"{name}-title {name}-desc")
         ElementTree.register_namespace("", _SVG)
@@ -349,7 +351,7 @@ class Charts:
 
     def _class(self, style: str) -> str:
         style = re.sub(r"\s*font-family:[^;]*;?|(?<=:) ", "", style)
-        style = re.sub("|".join(_VARIABLES), lambda found: f"var({_VARIABLES[found[0]]})", style)
+        style = re.sub("|".join(_VARIABLES), lambda match: f"var({_VARIABLES[match[0]]})", style)
         return self._classes.setdefault(style, f"c{len(self._classes)}")
 
 
@@ -358,7 +360,7 @@ _BAR: Final = 17
 _NAME: Final = 20
 
 
-def scale(kind: str, most: float) -> tuple[float, str]:
+def axis_unit(kind: str, most: float) -> tuple[float, str]:
     """The size and the name of the unit in which an axis up to ``most`` is read.
 
     Args:
@@ -373,5 +375,5 @@ _SIZES: Final = {"GiB": float(GiB), "MiB": float(MiB), "KiB": float(KiB), "ms": 
 
 
 def _printable(text: str) -> str:
-    """Without what no XML may hold."""
+    """Return the text without characters that XML cannot contain."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -1,4 +1,4 @@
-"""The whole page, from reports and histories: everything in one file, and nothing that it does not need."""
+"""Renders the HTML page from reports and histories as one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Course, Report
 from pytest_gputrain.report import studies, terminal
 from pytest_gputrain.report.trend.reading import Filter, History, Subject
-from pytest_gputrain.report.trend.series import courses
+from pytest_gputrain.report.trend.series import analyse
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore
 from pytest_gputrain.utils.files import write_atomically
@@ -26,28 +26,28 @@ _NEEDED: Final = ("jinja2", "matplotlib")
 _METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
 
 
-class Past(NamedTuple):
-    """What histories tell."""
+class HistoryTrends(NamedTuple):
+    """Histories, and the courses of their metrics."""
 
     history: History
     courses: tuple[Course, ...]
 
 
-def look_back(paths: Sequence[Path], warn: Callable[[str], None]) -> Past:
-    """Time and memory of every case in files of ``--gpu-history``.
+def read_trends(paths: Sequence[Path], warn: Callable[[str], None]) -> HistoryTrends:
+    """Read the time and the memory of every case from files of ``--gpu-history``.
 
     Args:
-        warn: told in a sentence what is left out.
+        warn: called with a sentence for what is left out.
 
     Raises:
         HistoryError: they cannot be read, or hold nothing.
     """
     history = History(paths, _METRICS, Filter(), warn)
-    return Past(history, tuple(courses(history, _METRICS)))
+    return HistoryTrends(history, tuple(analyse(history, _METRICS)))
 
 
 def missing() -> str:
-    """What has to be installed, in a sentence; empty where a page can be made."""
+    """Return a sentence for what has to be installed; empty where a page can be made."""
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if not lacking:
         return ""
@@ -55,7 +55,7 @@ def missing() -> str:
     return f"the HTML report needs {' and '.join(lacking)}; install {them} with: pip install 'pytest-gputrain[report]'"
 
 
-def write(path: Path, reports: Sequence[Report], past: Past | None = None, *, baseline_dir: Path) -> None:
+def write(path: Path, reports: Sequence[Report], history_trends: HistoryTrends | None = None, *, baseline_dir: Path) -> None:
     """Write the page, whole or not at all.
 
     Args:
@@ -64,10 +64,10 @@ def write(path: Path, reports: Sequence[Report], past: Past | None = None, *, ba
     Raises:
         OSError: it cannot be written.
     """
-    write_atomically(path, page(reports, past, baseline_dir=baseline_dir).encode())
+    write_atomically(path, page(reports, history_trends, baseline_dir=baseline_dir).encode())
 
 
-def page(reports: Sequence[Report], past: Past | None = None, *, baseline_dir: Path) -> str:
+def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None, *, baseline_dir: Path) -> str:
     """The page as text; see `write`."""
     from pytest_gputrain.report.html import cases, sections, trends
     from pytest_gputrain.report.html.charts import Charts
@@ -83,7 +83,11 @@ def page(reports: Sequence[Report], past: Past | None = None, *, baseline_dir: P
         "memory": tuple(sections.memory(results, charts)),
     }
     subjects = {Subject(result.suite, result.key, result.device) for result in results}
-    cards = trends.cards(past.history, past.courses, subjects, charts, notes.append) if past else []
+    cards = (
+        trends.cards(history_trends.history, history_trends.courses, subjects, charts, notes.append)
+        if history_trends
+        else []
+    )
     templates = _templates()
     css = f"{_source(templates, 'page.css')}\n{charts.css}\n"
     script = _source(templates, "page.js")
@@ -91,10 +95,10 @@ def page(reports: Sequence[Report], past: Past | None = None, *, baseline_dir: P
         css=css,
         script=script,
         hash_of=_hash,
-        runs=cases.runs(reports),
+        report_headers=cases.report_headers(reports),
         cases=cases.gathered(results),
         tones=cases.TONES,
-        places=cases.places(results),
+        environments=cases.environment_summaries(results),
         cards=cards,
         figures=figures,
         notes=list(dict.fromkeys(notes)),
@@ -129,5 +133,5 @@ def _source(templates: Environment, name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """By which a Content-Security-Policy knows a part of the page that may run."""
+    """Return the hash by which a Content-Security-Policy allows a part of the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""What a page shows of reports in charts: published figures, scaling, loss curves, and the tensors at a memory peak."""
+"""Prepares the charts of reports for the HTML page: published figures, scaling, loss curves, tensors at a memory peak."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_gputrain.utils.units import format_bytes, format_percent, format_rat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class LegendEntry:
     """A line of a legend, by the number of its colour; or a fact below a chart, without one."""
 
     text: str
@@ -30,67 +30,69 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
+class CaptionedChart:
     """A chart with what is written about it."""
 
     title: str
     about: str
     chart: Chart
-    legend: tuple[Entry, ...] = ()
+    legend: tuple[LegendEntry, ...] = ()
     headers: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     """A table below the chart, folded away."""
     table: str = ""
-    """What it is called."""
+    """The title of the table."""
 
 
 _HERE: Final = "measured here"
 _COLOURS: Final = {"paddle": 2, "pytorch": 1}
 
 
-def published(results: Sequence[Result], store: PublishedStore | None, charts: Charts) -> Iterator[Figure]:
+def published(results: Sequence[Result], store: PublishedStore | None, charts: Charts) -> Iterator[CaptionedChart]:
     """For every published table and figure in it the bars of what was printed, and of what was measured.
 
     Args:
         store: rows for reports that were not compared with them; None for none.
     """
-    found: defaultdict[tuple[str, str], list[tuple[Published, Result]]] = defaultdict(list)
+    pairs_by_table: defaultdict[tuple[str, str], list[tuple[Published, Result]]] = defaultdict(list)
     for result in latest(results):
         row = result.published
         if row is None and store is not None and result.scale == "full" and result.prediction is None:
             row = store.get(result.platform, result.suite, str(result.case))
             row = row if row is not None and row.case.identity() == result.case.identity() else None
         if row is not None and result.summary is not None:
-            found[row.table, row.platform].append((row, result))
-    for (table, platform), pairs in found.items():
+            pairs_by_table[row.table, row.platform].append((row, result))
+    for (table, platform), pairs in pairs_by_table.items():
         for metric in METRICS:
-            groups = [group for row, result in pairs if (group := _beside(metric, row, result))]
+            groups = [group for row, result in pairs if (group := _bars_of(metric, row, result))]
             if not groups:
                 continue
-            known = PLATFORMS.get(platform)
+            catalog_entry = PLATFORMS.get(platform)
             colours = {part[1] for _, bars in groups for bar in bars for part in bar.parts}
-            title = f"{table} on {known.title if known else platform}: {metric.title}"
+            title = f"{table} on {catalog_entry.title if catalog_entry else platform}: {metric.title}"
             about = "Longer is faster." if metric.field.startswith("samples") else "Shorter is better."
-            yield Figure(
+            yield CaptionedChart(
                 title=title,
                 about=about,
-                chart=charts.bars(groups, title=title, description=_told(groups)),
+                chart=charts.bars(groups, title=title, description=_description(groups)),
                 legend=tuple(
                     entry
                     for entry in (
-                        Entry(text=_HERE, colour=0),
-                        *(Entry(text=f"{name}, published", colour=_COLOURS[key]) for key, name in FRAMEWORKS.items()),
+                        LegendEntry(text=_HERE, colour=0),
+                        *(LegendEntry(text=f"{name}, published", colour=_COLOURS[key]) for key, name in FRAMEWORKS.items()),
                     )
                     if entry.colour in colours
                 ),
             )
 
 
-def _beside(metric: Metric, row: Published, result: Result) -> tuple[str, list[Bar]] | None:
+def _bars_of(metric: Metric, row: Published, result: Result) -> tuple[str, list[Bar]] | None:
     value = metric.measured(result)
     printed_by = ((name, row.figures.get(name)) for name in FRAMEWORKS)
     figures = {
-        name: figure for name, of in printed_by if of is not None and (figure := getattr(of, metric.field)) is not None
+        name: figure
+        for name, framework_figures in printed_by
+        if framework_figures is not None and (figure := getattr(framework_figures, metric.field)) is not None
     }
     if value is None or not figures:
         return None
@@ -108,55 +110,55 @@ def _beside(metric: Metric, row: Published, result: Result) -> tuple[str, list[B
     return str(result.case), [*bars, Bar(parts=((value, 0),), text=f"{shown} here ({ratios})")]
 
 
-def _told(groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
+def _description(groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
     return "; ".join(f"{name}: {', '.join(bar.text for bar in bars)}" for name, bars in groups)
 
 
-def scaling(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """Throughput by the number of GPUs, for cases that differ in nothing else."""
-    found: defaultdict[tuple[str, str, str, str, str], dict[int, tuple[float, str]]] = defaultdict(dict)
+    speeds_by_case: defaultdict[tuple[str, str, str, str, str], dict[int, tuple[float, str]]] = defaultdict(dict)
     for result in latest(results):
         runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
         if not runs or result.summary is None or result.search is not None:
             continue
         alone = one_worker(result.case)
         plain = alone.replace(named=tuple(name for name in alone.named if name not in ("gpus", "servers")), servers=0)
-        place = (result.suite, result.device, str(plain), repr(plain.identity()), result.scale)
+        group = (result.suite, result.device, str(plain), repr(plain.identity()), result.scale)
         number = max(1, runs[0].environment.device_count - sum(rank.role == "server" for rank in runs[0].ranks))
         speed = result.summary.samples_per_second
-        found[place][number] = (speed, str(result.case))
+        speeds_by_case[group][number] = (speed, str(result.case))
         seconds = [run.one_worker_seconds for run in runs if run.one_worker_seconds]
         if seconds and number > 1:
             samples = runs[0].batch_size / number * result.case.gradient_accumulation
-            found[place].setdefault(1, (samples / statistics.median(seconds), f"{result.case}, one worker alone"))
-    for (suite, device, name, _, scale), by_workers in found.items():
+            speeds_by_case[group].setdefault(1, (samples / statistics.median(seconds), f"{result.case}, one worker alone"))
+    for (suite, device, name, _, scale), by_workers in speeds_by_case.items():
         if len(by_workers) < 2:
             continue
         workers = sorted(by_workers)
         speeds = [by_workers[number][0] for number in workers]
-        least, what = workers[0], "processes" if device == CPU else "GPUs"
+        least, worker_noun = workers[0], "processes" if device == CPU else "GPUs"
         shares = [speed / (speeds[0] / least * number) for number, speed in zip(workers, speeds, strict=True)]
-        told = [
-            f"{number} {what}: {format_rate(speed)}, {format_percent(share, signed=False)} of linear"
+        labels = [
+            f"{number} {worker_noun}: {format_rate(speed)}, {format_percent(share, signed=False)} of linear"
             for number, speed, share in zip(workers, speeds, shares, strict=True)
         ]
         ideal = [(number, speeds[0] / least * number) for number in (least, workers[-1])]
-        yield Figure(
+        yield CaptionedChart(
             title=name,
             about=f"{suite} on {device}, {scale} scale. Dotted: linear, each as fast as {least} alone.",
             chart=charts.lines(
-                [Line(name=name, x=workers, y=speeds, told=told)],
-                x=what,
+                [Line(name=name, x=workers, y=speeds, labels=labels)],
+                x=worker_noun,
                 y="samples/s",
                 title=f"Throughput of {name}",
-                description="; ".join(told),
+                description="; ".join(labels),
                 ideal=ideal,
             ),
-            legend=tuple(Entry(text=text) for text in told[1:]),
+            legend=tuple(LegendEntry(text=text) for text in labels[1:]),
         )
 
 
-def losses(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+def losses(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """The curves of ``--gpu-loss``, those of a case in one chart."""
     for result in results:
         curves = [curve for curve in result.loss_curves if curve.losses]
@@ -165,21 +167,21 @@ def losses(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
         lines, legend = [], []
         for number, curve in enumerate(curves):
             steps = range(1, len(curve.losses) + 1)
-            told = [f"{curve.precision}, step {step}: {loss:.4g}" for step, loss in zip(steps, curve.losses, strict=True)]
+            labels = [f"{curve.precision}, step {step}: {loss:.4g}" for step, loss in zip(steps, curve.losses, strict=True)]
             broken = curve.non_finite_step is not None
-            lines.append(Line(name=curve.precision, x=steps, y=curve.losses, told=told, ends=broken))
+            lines.append(Line(name=curve.precision, x=steps, y=curve.losses, labels=labels, ends=broken))
             gap = "" if curve.gap is None else f", {format_percent(curve.gap)} from fp32"
             text = f"{curve.precision}: {curve.losses[0]:.4g} to {curve.losses[-1]:.4g}, {curve.trend or 'no trend'}{gap}"
             text += f", not finite in step {curve.non_finite_step}" if broken else ""
-            legend.append(Entry(text=text, colour=number % len(_SERIES), bad=broken or curve.trend == "diverging"))
+            legend.append(LegendEntry(text=text, colour=number % len(_SERIES), bad=broken or curve.trend == "diverging"))
         legend += [
-            Entry(
+            LegendEntry(
                 text=f"{curve.precision}: {curve.outcome.replace('_', ' ')}: {curve.reason}", bad=curve.outcome != "left_out"
             )
             for curve in result.loss_curves
             if not curve.losses
         ]
-        yield Figure(
+        yield CaptionedChart(
             title=str(result.case),
             about=f"{result.suite} on {result.device}, {result.scale} scale",
             chart=charts.lines(
@@ -196,7 +198,7 @@ def losses(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
 _SERIES: Final = range(5)
 
 _PHASES: Final[tuple[TrainingPhase, ...]] = ("build", "forward", "backward", "between", "optimizer")
-_MADE: Final = (
+_ORIGINS: Final = (
     "made while building: weights",
     "in forward, or between backward passes: activations",
     "in backward: gradients",
@@ -206,7 +208,7 @@ _COLOUR_OF: Final[dict[TrainingPhase, int]] = {"build": 0, "forward": 1, "backwa
 _REST: Final = 4
 
 
-def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
+def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """The tensors that a dry run finds alive at the peak of each phase, by the phase that made them."""
     for result in latest(results):
         prediction = result.prediction
@@ -220,17 +222,17 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
         rows = [
             (
                 phase,
-                format_bytes(one.bytes),
-                str(one.count),
-                one.operator,
-                one.phase,
-                " x ".join(map(str, one.shape)),
-                one.dtype,
+                format_bytes(tensor.bytes),
+                str(tensor.count),
+                tensor.operator,
+                tensor.phase,
+                " x ".join(map(str, tensor.shape)),
+                tensor.dtype,
             )
             for phase in phases
-            for one in prediction.largest.get(phase, ())
+            for tensor in prediction.largest.get(phase, ())
         ]
-        yield Figure(
+        yield CaptionedChart(
             title=str(result.case),
             about=f"{peak} at the peak, {in_phase(prediction.peak_phase)}, on {card}",
             chart=charts.bars(
@@ -240,8 +242,8 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
                 limit=(limit, f"{format_bytes(limit)} of {card}") if limit else None,
             ),
             legend=tuple(
-                Entry(text=text, colour=number)
-                for number, text in enumerate((*_MADE, "tensors not among the largest"))
+                LegendEntry(text=text, colour=number)
+                for number, text in enumerate((*_ORIGINS, "tensors not among the largest"))
                 if number in colours
             ),
             headers=("Peak of", "Size", "Tensors", "Operator", "Made in", "Shape", "Type"),
@@ -252,8 +254,8 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[Figure]:
 
 def _stack(prediction: Prediction, phase: TrainingPhase) -> Bar:
     sizes = [0.0] * (_REST + 1)
-    for one in prediction.largest.get(phase, ()):
-        sizes[_COLOUR_OF[one.phase]] += one.bytes
+    for tensor in prediction.largest.get(phase, ()):
+        sizes[_COLOUR_OF[tensor.phase]] += tensor.bytes
     peak = prediction.phase_peak_bytes[phase]
     sizes[_REST] = max(0.0, peak - sum(sizes))
     return Bar(parts=tuple((size, number) for number, size in enumerate(sizes) if size), text=format_bytes(peak))

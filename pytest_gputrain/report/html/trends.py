@@ -1,4 +1,4 @@
-"""What a page shows of a history: the trend of each case's time and memory, and the changes in it."""
+"""Prepares what the HTML page shows of a history: the trend of each case's time and memory, and its changes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from datetime import datetime
 from typing import Any, Final
 
 from pytest_gputrain.records import Change, Course
-from pytest_gputrain.report.html.charts import Chart, Charts, Step
+from pytest_gputrain.report.html.charts import Chart, Charts, LevelChange
 from pytest_gputrain.report.trend.reading import History, Subject
 from pytest_gputrain.report.trend.series import shown
 from pytest_gputrain.utils.units import format_percent
 
 MOST_CARDS: Final = 60
-"""Cases whose trends are drawn: a page of more opens slowly, and nobody scrolls through it."""
+"""The number of cases whose trends are drawn: a page with more opens slowly, and nobody scrolls through it."""
 MOST_RUNS: Final = 400
-"""Runs that are drawn of each, the latest."""
+"""The number of runs that are drawn of each case, the latest ones."""
 LEAST_RUNS: Final = 3
 
 _TITLES: Final = {"median_step_seconds": "Time of a step", "peak_allocated_bytes": "Peak memory"}
@@ -28,17 +28,17 @@ _TITLES: Final = {"median_step_seconds": "Time of a step", "peak_allocated_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trend:
-    """One metric."""
+    """The trend of one metric of a case."""
 
     title: str
     now: str
     chart: Chart
-    changes: tuple[Told, ...]
+    changes: tuple[ChangeText, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """A change in words."""
+class ChangeText:
+    """A change of level, described in text."""
 
     share: str
     tone: str
@@ -50,7 +50,7 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A case on a device."""
+    """The trends of a case on a device."""
 
     suite: str
     key: str
@@ -63,29 +63,29 @@ class Card:
 
 
 def cards(
-    history: History, told: Sequence[Course], first: Collection[Subject], charts: Charts, warn: Callable[[str], None]
+    history: History, courses: Sequence[Course], first: Collection[Subject], charts: Charts, warn: Callable[[str], None]
 ) -> list[Card]:
-    """Cases with a change first, the largest first; then those of ``first``; then all others, as far as there is room.
+    """Cases with a change first, the largest first; then those of ``first``; then all others, up to `MOST_CARDS`.
 
     Args:
-        told: what the history tells.
-        warn: told in a sentence what is left out.
+        courses: how each metric of each case moved.
+        warn: called with a sentence for what is left out.
 
     Raises:
         HistoryError: a file changed meanwhile.
     """
     by_subject: defaultdict[Subject, list[Course]] = defaultdict(list)
     short = 0
-    for course in told:
+    for course in courses:
         if course.runs < LEAST_RUNS:
             short += 1
         else:
             by_subject[Subject(course.suite, course.key, course.device)].append(course)
     if short:
         warn(f"{short} series of fewer than {LEAST_RUNS} runs left out of the trends")
-    order = sorted(by_subject, key=lambda subject: (-_largest(by_subject[subject]), subject not in first, subject))
-    if len(order) > MOST_CARDS:
-        warn(f"trends are drawn of {MOST_CARDS} of {len(order)} cases, those with the largest changes first")
+    subjects = sorted(by_subject, key=lambda subject: (-_largest(by_subject[subject]), subject not in first, subject))
+    if len(subjects) > MOST_CARDS:
+        warn(f"trends are drawn of {MOST_CARDS} of {len(subjects)} cases, those with the largest changes first")
     return [
         Card(
             suite=subject.suite,
@@ -93,38 +93,38 @@ def cards(
             device=subject.device,
             trends=tuple(_trend(course, history, charts) for course in by_subject[subject]),
         )
-        for subject in order[:MOST_CARDS]
+        for subject in subjects[:MOST_CARDS]
     ]
 
 
-def _largest(found: Sequence[Course]) -> float:
-    return max((abs(change.share) for course in found for change in course.changes), default=0.0)
+def _largest(courses: Sequence[Course]) -> float:
+    return max((abs(change.share) for course in courses for change in course.changes), default=0.0)
 
 
 def _trend(course: Course, history: History, charts: Charts) -> Trend:
     series = history.series[Subject(course.suite, course.key, course.device)]
-    figures, places = series.of(course.metric)
+    figures, offsets = series.figures_of(course.metric)
     hidden = max(0, len(figures) - MOST_RUNS)
     drawn = list(figures[hidden:])
-    lines = [history.line(place) for place in places[hidden:]]
+    lines = [history.line(offset) for offset in offsets[hidden:]]
     starts = [course.runs - change.runs_since for change in course.changes]
     levels = [
         (max(0, start - hidden), statistics.median(figures[start:end]))
         for start, end in itertools.pairwise([0, *starts, len(figures)])
         if end > hidden
     ]
-    steps = [
-        Step(at=start - hidden, text=format_percent(change.share), worse=change.worse)
+    level_changes = [
+        LevelChange(index=start - hidden, text=format_percent(change.share), worse=change.worse)
         for start, change in zip(starts, course.changes, strict=True)
         if start >= hidden
     ]
     show = functools.partial(shown, course.metric)
-    changes = tuple(_told(change, show) for change in reversed(course.changes))
+    changes = tuple(_change_text(change, show) for change in reversed(course.changes))
     # Figures that are the same in every run have none; that it is a little is an assumption.
     noise = [format_percent(course.noise, signed=False)] if len(set(drawn)) > len(levels) else []
     title = f"{_TITLES.get(course.metric, course.metric)} of {course.key} on {course.device}"
     description = f"{course.runs} runs to {course.last.date[:10]}, now at {show(course.level)}"
-    described = [f"{one.share} on {one.date}, {one.levels}" for one in changes]
+    described = [f"{change.share} on {change.date}, {change.levels}" for change in changes]
     return Trend(
         title=_TITLES.get(course.metric, course.metric),
         now=" ± ".join([show(course.level), *noise]),
@@ -132,7 +132,7 @@ def _trend(course: Course, history: History, charts: Charts) -> Trend:
             [datetime.fromisoformat(line["date"]) for line in lines],
             drawn,
             levels,
-            steps,
+            level_changes,
             [_point(line, show(figure)) for line, figure in zip(lines, drawn, strict=True)],
             kind=course.metric.rpartition("_")[2],
             title=title,
@@ -146,13 +146,13 @@ def _point(line: dict[str, Any], figure: str) -> str:
     return " ".join(filter(None, [str(line["date"])[:10], str(line.get("commit", ""))[:12], figure]))
 
 
-def _told(change: Change, show: Callable[[float], str]) -> Told:
+def _change_text(change: Change, show: Callable[[float], str]) -> ChangeText:
     base, first = change.base, change.first
     if base.commit == first.commit:
         commits = f"{first.commit}, the same before and after" if first.commit else ""
     else:
         commits = f"{base.commit or '?'}..{first.commit or '?'}"
-    return Told(
+    return ChangeText(
         share=format_percent(change.share),
         tone="bad" if change.worse else "good",
         levels=f"{show(change.before)} to {show(change.after)}",

@@ -1,4 +1,4 @@
-"""Histories in memory: of every line a date, a place in its file and the figures that are asked for, nothing else."""
+"""Reads histories into memory: of every line its date, its offset in the file and the requested figures, nothing else."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pytest_gputrain.storage.history import HistoryError, read
 from pytest_gputrain.utils.files import UNREADABLE
 
 TRUNKS: Final = ("main", "master")
-"""Branches of which the history is told, if it has one of them."""
+"""Branches whose history is read by default, if it has one of them."""
 
 
 class Subject(NamedTuple):
-    """Whose figures a series has."""
+    """The case and the device whose figures a series has."""
 
     suite: str
     key: str
@@ -51,8 +51,8 @@ class Series:
 
     dates: array[float]
     """Seconds since 1970."""
-    places: array[int]
-    """Where the line is, over all files one after the other."""
+    offsets: array[int]
+    """The offset in bytes of each line, counted over all files one after the other."""
     figures: dict[str, array[float]]
     """By metric; not a number where the line has none."""
 
@@ -62,7 +62,7 @@ class Series:
 
     def extend(self, other: Series) -> None:
         self.dates.extend(other.dates)
-        self.places.extend(other.places)
+        self.offsets.extend(other.offsets)
         for metric, figures in self.figures.items():
             figures.extend(other.figures[metric])
 
@@ -70,18 +70,18 @@ class Series:
         """Files end in the order of pytest's ends, and several files follow each other."""
         if all(map(operator.le, self.dates, itertools.islice(self.dates, 1, None))):
             return self
-        order = sorted(range(len(self.dates)), key=self.dates.__getitem__)
+        indices = sorted(range(len(self.dates)), key=self.dates.__getitem__)
         return Series(
-            array("d", [self.dates[at] for at in order]),
-            array("Q", [self.places[at] for at in order]),
-            {metric: array("d", [figures[at] for at in order]) for metric, figures in self.figures.items()},
+            array("d", [self.dates[index] for index in indices]),
+            array("Q", [self.offsets[index] for index in indices]),
+            {metric: array("d", [figures[index] for index in indices]) for metric, figures in self.figures.items()},
         )
 
-    def of(self, metric: str) -> tuple[array[float], array[int]]:
-        """The figures that are there, and the places of their lines."""
+    def figures_of(self, metric: str) -> tuple[array[float], array[int]]:
+        """Return the figures that are present, and the offsets of their lines."""
         figures = self.figures[metric]
-        known = bytes(0 < figure < math.inf for figure in figures)
-        return array("d", itertools.compress(figures, known)), array("Q", itertools.compress(self.places, known))
+        is_present = bytes(0 < figure < math.inf for figure in figures)
+        return array("d", itertools.compress(figures, is_present)), array("Q", itertools.compress(self.offsets, is_present))
 
 
 class History:
@@ -91,7 +91,7 @@ class History:
         """
         Args:
             metrics: keys of numbers.
-            warn: told what was left out.
+            warn: called with a sentence for what was left out.
 
         Raises:
             HistoryError: a file is none, or none of its lines is wanted.
@@ -102,27 +102,27 @@ class History:
         point: Any = msgspec.defstruct(
             "Point", [("format", int), *fields, *((metric, float | None, None) for metric in metrics)]
         )
-        found: dict[tuple[str, Subject], Series | None] = {}
+        series_by_branch: dict[tuple[str, Subject], Series | None] = {}
         lines = end = 0
         for path in self._paths:
             if not path.is_file():
                 raise HistoryError(f"{path} is not a file; give what --gpu-history wrote")
             self._begins.append(end)
             begin = end
-            for place, line in read(path, point, warn):
+            for offset, line in read(path, point, warn):
                 lines += 1
                 if line.format != FORMAT:
                     newer = "; update pytest-gputrain" if line.format > FORMAT else ""
                     raise HistoryError(
                         f"{path} has lines of format {line.format}, this version reads format {FORMAT}{newer}"
                     )
-                whose = (line.branch, Subject(line.suite, line.key, line.device))
-                if whose not in found:
-                    found[whose] = Series.empty(metrics) if wanted.wants(line.key, line.device) else None
-                series = found[whose]
+                branch_subject = (line.branch, Subject(line.suite, line.key, line.device))
+                if branch_subject not in series_by_branch:
+                    series_by_branch[branch_subject] = Series.empty(metrics) if wanted.wants(line.key, line.device) else None
+                series = series_by_branch[branch_subject]
                 if series is not None:
                     series.dates.append(line.date.timestamp())
-                    series.places.append(begin + place)
+                    series.offsets.append(begin + offset)
                     for metric, figures in series.figures.items():
                         figure = getattr(line, metric)
                         figures.append(math.nan if figure is None else figure)
@@ -130,7 +130,7 @@ class History:
         if not lines:
             raise HistoryError("the history holds no runs; --gpu-history appends them")
         branches: dict[str, dict[Subject, Series]] = {}
-        for (branch, subject), series in found.items():
+        for (branch, subject), series in series_by_branch.items():
             if series is not None:
                 branches.setdefault(branch, {})[subject] = series
         if not branches:
@@ -138,20 +138,20 @@ class History:
             raise HistoryError(f"none of the {lines:,} lines is of a case or device with {texts}")
         self.series = _of_branch(branches, wanted.branch, warn)
 
-    def line(self, place: int) -> dict[str, Any]:
-        """All of a line.
+    def line(self, offset: int) -> dict[str, Any]:
+        """Read all fields of the line at an offset.
 
         Raises:
             HistoryError: the file is not as it was.
         """
-        file = bisect.bisect_right(self._begins, place) - 1
+        file = bisect.bisect_right(self._begins, offset) - 1
         try:
             with self._paths[file].open("rb") as open_:
-                open_.seek(place - self._begins[file])
-                found: dict[str, Any] = msgspec.json.decode(open_.readline(), type=dict)
+                open_.seek(offset - self._begins[file])
+                fields: dict[str, Any] = msgspec.json.decode(open_.readline(), type=dict)
         except (OSError, *UNREADABLE) as error:
             raise HistoryError(f"{self._paths[file]} changed while it was read: {error}; try again") from None
-        return found
+        return fields
 
 
 _NAMES: Final = ("suite", "key", "device", "branch")
@@ -169,8 +169,8 @@ def _of_branch(
     elif branch in branches:
         chosen = [branches[branch]]
     else:
-        known = ", ".join(sorted(name or "none" for name in branches))
-        raise HistoryError(f"no line is of branch {branch!r}; there are {known}")
+        branch_names = ", ".join(sorted(name or "none" for name in branches))
+        raise HistoryError(f"no line is of branch {branch!r}; there are {branch_names}")
     merged: dict[Subject, Series] = {}
     for subjects in chosen:
         for subject, series in subjects.items():
@@ -178,9 +178,11 @@ def _of_branch(
                 merged[subject].extend(series)
             else:
                 merged[subject] = series
-    others = sum(len(one.dates) for name, of in branches.items() if name != branch for one in of.values())
-    if asked is None and branch != "*" and others:
-        warn(f"of branch {branch} only; {others:,} runs of others are left out (--branch='*' takes all)")
+    other_runs = sum(
+        len(series.dates) for name, subjects in branches.items() if name != branch for series in subjects.values()
+    )
+    if asked is None and branch != "*" and other_runs:
+        warn(f"of branch {branch} only; {other_runs:,} runs of others are left out (--branch='*' takes all)")
     return {subject: merged[subject].sorted() for subject in sorted(merged)}
 
 

@@ -1,4 +1,4 @@
-"""From the figures of a history to levels and changes, each with its commits."""
+"""Turns the figures of a history into levels and changes, each with its commits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HIGHER_IS_BETTER: Final = (
 _NOISY: Final = (*HIGHER_IS_BETTER, "_seconds", "joules_per_sample", "power_watts")
 
 
-def courses(history: History, metrics: Iterable[str]) -> Iterator[Course]:
-    """What became of each metric of each case, as far as the history has figures.
+def analyse(history: History, metrics: Iterable[str]) -> Iterator[Course]:
+    """Yield the course of each metric of each case, as far as the history has figures.
 
     Raises:
         HistoryError: a file changed meanwhile.
@@ -33,18 +33,18 @@ def courses(history: History, metrics: Iterable[str]) -> Iterator[Course]:
 
     for subject, series in history.series.items():
         for metric in metrics:
-            figures, places = series.of(metric)
+            figures, offsets = series.figures_of(metric)
             if not figures:
                 continue
-            found = levels(figures, PRIOR_SD if metric.endswith(_NOISY) else LEAST_SD)
-            ends = [*found.starts[1:], len(figures)]
+            segments = levels(figures, PRIOR_SD if metric.endswith(_NOISY) else LEAST_SD)
+            ends = [*segments.starts[1:], len(figures)]
             changes = []
-            for level, start in enumerate(found.starts[1:], 1):
-                base, first = history.line(places[start - 1]), history.line(places[start])
-                share = found.medians[level] / found.medians[level - 1] - 1
+            for level, start in enumerate(segments.starts[1:], 1):
+                base, first = history.line(offsets[start - 1]), history.line(offsets[start])
+                share = segments.medians[level] / segments.medians[level - 1] - 1
                 change = Change(
-                    before=found.medians[level - 1],
-                    after=found.medians[level],
+                    before=segments.medians[level - 1],
+                    after=segments.medians[level],
                     share=share,
                     worse=(share < 0) == (metric in HIGHER_IS_BETTER),
                     base=_moment(base),
@@ -60,17 +60,17 @@ def courses(history: History, metrics: Iterable[str]) -> Iterator[Course]:
                 device=subject.device,
                 metric=metric,
                 runs=len(figures),
-                level=found.medians[-1],
-                since=_moment(history.line(places[found.starts[-1]])),
-                noise=found.sd,
+                level=segments.medians[-1],
+                since=_moment(history.line(offsets[segments.starts[-1]])),
+                noise=segments.sd,
                 latest=figures[-1],
-                last=_moment(history.line(places[-1])),
+                last=_moment(history.line(offsets[-1])),
                 changes=tuple(changes),
             )
 
 
 def shown(metric: str, value: float) -> str:
-    """A figure with its unit."""
+    """Return a figure with its unit."""
     if metric.endswith("_bytes"):
         return format_bytes(value)
     return format_seconds(value) if metric.endswith("_seconds") else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""A scheduler whose one node does every job in the moment it is submitted, in this process."""
+"""Provides a scheduler with one node that runs every job when it is submitted, in this process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Order
 
 
-class AtOnce:
-    """Stands in for every engine of ``--gpu-fleet``."""
+class ImmediateScheduler:
+    """Stands in for every scheduler of ``--gpu-fleet``."""
 
     name = "Slurm"
     ask_seconds = 4.0
@@ -81,8 +81,8 @@ class AtOnce:
         """There is nothing to leave."""
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> AtOnce:
-    """The engine of every run from now on."""
-    engine = AtOnce()
-    monkeypatch.setattr(executor, "engine_of", lambda settings, platform: engine)
-    return engine
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> ImmediateScheduler:
+    """The scheduler of every run from now on."""
+    scheduler = ImmediateScheduler()
+    monkeypatch.setattr(executor, "engine_of", lambda settings, platform: scheduler)
+    return scheduler

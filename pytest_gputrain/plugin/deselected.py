@@ -1,4 +1,4 @@
-"""Tests with cases that ``-m`` leaves out because they carry no platform's marker."""
+"""Notes the tests with cases that ``-m`` deselects because they have no platform's marker."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _OUTPUT: Final = "gputrain_left_out"
 _MOST_FILES: Final = 3
 
 
-class LeftOut:
-    """The hooks that find them, in files of which no test with cases is selected.
+class DeselectedTests:
+    """Hooks that find such tests in files of which no test with cases is selected.
 
     Args:
-        expression: of ``-m``; empty for none.
+        expression: the expression of ``-m``; empty for none.
     """
 
     def __init__(self, expression: str) -> None:
         self._expression = expression
         self._platforms: dict[str, str] = {}
-        """What would have selected a test, by file."""
+        """The platform whose marker would have selected a test, by file."""
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         for item in items if self._expression else ():
@@ -45,7 +45,7 @@ class LeftOut:
         self._platforms |= getattr(node, "workeroutput", {}).get(_OUTPUT, {})
 
     def notes(self) -> list[str]:
-        """One sentence; none where nothing was left out."""
+        """Return one sentence; none where nothing was left out."""
         if not self._platforms:
             return []
         files, platform = sorted(self._platforms), next(iter(self._platforms.values()))
