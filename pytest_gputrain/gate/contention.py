@@ -26,9 +26,9 @@ _WORTH_TELLING: Final = 0.05
 
 def named(holders: Iterable[Holder]) -> str:
     """Who they are: ``python (pid 4711, 12.30 GiB) on GPU 0``; empty for nobody."""
-    each = [_named(holder) for holder in sorted(holders, key=lambda one: -(one.bytes or 0))]
-    more = [f"{len(each) - _SHOWN} more"] if len(each) > _SHOWN else []
-    *first, last = [*each[:_SHOWN], *more] or [""]
+    names = [_named(holder) for holder in sorted(holders, key=lambda holder: -(holder.bytes or 0))]
+    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    *first, last = [*names[:_SHOWN], *more] or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
@@ -87,9 +87,11 @@ def crowded(reply: OutOfMemory, runs: Sequence[BaselineRun]) -> str:
     if reply.other_processes:
         number = reply.other_processes
         return f"{number} other {'process' if number == 1 else 'processes'} computed on the GPU when it started"
-    known = [run.free_bytes for run in runs if run.free_bytes is not None]
-    if known and reply.free_bytes is not None and reply.free_bytes < min(known) - GPU_MEMORY_FLOOR_BYTES:
-        return f"{format_bytes(reply.free_bytes)} were free when it started, {format_bytes(min(known))} for its baseline"
+    free_before = [run.free_bytes for run in runs if run.free_bytes is not None]
+    if free_before and reply.free_bytes is not None and reply.free_bytes < min(free_before) - GPU_MEMORY_FLOOR_BYTES:
+        return (
+            f"{format_bytes(reply.free_bytes)} were free when it started, {format_bytes(min(free_before))} for its baseline"
+        )
     return ""
 
 

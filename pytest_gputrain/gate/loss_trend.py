@@ -70,8 +70,8 @@ def trend(losses: Sequence[float], *, finite: bool = True) -> Trend:
         return "diverging"
     noise, coarseness = _noise(losses), _coarseness(losses)
 
-    def limit(one: Sequence[float], other: Sequence[float]) -> float:
-        error = _MEDIAN_ERROR * noise * math.sqrt(1 / len(one) + 1 / len(other))
+    def limit(level: Sequence[float], other: Sequence[float]) -> float:
+        error = _MEDIAN_ERROR * noise * math.sqrt(1 / len(level) + 1 / len(other))
         return max(_SIGMAS * error, 2 * coarseness)
 
     fifths = _fifths(losses)
@@ -135,11 +135,11 @@ def failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
 
     Running out of memory in another precision than the case's own is no failure: fp32 takes twice the room of bf16 weights.
     """
-    told = ("recorded", "left_out", "out_of_memory")
+    harmless = ("recorded", "left_out", "out_of_memory")
     failed = [
         f"in {curve.precision} {curve.reason}"
         for curve in curves
-        if curve.outcome not in (told if curve.precision != case.precision else told[:2])
+        if curve.outcome not in (harmless if curve.precision != case.precision else harmless[:2])
     ]
     return f"{case} {'; '.join(failed)}" if failed else None
 

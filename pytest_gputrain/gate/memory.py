@@ -127,10 +127,10 @@ def _phases(
         values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
         peaks = [run.phase_peak_bytes[phase] for run in fitted if phase in run.phase_peak_bytes]
         if values and peaks:
-            found = rule.judge(name, values, peaks)
+            peak = rule.judge(name, values, peaks)
             # What is told of the whole needs no telling for each phase.
-            known = found.metric.note == whole.note
-            yield found._replace(metric=msgspec.structs.replace(found.metric, note="")) if known else found
+            is_repeated = peak.metric.note == whole.note
+            yield peak._replace(metric=msgspec.structs.replace(peak.metric, note="")) if is_repeated else peak
         elif values:
             value = statistics.median_high(values)
             yield JudgedPeak(MetricVerdict(metric=name, status="new", value=value, note="the baseline has none"))
@@ -190,8 +190,8 @@ def main_phase(
 
     def weight(metric: MetricVerdict) -> tuple[bool, bool, float]:
         phase = PHASES[metric.metric]
-        value, known = _ends(metric)
-        return bool(tensors_behind(phase, now, before(phase))), phase == peak, abs(value - known)
+        value, baseline = _ends(metric)
+        return bool(tensors_behind(phase, now, before(phase))), phase == peak, abs(value - baseline)
 
     return max(metrics, key=weight, default=None)
 
@@ -207,11 +207,11 @@ def others(main: MetricVerdict, metrics: Sequence[MetricVerdict]) -> str:
 
 def phase_finding(metric: MetricVerdict) -> str:
     """``needs 12.0 MiB (50.0 %) more in forward, 36.0 MiB against 24.0 MiB allocated``."""
-    value, known = _ends(metric)
-    share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
-    size, ends = format_bytes(abs(value - known)), (format_bytes(value), format_bytes(known))
+    value, baseline = _ends(metric)
+    share = f" ({format_percent(abs(value / baseline - 1), signed=False)})" if baseline else ""
+    size, ends = format_bytes(abs(value - baseline)), (format_bytes(value), format_bytes(baseline))
     text = f"of {ends[0]} allocated" if ends[0] == ends[1] else f"{ends[0]} against {ends[1]} allocated"
-    limited = metric.limit is not None and known < metric.limit < value
+    limited = metric.limit is not None and baseline < metric.limit < value
     limit = f", limit {format_bytes(metric.limit)}" if metric.limit is not None and limited else ""
     return f"needs {size}{share} {_word(metric)} {in_phase(PHASES[metric.metric])}, {text}{limit}"
 
@@ -277,5 +277,5 @@ def _ends(metric: MetricVerdict) -> tuple[int, int]:
 
 
 def _word(metric: MetricVerdict) -> str:
-    value, known = _ends(metric)
-    return "more" if value > known else "less"
+    value, baseline = _ends(metric)
+    return "more" if value > baseline else "less"

@@ -41,10 +41,14 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str
     place = f"({reply.phase}{at}{rank})"
     if isinstance(reply, OutOfMemory):
         return f"ran out of {reply.where} memory {place}: {reply.message}"
-    known = f"was measured ({_in_short(reply.measured)}), but " if reply.measured else ""
+    measured_before = f"was measured ({_in_short(reply.measured)}), but " if reply.measured else ""
     if isinstance(reply, TimedOut):
-        return f"{known}was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
-    return f"{known}failed afterwards {place}: {reply.sentence}" if known else f"gave no {wanted} {place}: {reply.sentence}"
+        return f"{measured_before}was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
+    return (
+        f"{measured_before}failed afterwards {place}: {reply.sentence}"
+        if measured_before
+        else f"gave no {wanted} {place}: {reply.sentence}"
+    )
 
 
 def _in_short(measured: Measurement) -> str:
@@ -81,9 +85,11 @@ def finding(metric: MetricVerdict) -> str:
                 limit = f", limit {format_seconds(metric.limit)}" if metric.limit is not None and more else ""
                 return f"is {size} {word}: {value} against {format_seconds(metric.baseline)} a step{of}{limit}"
             alone = metric.baseline_runs == 1
-            known = format_seconds(metric.baseline) if alone else format_spread(metric.baseline, metric.baseline * metric.sd)
-            known += f" ({count(metric.baseline_runs, 'run')})"
-            return f"is {size} {word} at {value} a step than baseline {known}{_limit(metric, more)}{_votes(metric, word)}"
+            baseline = (
+                format_seconds(metric.baseline) if alone else format_spread(metric.baseline, metric.baseline * metric.sd)
+            )
+            baseline += f" ({count(metric.baseline_runs, 'run')})"
+            return f"is {size} {word} at {value} a step than baseline {baseline}{_limit(metric, more)}{_votes(metric, word)}"
         case "scaling_efficiency":
             word = "better" if more else "worse"
             values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"

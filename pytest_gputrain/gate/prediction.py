@@ -41,30 +41,32 @@ _WORK: Final[dict[MetricName, str]] = {
 _RECORD: Final = "record it with --gpu-dry-run --gpu-baseline-update"
 
 
-def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:
+def judge(case: Case, prediction: Prediction, recorded: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:
     """What ``prediction`` means against what is recorded of its case.
 
     Args:
         tolerance: of what the allocator holds.
         title: of the platform, as sentences name it.
     """
-    same = known is not None and known.case.identity() == case.identity()
-    before = known.like(prediction) if known is not None and same else None
-    nearest = before or (_nearest(known, prediction) if known is not None and same else None)
+    same = recorded is not None and recorded.case.identity() == case.identity()
+    before = recorded.like(prediction) if recorded is not None and same else None
+    nearest = before or (_nearest(recorded, prediction) if recorded is not None and same else None)
     if prediction.fits is False and before is None and (nearest is None or nearest.fits is not False):
         sentence = f"{case} {what_does_not_fit(prediction, title)}; if that is expected, {_RECORD}"
         return Verdict(status="failed", sentence=sentence)
-    if known is None:
+    if recorded is None:
         return Verdict(status="new", sentence=f"{case} has no recorded prediction for {title}; {_RECORD}")
     if nearest is None:
-        change = differences(known.case, case)
+        change = differences(recorded.case, case)
         sentence = f"{case} is not what its recorded prediction was made for ({change}); {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence)
     if before is None:
         changed = ", ".join(_changed_conditions(nearest, prediction))
-        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")]
+        changed_metrics = [
+            metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")
+        ]
         fits = [f"it fits {title} now"] if prediction.fits and nearest.fits is False else []
-        moved = "; ".join([*fits, *_findings(told, nearest, prediction)])
+        moved = "; ".join([*fits, *_findings(changed_metrics, nearest, prediction)])
         sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence)
     metrics = tuple(_metrics(before, prediction, tolerance))
@@ -83,16 +85,18 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
         sentence = f"{case} has {unknown} in its recorded prediction; {_RECORD}"
         return Verdict(status="new", sentence=sentence, metrics=metrics)
     status: Status = "regressed" if worse else "improved" if better else "pass"
-    said = worse or better
-    if not said:
+    sentences = worse or better
+    if not sentences:
         return Verdict(status=status, sentence=f"{case} predicts what is recorded", metrics=metrics)
     remedy = f"; {_RECORD}" if status == "improved" else ""
-    return Verdict(status=status, sentence=f"{case} {'; '.join(said)}{remedy}", metrics=metrics)
+    return Verdict(status=status, sentence=f"{case} {'; '.join(sentences)}{remedy}", metrics=metrics)
 
 
-def _nearest(known: Recorded, prediction: Prediction) -> Prediction:
+def _nearest(recorded: Recorded, prediction: Prediction) -> Prediction:
     """Of the recorded ones, the one whose libraries are most alike, and of several the latest."""
-    return max(reversed(known.predictions), key=lambda one: len(one.packages.items() & prediction.packages.items()))
+    return max(
+        reversed(recorded.predictions), key=lambda candidate: len(candidate.packages.items() & prediction.packages.items())
+    )
 
 
 def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not fit") -> str:
@@ -142,25 +146,25 @@ def _findings(metrics: Sequence[MetricVerdict], before: Prediction, now: Predict
     """What changed metrics say. Of the phases, one in full."""
     phases = [metric for metric in metrics if metric.metric in PHASES]
     main = main_phase(phases, now, lambda phase: before)
-    found = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
+    sentences = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
     if main is None:
-        return found
+        return sentences
     behind = tensors_behind(PHASES[main.metric], now, before)
-    return [f"{phase_finding(main)}{behind}{others(main, phases)}", *found]
+    return [f"{phase_finding(main)}{behind}{others(main, phases)}", *sentences]
 
 
 def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
     assert metric.value is not None
     assert metric.baseline is not None
-    value, known = int(metric.value), int(metric.baseline)
-    more = "more" if value > known else "less"
-    share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
+    value, baseline = int(metric.value), int(metric.baseline)
+    more = "more" if value > baseline else "less"
+    share = f" ({format_percent(abs(value / baseline - 1), signed=False)})" if baseline else ""
     if metric.metric == "peak_reserved_bytes":
-        text = f"{format_bytes(value)} against {format_bytes(known)}"
-        return f"makes the allocator hold {format_bytes(abs(value - known))}{share} {more}, {text}"
+        text = f"{format_bytes(value)} against {format_bytes(baseline)}"
+        return f"makes the allocator hold {format_bytes(abs(value - baseline))}{share} {more}, {text}"
     form = format_bytes if metric.metric == "bytes_per_step" else format_flops
     behind = _operators_behind(metric.metric, before, now)
-    return f"{_WORK[metric.metric]} {form(abs(value - known))}{share} {more} a step{behind}"
+    return f"{_WORK[metric.metric]} {form(abs(value - baseline))}{share} {more} a step{behind}"
 
 
 def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -> str:

@@ -124,11 +124,11 @@ def _time(
             metric="step_seconds", status="not-comparable", value=value, baseline=printed.middle, note=not_judged
         )
     seconds = [_seconds(case, run, figures) for run in measured]
-    known = [value for value in seconds if value is not None]
-    if not known:
+    known_seconds = [value for value in seconds if value is not None]
+    if not known_seconds:
         note = f"published for whole updates, and {len(measured[0].step_seconds)} steps hold none"
         return MetricVerdict(metric="step_seconds", status="not-comparable", baseline=printed.middle, note=note)
-    value = statistics.median(known)
+    value = statistics.median(known_seconds)
     limit = printed.most * (1 + tolerance)
     status: Status = "regressed" if value > limit else "improved" if value < printed.least / (1 + tolerance) else "pass"
     others = beside(measured) if status == "regressed" else ""
@@ -155,13 +155,13 @@ def _memory(
     name: MetricName, measured: Sequence[Measurement], row: Published, tolerance: MemoryTolerance
 ) -> MetricVerdict | None:
     framework, printed = next(
-        ((framework, figure) for framework, of in row.figures.items() if (figure := getattr(of, name))), ("", None)
+        ((framework, figure) for framework, figures in row.figures.items() if (figure := getattr(figures, name))), ("", None)
     )
     if printed is None:
         return None
-    known = [value for run in measured if (value := getattr(run, name)) is not None]
-    value = statistics.median_high(known) if known else None
-    note = f"published for {framework}, not {GATED}" if framework != GATED else "" if known else "not measured here"
+    values = [value for run in measured if (value := getattr(run, name)) is not None]
+    value = statistics.median_high(values) if values else None
+    note = f"published for {framework}, not {GATED}" if framework != GATED else "" if values else "not measured here"
     if value is None or note:
         return MetricVerdict(metric=name, status="not-comparable", value=value, baseline=printed.middle, note=note)
     slack = tolerance.bytes + GPU_MEMORY_FLOOR_BYTES
@@ -172,31 +172,33 @@ def _memory(
 
 
 def _out_of_memory(case: Case, out: Sequence[OutOfMemory], runs: int, row: Published) -> Verdict:
-    what = f"{case} {describe_failure(out[0])}"
+    failure = f"{case} {describe_failure(out[0])}"
     if row.outcome == "out_of_memory" and len(out) < runs:
         fitted = runs - len(out)
         return Verdict(
             status="improved", sentence=f"{case} fits in memory in {fitted} of {runs} runs; as {_of(row)} it does not"
         )
     if row.outcome == "out_of_memory" and out[0].where == "device":
-        return Verdict(status="pass", sentence=f"{what}, as {_of(row)}")
+        return Verdict(status="pass", sentence=f"{failure}, as {_of(row)}")
     if row.outcome != "measured":
-        known = "ends with an error" if row.outcome == "error" else "runs out of device memory"
-        return Verdict(status="failed", sentence=f"{what}; as {_of(row)} it {known}")
-    some = f" in {len(out)} of {runs} runs" if runs > 1 else ""
-    return Verdict(status="regressed", sentence=f"{what}{some}; as {_of(row)} it fits")
+        published_outcome = "ends with an error" if row.outcome == "error" else "runs out of device memory"
+        return Verdict(status="failed", sentence=f"{failure}; as {_of(row)} it {published_outcome}")
+    share = f" in {len(out)} of {runs} runs" if runs > 1 else ""
+    return Verdict(status="regressed", sentence=f"{failure}{share}; as {_of(row)} it fits")
 
 
 def _conclude(case: Case, metrics: tuple[MetricVerdict, ...], measured: Sequence[Measurement], row: Published) -> Verdict:
-    found: dict[str, list[str]] = {"regressed": [], "improved": []}
+    sentences: dict[str, list[str]] = {"regressed": [], "improved": []}
     for metric in metrics:
-        if metric.status in found:
-            found[metric.status].append(finding(metric))
-    if found["regressed"]:
-        sentence = f"{case} {' and '.join(found['regressed'])} ({_of(row)}; here with {_here(measured[0])})"
+        if metric.status in sentences:
+            sentences[metric.status].append(finding(metric))
+    if sentences["regressed"]:
+        sentence = f"{case} {' and '.join(sentences['regressed'])} ({_of(row)}; here with {_here(measured[0])})"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
-    if found["improved"]:
-        return Verdict(status="improved", sentence=f"{case} {' and '.join(found['improved'])} ({_of(row)})", metrics=metrics)
+    if sentences["improved"]:
+        return Verdict(
+            status="improved", sentence=f"{case} {' and '.join(sentences['improved'])} ({_of(row)})", metrics=metrics
+        )
     if all(metric.status == "not-comparable" for metric in metrics):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in metrics)) or f"{row.table} prints nothing that is judged"
         return Verdict(status="not-comparable", sentence=f"{case} cannot be compared: {reasons}", metrics=metrics)

@@ -104,19 +104,29 @@ def judge(
     if not baseline_fits:
         sentence = f"{case} fits in memory now; its baseline of {dates(baseline)} did not; {_RECORD}"
         return Judgement(Verdict(status="improved", sentence=sentence))
-    found = [
+    judged_metrics = [
         _time(measured, fitted, tolerance, circumstances),
         *map(_of_memory, judge_memory(measured, fitted, tolerance.memory, circumstances.most)),
     ]
     if (computed := _flops(measured[0], fitted, tolerance)) is not None:
-        found.append(computed)
+        judged_metrics.append(computed)
     if no_scaling:
-        found.append(_Found(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling)))
-    elif here_scales := efficiencies(case, measured):
-        known = efficiencies(case, fitted)
-        found.append(_scaling(here_scales, known, measured, fitted, tolerance, circumstances))
-    verdict = _conclude(case, tuple(one.metric for one in found), measured, baseline, fitted, tolerance, circumstances)
-    return Judgement(verdict, all(one.settled for one in found), found[0].first)
+        judged_metrics.append(_Found(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling)))
+    elif measured_efficiencies := efficiencies(case, measured):
+        baseline_efficiencies = efficiencies(case, fitted)
+        judged_metrics.append(
+            _scaling(measured_efficiencies, baseline_efficiencies, measured, fitted, tolerance, circumstances)
+        )
+    verdict = _conclude(
+        case,
+        tuple(judged_metric.metric for judged_metric in judged_metrics),
+        measured,
+        baseline,
+        fitted,
+        tolerance,
+        circumstances,
+    )
+    return Judgement(verdict, all(judged_metric.settled for judged_metric in judged_metrics), judged_metrics[0].first)
 
 
 class _Found(NamedTuple):
@@ -153,22 +163,22 @@ def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
 def _out_of_memory(
     case: Case, out: Sequence[OutOfMemory], runs: int, baseline: Baseline, baseline_fits: bool, given: Circumstances
 ) -> Judgement:
-    what = f"{case} {describe_failure(out[0])}"
+    failure = f"{case} {describe_failure(out[0])}"
     if not baseline_fits:
-        known = {run.out_of for run in baseline.runs if run.outcome == "out_of_memory"}
-        if out[0].where in known:
-            return Judgement(Verdict(status="pass", sentence=f"{what}, as in its baseline of {dates(baseline)}"))
-        ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, known))} memory"
-        return Judgement(Verdict(status="failed", sentence=f"{what}; {ran_out}"))
+        places = {run.out_of for run in baseline.runs if run.outcome == "out_of_memory"}
+        if out[0].where in places:
+            return Judgement(Verdict(status="pass", sentence=f"{failure}, as in its baseline of {dates(baseline)}"))
+        ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, places))} memory"
+        return Judgement(Verdict(status="failed", sentence=f"{failure}; {ran_out}"))
     peak = max(run.peak_allocated_bytes or 0 for run in baseline.runs)
     if others := next(filter(None, (crowded(reply, baseline.runs) for reply in out)), ""):
-        sentence = f"{what}; {others}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
+        sentence = f"{failure}; {others}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
         return Judgement(Verdict(status="inconclusive", sentence=sentence))
-    some = f" in {len(out)} of {runs} runs" if runs > 1 else ""
+    share = f" in {len(out)} of {runs} runs" if runs > 1 else ""
     decided = runs_out(len(out), runs, given.most)
     status: Status = "inconclusive" if decided is False else "regressed"
     sentence = (
-        f"{what}{some}; its baseline of {dates(baseline)} fitted with {format_bytes(peak)} allocated; "
+        f"{failure}{share}; its baseline of {dates(baseline)} fitted with {format_bytes(peak)} allocated; "
         f"{changes(out[0].environment, baseline.runs, given.variables)}"
     )
     metric = MetricVerdict(metric="peak_allocated_bytes", status=status, baseline=peak)
@@ -182,9 +192,9 @@ def _time(
     base = [statistics.median(run.step_seconds) for run in fitted]
     reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
     if reason:
-        value, known = statistics.median(new), statistics.median(base)
+        value, baseline = statistics.median(new), statistics.median(base)
         return _Found(
-            MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=known, note=reason)
+            MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=baseline, note=reason)
         )
     return _decided("step_seconds", base, new, tolerance, circumstances, measured)
 
@@ -208,7 +218,7 @@ def _scaling(
         )
         return _Found(metric)
     # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
-    lost, before = [1 / one for one in value], [1 / one for one in base]
+    lost, before = [1 / efficiency for efficiency in value], [1 / efficiency for efficiency in base]
     return _decided("scaling_efficiency", before, lost, tolerance, circumstances, measured)
 
 
@@ -222,12 +232,14 @@ def _decided(
 ) -> _Found:
     """The rule's word on times, one of each run, where that is not others' doing."""
 
-    def by(some: Sequence[int]) -> _Found:
-        most = max(1, circumstances.most - (len(new) - len(some)))
-        return _ruled(name, base, [new[at] for at in some], tolerance, dataclasses.replace(circumstances, most=most))
+    def by(indices: Sequence[int]) -> _Found:
+        most = max(1, circumstances.most - (len(new) - len(indices)))
+        return _ruled(
+            name, base, [new[index] for index in indices], tolerance, dataclasses.replace(circumstances, most=most)
+        )
 
-    found = by(range(len(new)))
-    return found._replace(metric=doubted(found.metric, lambda some: by(some).metric, measured))
+    judged = by(range(len(new)))
+    return judged._replace(metric=doubted(judged.metric, lambda some: by(some).metric, measured))
 
 
 def _ruled(
@@ -248,14 +260,14 @@ def _ruled(
     elif len(new) > 1 and decision.suspicious:
         ratios = ", ".join(format_percent(round(math.expm1(ratio), 6) + 0.0) for ratio in decision.ratios)
         note = f"measured {len(new)} times: {ratios}"
-    value, known, limit = statistics.median(new), decision.centre, decision.centre * math.exp(decision.limit)
+    value, baseline, limit = statistics.median(new), decision.centre, decision.centre * math.exp(decision.limit)
     if name == "scaling_efficiency":
-        value, known, limit = 1 / value, 1 / known, 1 / limit
+        value, baseline, limit = 1 / value, 1 / baseline, 1 / limit
     metric = MetricVerdict(
         metric=name,
         status=decision.outcome,
         value=value,
-        baseline=known,
+        baseline=baseline,
         limit=limit,
         note=note,
         sd=decision.sd,
@@ -285,16 +297,16 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
 
 def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> _Found | None:
     """A count, the same on every device and in every process; None where it cannot be compared."""
-    value, known = measured.flops_per_step, fitted[-1].flops_per_step
-    if value is None or not known or other_count(measured.environment, fitted):
+    value, baseline = measured.flops_per_step, fitted[-1].flops_per_step
+    if value is None or not baseline or other_count(measured.environment, fitted):
         return None
-    ratio = value / known - 1
+    ratio = value / baseline - 1
     status: Status = "pass"
     if abs(ratio) > tolerance.time:
         status = "regressed" if ratio > 0 else "improved"
     note = f"changed by {format_percent(ratio)}, within the limit" if ratio and status == "pass" else ""
-    limit = known * (1 + tolerance.time)
-    metric = MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=known, limit=limit, note=note)
+    limit = baseline * (1 + tolerance.time)
+    metric = MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=baseline, limit=limit, note=note)
     return _Found(metric)
 
 
@@ -315,7 +327,9 @@ def _conclude(
 
     def told(status: Status) -> str:
         chosen = [metric for metric in metrics if metric.status == status]
-        parts = [f"{finding(one)}{f'; {one.note}' if one.note else ''}" for one in chosen if not is_of_memory(one)]
+        parts = [
+            f"{finding(metric)}{f'; {metric.note}' if metric.note else ''}" for metric in chosen if not is_of_memory(metric)
+        ]
         timed = bool(chosen) and chosen[0].metric == "step_seconds"
         parts[timed:timed] = told_of_memory(chosen, measured[0], fitted)
         return f"{case} {', and '.join(parts)}" if parts else ""

@@ -34,5 +34,5 @@ def efficiencies(case: Case, runs: Iterable[Measurement | BaselineRun]) -> list[
 
 def efficiency(case: Case, runs: Iterable[Measurement | BaselineRun]) -> float | None:
     """The median of `efficiencies`, None where no run can tell."""
-    known = efficiencies(case, runs)
-    return statistics.median(known) if known else None
+    values = efficiencies(case, runs)
+    return statistics.median(values) if values else None

@@ -31,13 +31,13 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
     first = measured[0]
     samples = first.batch_size / seconds
     peak = catalog.peak_flops(platform, case.precision)
-    known = peak is not None and first.flops_per_step is not None
+    has_utilization = peak is not None and first.flops_per_step is not None
     return Summary(
         median_step_seconds=seconds,
         samples_per_second=samples,
         tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
         peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
-        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
+        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if has_utilization else None,  # type: ignore[operator]
         scaling_efficiency=efficiency(case, measured),
         ranks=rank_spread.widest(measured),
         first_step_seconds=_middle(next(iter(run.warmup_seconds), None) for run in measured),
@@ -47,21 +47,21 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
 
 def _middle(values: Iterable[float | None]) -> float | None:
     """Of the runs that have the figure; None where none has."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
 
 
 def _of_gpus(measured: Sequence[Measurement]) -> dict[str, Any]:
     """What telemetry adds to a summary."""
-    seen = [run.telemetry for run in measured if run.telemetry is not None]
-    clocks = [one.clock_mhz for one in seen if one.clock_mhz is not None]
+    samples = [run.telemetry for run in measured if run.telemetry is not None]
+    clocks = [telemetry.clock_mhz for telemetry in samples if telemetry.clock_mhz is not None]
     joules = _middle(run.joules_per_step for run in measured)
     return {
         "joules_per_step": joules,
         "joules_per_sample": None if joules is None else joules / measured[0].batch_size,
-        "power_watts": _middle(one.power_watts for one in seen),
+        "power_watts": _middle(telemetry.power_watts for telemetry in samples),
         "clock_mhz": statistics.median_low(clocks) if clocks else None,
-        "gpu_utilization": _middle(one.utilization for one in seen),
+        "gpu_utilization": _middle(telemetry.utilization for telemetry in samples),
     }
 
 
