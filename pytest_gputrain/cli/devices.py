@@ -97,7 +97,7 @@ def _row(gpu: Gpu, reading: Reading) -> tuple[str, ...]:
         "" if reading.clock_mhz is None else f"{reading.clock_mhz} MHz",
         "" if reading.utilization is None else format_percent(reading.utilization, signed=False),
         ", ".join(sorted(reading.throttling or ())),
-        "not told" if holders is None else contention.named(holders),
+        "not told" if holders is None else contention.describe_holders(holders),
     )
 
 

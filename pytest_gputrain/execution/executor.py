@@ -209,7 +209,7 @@ class Bench:
             seconds = one.update_seconds(case.gradient_accumulation)
             if seconds is None:
                 return replies, f"{len(one.step_seconds)} steps hold no whole update of {case.gradient_accumulation}"
-            holders = tuple(dict.fromkeys((*reply.holders, *contention.of(one))))  # type: ignore[union-attr]
+            holders = tuple(dict.fromkeys((*reply.holders, *contention.holders_of(one))))  # type: ignore[union-attr]
             beside.append(msgspec.structs.replace(reply, one_worker_seconds=seconds, holders=holders))
         return tuple(beside), ""
 

@@ -131,8 +131,8 @@ class Here:
             )
         if before.holders and self._conditions.foreign == "error":
             raise BadCase(
-                f"{case} was not measured: {contention.named(before.holders)} is there already; end that, choose other GPUs "
-                "with --gpu-ids, or measure beside it with --gpu-foreign=warn"
+                f"{case} was not measured: {contention.describe_holders(before.holders)} is there already; end that, choose "
+                "other GPUs with --gpu-ids, or measure beside it with --gpu-foreign=warn"
             )
         return before
 

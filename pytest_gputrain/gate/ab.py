@@ -1,4 +1,4 @@
-"""The runs of head judged against those of base, round by round. Pure."""
+"""Judges the runs of head against those of base, round by round (`gputrain ab`). Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pytest_gputrain.gate.messages import finding
+from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.regression import Circumstances, judge
 from pytest_gputrain.gate.statistics import levelled, suite_prior
 from pytest_gputrain.records import (
@@ -50,7 +50,7 @@ def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
 
 
 def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> list[Result]:
-    """Head's results with all their runs and what these mean against base.
+    """Judge head's results, with all their runs, against base.
 
     Args:
         base: a report a round, as ``head``.
@@ -69,7 +69,7 @@ def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> l
         circumstances = Circumstances(most=len(replies), prior=prior)
         verdict = verdict_of(results_of[0].case, replies, baseline, tolerance, circumstances, base_name)
         raw = tuple(reply for round_ in after if key in round_ for reply in round_[key].replies)
-        results.append(msgspec.structs.replace(_over_all(results_of), replies=raw, verdict=verdict))
+        results.append(msgspec.structs.replace(_over_rounds(results_of), replies=raw, verdict=verdict))
     return results
 
 
@@ -79,8 +79,8 @@ def missing(base: Sequence[Report], head: Sequence[Report]) -> list[tuple[str, i
     return [(key, after[suite, key]) for (suite, key), rounds in before.items() if after[suite, key] < rounds]
 
 
-def _over_all(results: Sequence[Result]) -> Result:
-    """The last one with medians over the rounds that measured; what there is one of in a round is that of the last."""
+def _over_rounds(results: Sequence[Result]) -> Result:
+    """The last result, with medians over the rounds that measured; what has no median is that of the last round."""
     measured = [result for result in results if result.summary is not None]
     if not measured:
         return results[-1]
@@ -101,7 +101,7 @@ def verdict_of(
     circumstances: Circumstances,
     base_name: str,
 ) -> Verdict:
-    """What the replies mean against a side that nobody records.
+    """Judge the replies against a side that nobody records.
 
     Args:
         base_name: how to name that side.
@@ -113,7 +113,7 @@ def verdict_of(
         return Verdict(status="not-comparable", sentence=f"{case}: {base_name} has no figures of it")
     verdict = judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
     if verdict.status == "improved" and verdict.metrics:
-        better = " and ".join(finding(metric) for metric in verdict.metrics if metric.status == "improved")
+        better = " and ".join(describe_metric(metric) for metric in verdict.metrics if metric.status == "improved")
         verdict = msgspec.structs.replace(verdict, sentence=f"{case} {better}")
     return verdict
 
@@ -156,15 +156,15 @@ def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseli
     ):
         return baseline, list(results)
     base_seconds, head_seconds = levelled(_medians(baseline), [reply.median_step_seconds for reply in measured])
-    levelled_runs = tuple(_at(run, seconds) for run, seconds in zip(runs, base_seconds, strict=True))
+    levelled_runs = tuple(_with_median(run, seconds) for run, seconds in zip(runs, base_seconds, strict=True))
     levelled_results = [
-        msgspec.structs.replace(result, replies=(_at(reply, seconds),))
+        msgspec.structs.replace(result, replies=(_with_median(reply, seconds),))
         for result, reply, seconds in zip(results, measured, head_seconds, strict=True)
     ]
     return msgspec.structs.replace(baseline, runs=levelled_runs), levelled_results
 
 
-def _at(run: _Run, seconds: float) -> _Run:
+def _with_median(run: _Run, seconds: float) -> _Run:
     """The run as if its median step took so long."""
     factor, alone = seconds / statistics.median(run.step_seconds), run.one_worker_seconds
     return msgspec.structs.replace(

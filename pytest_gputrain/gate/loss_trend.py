@@ -1,4 +1,4 @@
-"""What a loss curve does: converging, flat or diverging. Pure.
+"""Tells whether a loss curve converges, stays flat or diverges. Pure.
 
 The rule compares levels. A level is the median of some losses in a row, so that a few spikes change nothing. The curve is
 cut into fifths; beside the first and the last fifth, the half of each that lies outermost counts too, and half of that, down
@@ -77,10 +77,10 @@ def trend(losses: Sequence[float], *, finite: bool = True) -> Trend:
     fifths = _fifths(losses)
     beginnings = list(_halved(fifths[0], from_start=True))
     lowest = min(fifths[:-1], key=statistics.median)
-    floor, last = statistics.median(lowest), statistics.median(fifths[-1])
-    gained = max(map(_level, beginnings)) - floor
+    lowest_median, last = statistics.median(lowest), statistics.median(fifths[-1])
+    gained = max(map(_level, beginnings)) - lowest_median
     for ending in _halved(fifths[-1], from_start=False):
-        if _level(ending) - floor > max(limit(ending, lowest), _LOST_SHARE * gained):
+        if _level(ending) - lowest_median > max(limit(ending, lowest), _LOST_SHARE * gained):
             return "diverging"
     if any(_level(beginning) - last > limit(beginning, fifths[-1]) for beginning in beginnings):
         return "converging"
@@ -130,7 +130,7 @@ def _coarseness(losses: Sequence[float]) -> float:
     return min((abs(b - a) for a, b in itertools.pairwise(losses) if a != b), default=0.0)
 
 
-def failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
+def describe_failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
     """The sentence for precisions that gave no curve, None where all did that could.
 
     Running out of memory in another precision than the case's own is no failure: fp32 takes twice the room of bf16 weights.
@@ -144,7 +144,7 @@ def failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
     return f"{case} {'; '.join(failed)}" if failed else None
 
 
-def diverged(case: Case, curves: Sequence[LossCurve]) -> str | None:
+def describe_divergence(case: Case, curves: Sequence[LossCurve]) -> str | None:
     """The sentence for precisions in which the case diverges while it does not in fp32; None where there are none.
 
     Where fp32 diverges too, the recipe does and no precision is to blame: that is told, but fails no test, unless the case

@@ -1,4 +1,4 @@
-"""What verdicts say: the parts of their sentences. Pure."""
+"""Writes the parts of the sentences that verdicts consist of: failures, metrics, changed counters and environments. Pure."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from pytest_gputrain.utils.units import (
 
 
 def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str = "measurement") -> str:
-    """What went wrong, as the rest of a sentence that begins with the case.
+    """Say what went wrong, as the rest of a sentence that begins with the case.
 
     Args:
-        wanted: of it.
+        wanted: what the case should have given.
     """
     if isinstance(reply, Lost):
         return f"was lost by the fleet, which says nothing of the case: {reply.sentence}"
@@ -67,8 +67,8 @@ _MEMORY: Final[dict[MetricName, str]] = {
 }
 
 
-def finding(metric: MetricVerdict) -> str:
-    """What a metric says of its case, to follow it in a sentence.
+def describe_metric(metric: MetricVerdict) -> str:
+    """Say what a metric means for its case, as the rest of a sentence that begins with the case.
 
     Against runs of one's own ``is 7.2 % slower at 5.04 s a step than baseline 4.70 s +- 0.03 (5 runs); limit 3.0 %; 3 of 3
     fresh runs slower``, against a figure ``is 7.2 % slower: 5.04 s against 4.70 s a step, limit 4.84 s``.
@@ -114,11 +114,11 @@ def _votes(metric: MetricVerdict, word: str) -> str:
     return "" if not metric.runs else f"; {metric.votes} of {count(metric.runs, 'fresh run')} {word}"
 
 
-def counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: bool = True) -> Iterable[str]:
-    """Exact counters that moved too: they tell a changed model from a slower one.
+def describe_counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: bool = True) -> Iterable[str]:
+    """Describe exact counters that changed too: they tell a changed model from a slower one.
 
     Args:
-        flops: whether they are to be told here.
+        flops: whether a change of the FLOPs is described here.
     """
     computed, before = measured.flops_per_step, fitted[-1].flops_per_step
     if flops and computed and before and computed != before:
@@ -130,8 +130,8 @@ def counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: boo
         yield f"one worker alone {format_seconds(alone_before)} -> {format_seconds(alone)}"
 
 
-def changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Sequence[str] = ()) -> str:
-    """What differs between the baseline's latest environment and this one.
+def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Sequence[str] = ()) -> str:
+    """Describe what differs between the baseline's latest environment and this one.
 
     Args:
         variables: names of the environment variables that the test has changed.
@@ -161,7 +161,7 @@ def changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Se
     return f"since then: {', '.join(changes)}" if changes else "same environment"
 
 
-def other_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
+def describe_process_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
     """How many processes a baseline was recorded with, where that is not as here; empty where it is."""
     counts = {run.environment.device_count for run in fitted} - {here.device_count}
     return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""

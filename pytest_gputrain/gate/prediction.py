@@ -1,6 +1,6 @@
-"""Predictions against recorded ones: a verdict with its sentence and what caused it. Pure.
+"""Judges predictions against recorded ones: a verdict with its sentence and what caused the change. Pure.
 
-Nothing here is noisy, so that every change of an exact counter is told and every growth is a regression: the peak of each
+Nothing here is noisy, so every change of an exact counter is described and every growth is a regression: the peak of each
 phase, FLOPs, and bytes moved. What the caching allocator holds is a replay whose packing a small change can tip, so it has
 the tolerance of memory.
 """
@@ -13,13 +13,13 @@ from typing import Final
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.memory import (
     PHASES,
+    describe_missing_phases,
+    describe_other_phases,
+    describe_phase,
+    describe_tensors,
     in_phase,
     main_phase,
-    others,
-    phase_finding,
     tensor,
-    tensors_behind,
-    unknown_phases,
 )
 from pytest_gputrain.records import (
     Case,
@@ -42,7 +42,7 @@ _RECORD: Final = "record it with --gpu-dry-run --gpu-baseline-update"
 
 
 def judge(case: Case, prediction: Prediction, recorded: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:
-    """What ``prediction`` means against what is recorded of its case.
+    """Judge ``prediction`` against what is recorded of its case.
 
     Args:
         tolerance: of what the allocator holds.
@@ -66,12 +66,12 @@ def judge(case: Case, prediction: Prediction, recorded: Recorded | None, toleran
             metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")
         ]
         fits = [f"it fits {title} now"] if prediction.fits and nearest.fits is False else []
-        moved = "; ".join([*fits, *_findings(changed_metrics, nearest, prediction)])
+        moved = "; ".join([*fits, *_describe_changes(changed_metrics, nearest, prediction)])
         sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence)
     metrics = tuple(_metrics(before, prediction, tolerance))
     worse, better = (
-        _findings([metric for metric in metrics if metric.status == status], before, prediction)
+        _describe_changes([metric for metric in metrics if metric.status == status], before, prediction)
         for status in ("regressed", "improved")
     )
     if before.fits and prediction.fits is False:
@@ -81,7 +81,7 @@ def judge(case: Case, prediction: Prediction, recorded: Recorded | None, toleran
     gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes and phase != "between"]
     if gone or (before.flops_per_step and not prediction.flops_per_step):
         worse.insert(0, f"trains no more: it has no {' and no '.join(gone) or 'arithmetic'}")
-    if not worse and (unknown := unknown_phases(metrics, "new")):
+    if not worse and (unknown := describe_missing_phases(metrics, "new")):
         sentence = f"{case} has {unknown} in its recorded prediction; {_RECORD}"
         return Verdict(status="new", sentence=sentence, metrics=metrics)
     status: Status = "regressed" if worse else "improved" if better else "pass"
@@ -93,7 +93,7 @@ def judge(case: Case, prediction: Prediction, recorded: Recorded | None, toleran
 
 
 def _nearest(recorded: Recorded, prediction: Prediction) -> Prediction:
-    """Of the recorded ones, the one whose libraries are most alike, and of several the latest."""
+    """The recorded prediction whose libraries are most alike, and of several the latest."""
     return max(
         reversed(recorded.predictions), key=lambda candidate: len(candidate.packages.items() & prediction.packages.items())
     )
@@ -116,7 +116,7 @@ def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not 
 
 
 def needed_bytes(prediction: Prediction) -> int:
-    """Of the platform's memory, building included."""
+    """How much of the platform's memory the case needs, building included."""
     held = prediction.peak_reserved_bytes or 0
     return max(held, *prediction.phase_peak_bytes.values(), 0) + prediction.target.context_bytes
 
@@ -142,18 +142,18 @@ def _compared(name: MetricName, before: int, now: int) -> MetricVerdict:
     return MetricVerdict(metric=name, status=status, value=now, baseline=before, limit=before)
 
 
-def _findings(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
-    """What changed metrics say. Of the phases, one in full."""
+def _describe_changes(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
+    """Describe changed metrics; of the phases, one in full."""
     phases = [metric for metric in metrics if metric.metric in PHASES]
     main = main_phase(phases, now, lambda phase: before)
-    sentences = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
+    sentences = [_describe_change(metric, before, now) for metric in metrics if metric.metric not in PHASES]
     if main is None:
         return sentences
-    behind = tensors_behind(PHASES[main.metric], now, before)
-    return [f"{phase_finding(main)}{behind}{others(main, phases)}", *sentences]
+    behind = describe_tensors(PHASES[main.metric], now, before)
+    return [f"{describe_phase(main)}{behind}{describe_other_phases(main, phases)}", *sentences]
 
 
-def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
+def _describe_change(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
     assert metric.value is not None
     assert metric.baseline is not None
     value, baseline = int(metric.value), int(metric.baseline)
@@ -168,7 +168,7 @@ def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
 
 
 def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -> str:
-    """The operator whose work changed most."""
+    """Name the operator whose work changed most."""
     field = "bytes" if metric == "bytes_per_step" else "flops"
     form = format_bytes if metric == "bytes_per_step" else format_flops
     changes = {}

@@ -45,7 +45,7 @@ MOST_RUNS: Final = 5
 AGREEING: Final = 3
 MANY_CASES: Final = 10
 """From so many on, a suite tells its own s0 and whether all of it is slower today."""
-SHIFT_TOLD: Final = 0.01
+LEAST_SHIFT: Final = 0.01
 """A suite's shift from which on it counts."""
 
 Outcome = Literal["pass", "regressed", "improved", "inconclusive"]
@@ -106,7 +106,7 @@ def decide(
     bound = (LIMIT_SDS_OF_ONE if alone else LIMIT_SDS) * sd * math.sqrt(0.65 + 1.15 / len(base))
     within = math.log1p(tolerance) + ROUNDING
     limit = max(within, bound)
-    counted = shift if abs(shift) > SHIFT_TOLD else 0.0
+    counted = shift if abs(shift) > LEAST_SHIFT else 0.0
     # Of what all cases share and what this one has for itself, the one that says less.
     slower = [min(ratio, ratio - counted) for ratio in ratios]
     faster = [max(ratio, ratio - counted) for ratio in ratios]

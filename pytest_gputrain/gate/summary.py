@@ -1,4 +1,4 @@
-"""What became of a case, for readers: derived figures, or why there are none. Pure."""
+"""Derives the figures that readers see from the replies of a case, or says why there are none. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from pytest_gputrain.gate import rank_spread
-from pytest_gputrain.gate.loss_trend import failed_curves
+from pytest_gputrain.gate.loss_trend import describe_failed_curves
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.scaling import efficiency
 from pytest_gputrain.hardware import catalog
@@ -19,7 +19,7 @@ _DETAIL_LINES: Final = 25
 
 
 def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary | None:
-    """Figures of the runs that measured; None where none did.
+    """Derive the figures of the runs that measured; None where none did.
 
     Args:
         platform: catalog marker of the machine.
@@ -41,7 +41,7 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
         scaling_efficiency=efficiency(case, measured),
         ranks=rank_spread.widest(measured),
         first_step_seconds=_middle(next(iter(run.warmup_seconds), None) for run in measured),
-        **_of_gpus(measured),
+        **_gpu_figures(measured),
     )
 
 
@@ -51,8 +51,8 @@ def _middle(values: Iterable[float | None]) -> float | None:
     return statistics.median(numbers) if numbers else None
 
 
-def _of_gpus(measured: Sequence[Measurement]) -> dict[str, Any]:
-    """What telemetry adds to a summary."""
+def _gpu_figures(measured: Sequence[Measurement]) -> dict[str, Any]:
+    """The figures of a summary that come from telemetry of the GPUs."""
     samples = [run.telemetry for run in measured if run.telemetry is not None]
     clocks = [telemetry.clock_mhz for telemetry in samples if telemetry.clock_mhz is not None]
     joules = _middle(run.joules_per_step for run in measured)
@@ -66,11 +66,11 @@ def _of_gpus(measured: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def failure_of(result: Result) -> str | None:
-    """Why a result is no measurement, None where it is one."""
+    """Say why a result is no measurement; None where it is one."""
     for reply in result.replies:
         if not isinstance(reply, Measurement):
             return f"{result.case} {describe_failure(reply)}"
-    return failed_curves(result.case, result.loss_curves)
+    return describe_failed_curves(result.case, result.loss_curves)
 
 
 def detail_of(result: Result) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.gate.contention import slowed_down
+from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
 from pytest_gputrain.report import predictions, published, rich_text, studies
@@ -264,7 +264,7 @@ def change(name: MetricName, result: Result) -> str:
 
 
 def _slowed_down(result: Result) -> str:
-    return slowed_down([reply for reply in result.replies if isinstance(reply, Measurement)])
+    return describe_throttling([reply for reply in result.replies if isinstance(reply, Measurement)])
 
 
 def _apart(result: Result) -> Iterator[str]:

@@ -10,12 +10,12 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.cases.identity import key_of
-from pytest_gputrain.gate.contention import no_baseline_of
-from pytest_gputrain.gate.limits import Limited, against
-from pytest_gputrain.gate.published import reproduce, why_not_comparable
-from pytest_gputrain.gate.regression import Circumstances, Judgement, judge
+from pytest_gputrain.gate.contention import why_not_recorded
+from pytest_gputrain.gate.limits import JudgedLimits, judge_limits
+from pytest_gputrain.gate.published import judge_published, why_not_comparable
+from pytest_gputrain.gate.regression import Circumstances, GateResult, judge
 from pytest_gputrain.gate.statistics import AGREEING, PRIOR_SD
-from pytest_gputrain.gate.suite_noise import Suites
+from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Baseline, Case, Host, Measurement, OutOfMemory, Published, Reply, Task, Verdict
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms, Tolerance
@@ -104,12 +104,14 @@ class Standards:
         """Fresh processes that a case takes which ``have`` of them leave in doubt: so many at least that they can agree."""
         return min(max(AGREEING, have + 1), self.most(bar))
 
-    def limited(self, bar: Bar, replies: Sequence[Reply]) -> Limited:
+    def limited(self, bar: Bar, replies: Sequence[Reply]) -> JudgedLimits:
         """What the limits of the test say."""
         cpu_time, case = self._settings.judge_cpu_time, bar.task.case
-        return against(bar.terms.caps, case, replies, scale=bar.task.scale, cpu_time=cpu_time, most=self.most(bar))
+        return judge_limits(bar.terms.caps, case, replies, scale=bar.task.scale, cpu_time=cpu_time, most=self.most(bar))
 
-    def judgement(self, bar: Bar, replies: Sequence[Reply], suites: Suites, most: int, no_scaling: str = "") -> Judgement:
+    def judgement(
+        self, bar: Bar, replies: Sequence[Reply], suites: SuiteNoise, most: int, no_scaling: str = ""
+    ) -> GateResult:
         """What the baseline says.
 
         Args:
@@ -134,7 +136,7 @@ class Standards:
         assert self._published is not None
         scale, elsewhere = bar.task.scale, self._published.platforms_of(bar.suite, str(case))
         row = self._published.get(bar.host.platform, bar.suite, str(case))
-        verdict = reproduce(case, replies, row, self.tolerance(bar.terms), scale=scale, elsewhere=elsewhere)
+        verdict = judge_published(case, replies, row, self.tolerance(bar.terms), scale=scale, elsewhere=elsewhere)
         return None if why_not_comparable(case, row, scale) else row, verdict
 
     def recorded(self, bar: Bar, verdict: Verdict, replies: tuple[Reply, ...], no_scaling: str) -> Verdict:
@@ -143,7 +145,7 @@ class Standards:
         known = [one for one in replies if isinstance(one, Measurement | OutOfMemory) and one.environment is not None]
         if len(known) < len(replies):
             return verdict
-        if why_not := no_baseline_of(known, bar.baseline):
+        if why_not := why_not_recorded(known, bar.baseline):
             return msgspec.structs.replace(verdict, status="failed", sentence=f"{case} {why_not}")
         what = "running out of memory" if isinstance(known[0], OutOfMemory) else "today's figures"
         what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""

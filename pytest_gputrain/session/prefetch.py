@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pytest_gputrain.cases.identity import identity_of
 from pytest_gputrain.execution.executor import Foreseen
-from pytest_gputrain.gate.suite_noise import Suites
+from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Host, Reply, Task
 from pytest_gputrain.records.tolerance import Terms
 from pytest_gputrain.session.criteria import Bar, Standards
@@ -45,7 +45,7 @@ class Foresight:
         self._claims: defaultdict[bytes, list[Claim]] = defaultdict(list)
         for claim in claims:
             self._claims[identity_of(claim.task)].append(claim)
-        self._suites = Suites()
+        self._suites = SuiteNoise()
         """Of its own: what tests know of each other must not depend on what came in when."""
         self._to_come = set(self._claims)
         self._put_off: dict[bytes, _Known] = {}

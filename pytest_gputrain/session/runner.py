@@ -13,7 +13,7 @@ from pytest_gputrain.cases.identity import key_of, same_id, suite_of
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.executor import Bench
 from pytest_gputrain.gate.limits import with_limits
-from pytest_gputrain.gate.suite_noise import Suites
+from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.records import (
@@ -61,7 +61,7 @@ class Runner:
         self.bench = bench or Bench(settings)
         self.standards = Standards(settings)
         self._keys: dict[tuple[str, str], Case] = {}
-        self._suites = Suites()
+        self._suites = SuiteNoise()
         self.rounds = Rounds(self.bench)
         self._expected: Sequence[Expected] = ()
 

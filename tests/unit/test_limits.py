@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory, prediction
 
-from pytest_gputrain.gate.limits import Limited, against, foretold, with_limits
+from pytest_gputrain.gate.limits import JudgedLimits, judge_limits, judge_prediction, with_limits
 from pytest_gputrain.records import Holder, LimitVerdict, Measurement, Reply, Verdict
 from pytest_gputrain.records.tolerance import Cap
 from pytest_gputrain.utils.units import GiB
@@ -22,8 +22,8 @@ def _run(seconds: float = 0.4, gib: float = 20, **fields: Any) -> Measurement:
     return measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=round(gib * GiB), **fields)
 
 
-def _against(cap: Cap, *replies: Reply, case: Any = CASE, most: int = 5, **how: Any) -> Limited:
-    return against([cap], case, replies, **{"scale": "full", "cpu_time": False, "most": most, **how})
+def _against(cap: Cap, *replies: Reply, case: Any = CASE, most: int = 5, **how: Any) -> JudgedLimits:
+    return judge_limits([cap], case, replies, **{"scale": "full", "cpu_time": False, "most": most, **how})
 
 
 @pytest.mark.parametrize(("cap", "over"), [(MEMORY, {"gib": 25}), (STEP, {"seconds": 0.6})])
@@ -101,7 +101,7 @@ def test_after_a_crash_nothing_is_open() -> None:
 
 @pytest.mark.parametrize(("gib", "status"), [(24, "pass"), (25, "over-limit")])
 def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) -> None:
-    memory, time = foretold([MEMORY, STEP], CASE, prediction(peak_allocated_bytes=gib * GiB), scale="full")
+    memory, time = judge_prediction([MEMORY, STEP], CASE, prediction(peak_allocated_bytes=gib * GiB), scale="full")
     assert memory == LimitVerdict(
         metric="peak_allocated_bytes", status=status, value=gib * GiB, limit=24 * GiB, stated=STATED
     )
@@ -111,18 +111,20 @@ def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) ->
 
 
 def test_a_prediction_over_a_limit_is_told_as_one() -> None:
-    verdict = with_limits(CASE, None, foretold([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="full"))
+    verdict = with_limits(
+        CASE, None, judge_prediction([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="full")
+    )
     assert verdict is not None
     assert verdict.sentence.endswith(f"over its limit of 24.0 GiB by prediction ({STATED})")
 
 
 def test_a_tiny_prediction_is_not_what_was_limited() -> None:
-    (found,) = foretold([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="tiny")
+    (found,) = judge_prediction([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="tiny")
     assert (found.status, found.note) == ("not-judged", "it is for the model, and this is the tiny scale")
 
 
 def test_the_sentence_names_figure_limit_and_where_it_is_stated() -> None:
-    limits = against([MEMORY, STEP], CASE, [_run(0.6, 25)] * 3, scale="full", cpu_time=False, most=5).limits
+    limits = judge_limits([MEMORY, STEP], CASE, [_run(0.6, 25)] * 3, scale="full", cpu_time=False, most=5).limits
     verdict = with_limits(CASE, None, limits)
     assert verdict is not None
     assert verdict.status == "over-limit"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, timed_out
 
 from pytest_gputrain import GiB, MiB
-from pytest_gputrain.gate.contention import GPU_MEMORY_FLOOR_BYTES
-from pytest_gputrain.gate.published import reproduce, step_seconds
+from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
+from pytest_gputrain.gate.published import judge_published, step_seconds
 from pytest_gputrain.records import Case, Published, Reply, Verdict
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
@@ -41,7 +41,7 @@ def judged(
     published: Published | None, *replies: Reply, case: Case = CASE, time: float = 0.03, memory: float = 0.02, **given: Any
 ) -> Verdict:
     tolerance = Tolerance(time=time, memory=MemoryTolerance(ratio=memory))
-    return reproduce(case, replies or (measurement(),), published, tolerance, **{"scale": "full", **given})
+    return judge_published(case, replies or (measurement(),), published, tolerance, **{"scale": "full", **given})
 
 
 def _timed(seconds: float, published: Published, **given: Any) -> str:
@@ -90,7 +90,7 @@ def test_a_printed_range_is_taken_from_end_to_end(measured: float, status: str) 
 @pytest.mark.parametrize("name", ["peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"])
 def test_memory_is_compared_with_its_like(name: Any) -> None:
     published = row(**{name: figure(40 * GiB, rounding=GiB)})
-    limit = 40.5 * GiB * 1.02 + GPU_MEMORY_FLOOR_BYTES
+    limit = 40.5 * GiB * 1.02 + GPU_MEMORY_NOISE_BYTES
     others: dict[str, Any] = {"peak_allocated_bytes": GiB, "peak_reserved_bytes": GiB, "device_used_bytes": GiB}
     for value, status in ((int(limit), "pass"), (int(limit) + 1, "regressed")):
         verdict = judged(published, measurement(**{**others, name: value}))

@@ -23,9 +23,9 @@ from unit_examples import (
     timed_out,
 )
 
-from pytest_gputrain.gate.contention import GPU_MEMORY_FLOOR_BYTES
+from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.messages import describe_failure
-from pytest_gputrain.gate.regression import Circumstances, Judgement, judge
+from pytest_gputrain.gate.regression import Circumstances, GateResult, judge
 from pytest_gputrain.records import (
     Baseline,
     Case,
@@ -141,7 +141,7 @@ def test_baseline_time_is_the_median_of_its_runs_medians() -> None:
     ids=["ratio", "bytes", "none"],
 )
 @pytest.mark.parametrize(
-    ("environment", "floor"), [(gpu_environment(), GPU_MEMORY_FLOOR_BYTES), (cpu_environment(), 0)], ids=["gpu", "cpu"]
+    ("environment", "floor"), [(gpu_environment(), GPU_MEMORY_NOISE_BYTES), (cpu_environment(), 0)], ids=["gpu", "cpu"]
 )
 def test_memory_has_its_limit_at_tolerance_and_floor(
     memory: MemoryTolerance, slack: int, environment: Environment, floor: int
@@ -159,7 +159,7 @@ def test_memory_has_its_limit_at_tolerance_and_floor(
 
 
 def test_the_floor_of_a_gpu_is_64_mib() -> None:
-    assert 64 * MiB == GPU_MEMORY_FLOOR_BYTES
+    assert 64 * MiB == GPU_MEMORY_NOISE_BYTES
 
 
 @pytest.mark.parametrize(("saved", "status"), [(64 * MiB, "pass"), (64 * MiB + 1, "improved")])
@@ -258,7 +258,7 @@ def test_time_on_a_cpu_can_be_judged_against_five_runs_of_its_host(known: Baseli
 # Doubt
 
 
-def _judged(replies: Sequence[Reply], known: Baseline, **circumstances: Any) -> Judgement:
+def _judged(replies: Sequence[Reply], known: Baseline, **circumstances: Any) -> GateResult:
     return judge(CASE, replies, known, TOLERANCE, circumstances=Circumstances(**circumstances))
 
 

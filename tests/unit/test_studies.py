@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
 
-from pytest_gputrain.gate.loss_trend import diverged, failed_curves
+from pytest_gputrain.gate.loss_trend import describe_divergence, describe_failed_curves
 from pytest_gputrain.records import Reply, Result, Task
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import studies as shown
@@ -130,7 +130,7 @@ def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
     study = _curves({"fp32": FALLING, "fp16": FALLING}, precision="fp16", platform="v100")
     assert [curve.outcome for curve in study.loss_curves] == ["recorded", "left_out", "recorded"]
     assert shown.explain([result(loss_curves=study.loss_curves)]) == ["bf16-amp left out: V100 has no bf16 arithmetic"]
-    assert failed_curves(CASE, study.loss_curves) is None
+    assert describe_failed_curves(CASE, study.loss_curves) is None
 
 
 @pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
@@ -141,7 +141,7 @@ def test_nothing_is_left_out_where_nothing_is_known_to_lack(platform: str) -> No
 
 def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
     study = _curves({"fp32": out_of_memory(), "bf16-amp": FALLING, "fp16": crashed(), "bf16": FALLING})
-    assert failed_curves(CASE, study.loss_curves) == (
+    assert describe_failed_curves(CASE, study.loss_curves) == (
         f"{CASE} in fp16 gave no measurement (measure in step 1): ValueError: loss is NaN"
     )
     assert [curve.trend for curve in study.loss_curves] == [None, "converging", None, "converging"]
@@ -149,23 +149,23 @@ def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
 
 def test_divergence_counts_where_fp32_does_not_diverge() -> None:
     worse = _curve("fp16", trend="diverging", losses=FALLING[:7], non_finite_step=8)
-    assert diverged(CASE, [_curve("fp32"), worse]) == (
+    assert describe_divergence(CASE, [_curve("fp32"), worse]) == (
         f"{CASE} diverges in fp16 (its loss is not finite in step 8), but not in fp32"
     )
-    assert diverged(CASE, [_curve("fp32", trend="diverging"), worse]) is None
-    assert diverged(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
+    assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), worse]) is None
+    assert describe_divergence(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
 
 
 def test_a_case_whose_own_loss_is_not_finite_diverges_whatever_fp32_does() -> None:
     own = _curve(CASE.precision, trend="diverging", losses=FALLING[:7], non_finite_step=8)
     expected = f"{CASE} diverges: its loss is not finite in step 8"
-    assert diverged(CASE, [_curve("fp32", trend="diverging"), own]) == expected
-    assert diverged(CASE, [_curve("fp32"), own]) == expected
+    assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), own]) == expected
+    assert describe_divergence(CASE, [_curve("fp32"), own]) == expected
 
 
 def test_a_case_without_room_for_its_own_precision_has_no_curve() -> None:
     study = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16": FALLING, "bf16": out_of_memory()})
-    assert failed_curves(CASE, study.loss_curves) == (
+    assert describe_failed_curves(CASE, study.loss_curves) == (
         f"{CASE} in bf16 ran out of device memory (measure in step 2): CUDA out of memory."
     )
 

@@ -12,7 +12,7 @@ from pytest_gputrain.cases.identity import key_of, same_id
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.local import refused
-from pytest_gputrain.gate.limits import foretold, with_limits
+from pytest_gputrain.gate.limits import judge_prediction, with_limits
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import judge
 from pytest_gputrain.hardware import catalog
@@ -113,7 +113,7 @@ class DryRunner(Runner):
         elif judged and prediction is not None:
             verdict, helps = self._judged(task, prediction, known, self.standards.tolerance(terms).memory)
         if prediction is not None:
-            verdict = with_limits(case, verdict, foretold(terms.caps, case, prediction, scale=self.scale()))
+            verdict = with_limits(case, verdict, judge_prediction(terms.caps, case, prediction, scale=self.scale()))
         return Result(
             nodeid=nodeid,
             suite=suite,
