@@ -251,7 +251,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     if runner.settings.fleet is not None:
         pytest.skip("--gpu-fleet runs cases on other machines, and lends no GPU of this one")
     try:
-        machine = runner.bench.machine
+        machine = runner.executor.machine
     except BadCase as error:
         raise _failed(error) from None
     if not machine.gpus:

@@ -12,8 +12,8 @@ import pytest
 
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.identity import suite_of
-from pytest_gputrain.execution.executor import Bench
-from pytest_gputrain.execution.resume import Resumption
+from pytest_gputrain.execution.executor import Executor
+from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.plugin import late_reports
 from pytest_gputrain.plugin.fixtures import RESULTS, RUNNER, expression_of, gpu, gputrain, gputrain_knobs
@@ -75,12 +75,12 @@ def pytest_configure(config: pytest.Config) -> None:
             Store(settings.baseline_dir).check_writable()
         if settings.html is not None and on_controller:
             _check_installed()
-        resumption = None if settings.resume is None else Resumption.read(settings.resume, settings)
-        bench = _fleet(config, settings, resumption) or Bench(settings, resumption)
-        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, bench)
+        resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
+        executor = _fleet(config, settings, resumed_report) or Executor(settings, resumed_report)
+        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, executor)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = GpuTrainPlugin(config, runner, Book(settings, resumption) if on_controller else None)
+    plugin = GpuTrainPlugin(config, runner, Book(settings, resumed_report) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
     config.pluginmanager.register(plugin.left_out, "gputrain-left-out")
@@ -110,7 +110,7 @@ def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
     return Forecast(settings.baseline_dir, named[0])
 
 
-def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | None) -> Bench | None:
+def _fleet(config: pytest.Config, settings: Settings, resumed_report: ResumedReport | None) -> Executor | None:
     """Where cases run that do not run on this machine.
 
     Raises:
@@ -122,10 +122,10 @@ def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | N
     if len(named) != 1:
         raise ValueError(f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(named)}; name one of them")
     from pytest_gputrain.execution.fleet.durations import Durations
-    from pytest_gputrain.execution.fleet.executor import FleetBench, engine_of
+    from pytest_gputrain.execution.fleet.executor import FleetExecutor, scheduler_of
 
     durations = Durations(named[0], settings.history, _forecast(config, settings))
-    return FleetBench(settings, named[0], engine_of(settings, named[0]), durations.of, resumption)
+    return FleetExecutor(settings, named[0], scheduler_of(settings, named[0]), durations.of, resumed_report)
 
 
 def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
@@ -236,14 +236,14 @@ class GpuTrainPlugin:
 
     @pytest.hookimpl(trylast=True)  # what other plugins set when they begin, no test has changed
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self.runner.bench.environment.begin()
+        self.runner.executor.environment.begin()
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         if self.book is None or terminal is None or not terminal.isatty:
             return
         uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
         self._live = Live(self.config.get_terminal_writer().fullwidth, uncaptured)
-        self.runner.bench.watch = self._live.show
+        self.runner.executor.watch = self._live.show
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
@@ -369,7 +369,7 @@ class GpuTrainPlugin:
 
     def pytest_unconfigure(self) -> None:
         with undisturbed(to_the_end=True):
-            self.runner.bench.close()
+            self.runner.executor.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for command in github.commands(self._failures) if self._annotates() else ():

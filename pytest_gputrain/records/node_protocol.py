@@ -83,7 +83,7 @@ def seat_folder(folder: Path, seat: int) -> Path:
     return folder / f"node{seat}"
 
 
-def tell(path: Path, what: Any) -> None:
+def write_record(path: Path, what: Any) -> None:
     """Write a record, whole or not at all.
 
     Raises:
@@ -94,7 +94,7 @@ def tell(path: Path, what: Any) -> None:
     os.replace(part, path)
 
 
-def told(path: Path, kind: type[_Record]) -> _Record | None:
+def read_record(path: Path, kind: type[_Record]) -> _Record | None:
     """The record in ``path``; None while there is none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)

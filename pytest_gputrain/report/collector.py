@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.cases.identity import same_id
-from pytest_gputrain.execution.resume import Resumption
+from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
@@ -53,9 +53,9 @@ class Book:
     cases, or a few where saving takes seconds.
     """
 
-    def __init__(self, settings: Settings, resumption: Resumption | None = None) -> None:
+    def __init__(self, settings: Settings, resumed_report: ResumedReport | None = None) -> None:
         self.settings = settings
-        self._resumption = resumption
+        self._resumed_report = resumed_report
         self.results: Shelf[Result] = Shelf(Result)
         self.notes: list[str] = []
         self.failed = False
@@ -230,12 +230,14 @@ class Book:
             self.notes.append(f"{trouble}; all figures are in {self.settings.json}")
 
     def _tell_resumed(self) -> None:
-        if self._resumption is None:
+        if self._resumed_report is None:
             return
         cases = {(result.device, result.suite, result.key) for result in self.results if result.resumed}
-        told = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumption.path}"
+        told = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumed_report.path}"
         unknown = (
-            "" if self._resumption.report.commit and self.session.commit else "; nothing tells whether the code is the same"
+            ""
+            if self._resumed_report.report.commit and self.session.commit
+            else "; nothing tells whether the code is the same"
         )
         self.notes.append(told + unknown)
 
@@ -296,7 +298,7 @@ class Book:
             settings={name: _utf8(value) if isinstance(value, str) else value for name, value in settings.items()},
             exit_status=exit_status,
             notes=tuple(self.notes),
-            results=tuple(self._resumption.beyond(self.results)) if self._resumption else (),
+            results=tuple(self._resumed_report.beyond(self.results)) if self._resumed_report else (),
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pytest_gputrain.cases.identity import identity_of
-from pytest_gputrain.execution.executor import Bench
+from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.records import Result, Task, Verdict
 from pytest_gputrain.utils.errors import BadCase
 
@@ -32,8 +32,8 @@ class Rounds:
         bench: where they run.
     """
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
         self._waiting: list[_Waiting] = []
 
     def add(self, result: Result, task: Task, wanted: int, again: Callable[[int], Result]) -> Result:
@@ -59,7 +59,7 @@ class Rounds:
 
     def complete(self) -> Iterator[Result]:
         """Measure what is to come, one run of each case in turn; after each the case's result with all its runs so far."""
-        self._bench.only(waiting.task for waiting in self._waiting)
+        self._executor.only(waiting.task for waiting in self._waiting)
         while self._waiting:
             for waiting in list(self._waiting):
                 try:
@@ -83,7 +83,7 @@ class Rounds:
             wanted = {identity_of(waiting.task) for waiting in self._waiting}
             for task in unwanted:
                 if identity_of(task) not in wanted:
-                    self._bench.drop(task)
+                    self._executor.drop(task)
 
 
 def _marked(result: Result, wanted: int) -> Result:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_gputrain.cases.identity import identity_of
-from pytest_gputrain.execution.executor import Foreseen
+from pytest_gputrain.execution.executor import ExpectedRuns
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Host, Reply, Task
 from pytest_gputrain.records.tolerance import Terms
@@ -50,13 +50,13 @@ class Foresight:
         self._to_come = set(self._claims)
         self._put_off: dict[bytes, _Known] = {}
 
-    def first(self) -> Iterator[Foreseen]:
+    def first(self) -> Iterator[ExpectedRuns]:
         """What is known from the start."""
         runs = self._standards.wanted(self._host, records=self._standards.records_all)
         for claims in self._claims.values():
-            yield Foreseen(claims[0].suite, claims[0].task, runs)
+            yield ExpectedRuns(claims[0].suite, claims[0].task, runs)
 
-    def further(self, task: Task, replies: Sequence[Reply], host: Host) -> Iterator[Foreseen]:
+    def further(self, task: Task, replies: Sequence[Reply], host: Host) -> Iterator[ExpectedRuns]:
         """What the first runs of a task ask for, and those of tasks that were put off until it was there.
 
         Args:
@@ -73,13 +73,13 @@ class Foresight:
         waiting, self._put_off = self._put_off | {identity: _Known(replies, host)}, {}
         for one, known in waiting.items():
             for bar in self._bars(one, known.host):
-                if (foreseen := self._asked_for(bar, known)) is not None:
-                    yield foreseen
+                if (prefetched := self._asked_for(bar, known)) is not None:
+                    yield prefetched
 
-    def _asked_for(self, bar: Bar, known: _Known) -> Foreseen | None:
+    def _asked_for(self, bar: Bar, known: _Known) -> ExpectedRuns | None:
         have = len(known.replies)
         if have < bar.wanted:
-            return Foreseen(bar.suite, bar.task, bar.wanted)
+            return ExpectedRuns(bar.suite, bar.task, bar.wanted)
         if bar.records:
             return None
         judgement = self._standards.judgement(bar, known.replies, self._suites, max(have, self._standards.most(bar)))
@@ -89,7 +89,7 @@ class Foresight:
         if judgement.first is not None and 0 < self._suites.lacking <= len(self._to_come):
             self._put_off[identity_of(bar.task)] = known
             return None
-        return Foreseen(bar.suite, bar.task, self._standards.next_runs(bar, have), soon=True)
+        return ExpectedRuns(bar.suite, bar.task, self._standards.next_runs(bar, have), soon=True)
 
     def _bars(self, identity: bytes, host: Host) -> Iterator[Bar]:
         for suite, task, terms in self._claims.get(identity, ()):

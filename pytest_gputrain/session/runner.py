@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_gputrain.cases.identity import key_of, same_id, suite_of
 from pytest_gputrain.cases.validation import problem
-from pytest_gputrain.execution.executor import Bench
+from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.gate.limits import with_limits
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
@@ -49,7 +49,7 @@ class _Asked:
 class Runner:
     """Runs cases for the tests of one pytest process; a case is measured once however many tests ask for it."""
 
-    def __init__(self, settings: Settings, bench: Bench | None = None) -> None:
+    def __init__(self, settings: Settings, executor: Executor | None = None) -> None:
         """
         Args:
             bench: where cases run; on this machine by default.
@@ -58,17 +58,17 @@ class Runner:
             BaselineError: the report or the published tables to compare with cannot be read.
         """
         self.settings = settings
-        self.bench = bench or Bench(settings)
+        self.executor = executor or Executor(settings)
         self.standards = Standards(settings)
         self._keys: dict[tuple[str, str], Case] = {}
         self._suites = SuiteNoise()
-        self.rounds = Rounds(self.bench)
+        self.rounds = Rounds(self.executor)
         self._expected: Sequence[Expected] = ()
 
     def expect(self, cases: Sequence[Expected]) -> None:
         """Take notice of what the tests that were collected are parametrized with."""
         self._expected = cases
-        self.bench.environment.collected()
+        self.executor.environment.collected()
 
     def declare(self, suite: str, case: Case) -> Case:
         """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
@@ -97,7 +97,7 @@ class Runner:
         Raises:
             BadCase: the hardware is not what the options ask for.
         """
-        return self.bench.scale()
+        return self.executor.scale()
 
     def check_selection(self, case: Case, markers: set[str], expression: str, *, scaling: bool = False) -> None:
         """Args:
@@ -111,12 +111,12 @@ class Runner:
         if wrong:
             raise BadCase(wrong)
         declared = platforms_of(case.platforms) if case.platforms else ()
-        reason = why_skipped(markers | set(declared), expression, self.bench.host.platform, case.gpus)
+        reason = why_skipped(markers | set(declared), expression, self.executor.host.platform, case.gpus)
         if reason:
             raise CannotRun(reason)
         lacking = what_lacks(
             case,
-            gpus=self.bench.host.gpus,
+            gpus=self.executor.host.gpus,
             most_nodes=self.settings.nodes,
             most_processes=self.settings.processes,
             all_of_them=scaling and not self.is_study,
@@ -154,26 +154,26 @@ class Runner:
         first = self.declare(suite, case)
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))
-        case = self.bench.with_steps(case)
+        case = self.executor.with_steps(case)
         inline = inline or self.settings.isolation == "inline"
         if inline and self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
         if inline and self.is_study:
             raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
-        processes, servers = self.bench.processes(case.gpus), self.bench.processes(case.servers)
+        processes, servers = self.executor.processes(case.gpus), self.executor.processes(case.servers)
         if inline and processes + servers > 1:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
         if inline and case.parallel != "single":
             raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
-        task = self.bench.task(case, module, growth_bytes=terms.growth_bytes, inline=inline)
+        task = self.executor.task(case, module, growth_bytes=terms.growth_bytes, inline=inline)
         # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
-        host = self.bench.host if self.is_study else self.bench.place(task, inline)
+        host = self.executor.host if self.is_study else self.executor.host_of(task, inline)
         # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
         bar = self.standards.bar(suite, task, host, terms, judged=judged)
         self.refuse_namesake(suite, case, bar.baseline.case if bar.baseline else None)
         asked = _Asked(nodeid=nodeid, bar=bar, scaling=scaling, inline=inline, builder=builder)
         if not self.is_study and bar.wanted > 1:
-            self.bench.expect(task, bar.wanted)
+            self.executor.expect(task, bar.wanted)
         # A closure may be of no use when its test is over.
         if not bar.records or inline:
             return self._result(asked, bar.wanted)
@@ -182,7 +182,7 @@ class Runner:
     def _result(self, asked: _Asked, runs: int) -> Result:
         """What so many fresh processes of a case tell, and those that it takes further."""
         bar, study = asked.bar, self._study(asked, runs)
-        case, replies, host = study.task.case, study.replies, self.bench.place(study.task, asked.inline)
+        case, replies, host = study.task.case, study.replies, self.executor.host_of(study.task, asked.inline)
         limits: tuple[LimitVerdict, ...] = ()
         while bar.terms.caps and not self.is_study:
             limits, settled = self.standards.limited(bar, replies)
@@ -203,7 +203,7 @@ class Runner:
             platform=host.platform,
             device=host.device,
             replies=replies,
-            resumed=self.bench.taken(bar.task, asked.inline, asked.builder).origins,
+            resumed=self.executor.resumed(bar.task, asked.inline, asked.builder).origins,
             inline=asked.inline,
             variables=tuple(bar.task.variables),
             variables_digest=bar.task.variables_digest,
@@ -224,13 +224,13 @@ class Runner:
         task, inline, builder = asked.bar.task, asked.inline, asked.builder
 
         def launch(task: Task) -> Reply:
-            return self.bench.measure(task, inline, builder, 1)[0]
+            return self.executor.measure(task, inline, builder, 1)[0]
 
         if self.settings.find_batch:
             return search_batch(task, self.settings.find_batch_max, launch)
         if self.settings.loss_steps is not None:
             return record_losses(task, self.settings.loss_steps, asked.bar.host.platform, launch)
-        return Study(task=task, replies=self.bench.measure(task, inline, builder, runs))
+        return Study(task=task, replies=self.executor.measure(task, inline, builder, runs))
 
     def _verdict(self, of: _Asked, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], Verdict]:
         """What the replies mean, after further fresh processes where that is in doubt."""
@@ -240,7 +240,7 @@ class Runner:
         while True:
             measured, no_scaling = replies, ""
             if of.scaling and bar.task.processes > 1:
-                measured, no_scaling = self.bench.beside_one_worker(bar.task, replies)
+                measured, no_scaling = self.executor.with_one_worker(bar.task, replies)
             judgement = self.standards.judgement(bar, measured, self._suites, most, no_scaling)
             self._suites.add(bar.suite, bar.key, judgement.first)
             judgement = self.standards.judgement(bar, measured, self._suites, most, no_scaling)
@@ -257,8 +257,8 @@ class Runner:
     def _another(self, of: _Asked, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """The replies of a case in doubt, and that of a further process."""
         task, have = of.bar.task, len(replies)
-        self.bench.expect(task, self.standards.next_runs(of.bar, have), soon=True)
-        return self.bench.measure(task, of.inline, of.builder, have + 1, replies)
+        self.executor.expect(task, self.standards.next_runs(of.bar, have), soon=True)
+        return self.executor.measure(task, of.inline, of.builder, have + 1, replies)
 
     def _look_around(self) -> None:
         """Measure so many other cases once that one can tell whether this one is slower or everything is, today.
@@ -270,7 +270,7 @@ class Runner:
         others = [
             expected
             for expected in self._expected
-            if not self._suites.knows(expected.suite, key_of(expected.case, self.bench.scale()))
+            if not self._suites.knows(expected.suite, key_of(expected.case, self.executor.scale()))
         ]
         if self._suites.lacking > len(others) or self.settings.isolation == "inline":
             return
@@ -278,11 +278,11 @@ class Runner:
             if not self._suites.lacking:
                 return
             try:
-                bar = self.standards.bar(suite, task, self.bench.place(task), terms)
+                bar = self.standards.bar(suite, task, self.executor.host_of(task), terms)
             except BadCase:
                 continue  # its own test will tell
             if bar.baseline is not None and bar.baseline.case.identity() == task.case.identity():
-                replies = self.bench.measure(task, False, None, bar.wanted)
+                replies = self.executor.measure(task, False, None, bar.wanted)
                 self._suites.add(suite, bar.key, self.standards.judgement(bar, replies, self._suites, bar.wanted).first)
 
     def look_ahead(self) -> None:
@@ -292,18 +292,18 @@ class Runner:
 
         @functools.cache  # found out when the first case runs: collecting needs none of it
         def foresight() -> Foresight:
-            return Foresight(self.standards, self.claims(self._expected), self.bench.host)
+            return Foresight(self.standards, self.claims(self._expected), self.executor.host)
 
-        self.bench.ahead = lambda: foresight().first()
-        self.bench.foresee = lambda task, replies, host: foresight().further(task, replies, host)
+        self.executor.expected_runs = lambda: foresight().first()
+        self.executor.further_runs = lambda task, replies, host: foresight().further(task, replies, host)
 
     def claims(self, expected: Iterable[Expected]) -> Iterator[Claim]:
         """Of those that may run."""
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
                 self.check_selection(case, set(markers), expression)
-                growth, stepped = terms.growth_bytes, self.bench.with_steps(case)
-                yield Claim(suite, self.bench.task(stepped, "", growth_bytes=growth, foreseen=True), terms)
+                growth, stepped = terms.growth_bytes, self.executor.with_steps(case)
+                yield Claim(suite, self.executor.task(stepped, "", growth_bytes=growth, prefetched=True), terms)
 
     def is_strict(self, device: str) -> bool:
         """Whether a case without a comparable baseline fails that ran on ``device``."""

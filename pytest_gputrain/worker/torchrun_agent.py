@@ -31,9 +31,9 @@ from pytest_gputrain.records.node_protocol import (
     Nodes,
     RankExit,
     Word,
+    read_record,
     seat_folder,
-    tell,
-    told,
+    write_record,
 )
 from pytest_gputrain.utils.linux import PARENT, die_with_parent, oom_kills
 
@@ -61,11 +61,11 @@ class Agent:
 
     def run(self) -> NoReturn:
         """Until the case is over."""
-        nodes = told(self._folder / NODES, Nodes)
+        nodes = read_record(self._folder / NODES, Nodes)
         if nodes is None:
             sys.exit("the case is over")
         self._own.mkdir(exist_ok=True)
-        tell(self._own / JOINED, Joined(host=self._host))
+        write_record(self._own / JOINED, Joined(host=self._host))
         threading.Thread(target=self._listen, daemon=True).start()
         exits: dict[int, int] = {}
         failure = ""
@@ -114,10 +114,10 @@ class Agent:
         path = self._folder / ENDPOINT
         if self._seat == 0:
             endpoint = Endpoint(host=self._host, port=int(self._port) if self._port else _free_port())
-            tell(path, endpoint)
+            write_record(path, endpoint)
             return f"{endpoint.host}:{endpoint.port}"
         deadline = time.monotonic() + seconds
-        while (found := told(path, Endpoint)) is None:
+        while (found := read_record(path, Endpoint)) is None:
             if time.monotonic() >= deadline:
                 raise TimeoutError("the first node has not told where to meet")
             time.sleep(_POLL_SECONDS)
@@ -129,7 +129,7 @@ class Agent:
         asked = False
         while True:
             time.sleep(_POLL_SECONDS)
-            word = told(self._folder / WORD, Word)
+            word = read_record(self._folder / WORD, Word)
             if word is None or word.wish == "over" or time.monotonic() - since > SILENCE_SECONDS:
                 self._leave("", {})
             if word.number != heard:
@@ -158,8 +158,8 @@ class Agent:
             try:
                 for rank, exit_code in exits.items():
                     how = RankExit(exit_code=exit_code, killed_for_memory=killed_for_memory and exit_code == -signal.SIGKILL)
-                    tell(self._folder / f"rank{rank}" / EXIT, how)
-                tell(self._own / LEFT, Left(failure=failure))
+                    write_record(self._folder / f"rank{rank}" / EXIT, how)
+                write_record(self._own / LEFT, Left(failure=failure))
             except FileNotFoundError:
                 pass  # the case is over
             sys.stdout.flush()

@@ -10,9 +10,9 @@ import pytest
 from unit_examples import CASE, measurement
 
 from pytest_gputrain.execution.fleet.queue import ASK_SECONDS, GRACE_SECONDS, LEAST_WAITING, Fleet
-from pytest_gputrain.execution.fleet.scheduler import DELIVERY, OUTPUT, Doing, Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.execution.fleet.scheduler import DELIVERY, OUTPUT, Doing, Job, JobRefused, QueueFull, Unreachable
 from pytest_gputrain.records import Conditions, Delivery, Host, Lost, Order, Task
-from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.records.node_protocol import write_record
 
 WAIT = 100.0
 NODE = Host(name="n1", platform="h100", device="nvidia-h100-80gb-hbm3", gpus=1)
@@ -70,7 +70,7 @@ class Scheduler:
         self.cancelled.append("closed")
 
     def deliver(self, job: str, delivery: Delivery = DONE) -> None:
-        tell(self.folders[job] / DELIVERY, delivery)
+        write_record(self.folders[job] / DELIVERY, delivery)
         self.says[job] = Job("ended")
 
     def sleep(self, seconds: float) -> None:
@@ -288,7 +288,7 @@ def test_a_job_that_is_held_does_not_profit_from_others(fleet: Fleet, scheduler:
 
 
 def test_a_full_queue_is_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.refusal = NotNow("full")
+    scheduler.refusal = QueueFull("full")
     scheduler.script = {
         0.5 * WAIT: lambda: setattr(scheduler, "refusal", None),
         0.8 * WAIT: lambda: scheduler.deliver("a"),
@@ -298,13 +298,13 @@ def test_a_full_queue_is_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:
 
 def test_a_full_queue_is_waited_for_however_late_the_first_job_is_asked_for(fleet: Fleet, scheduler: Scheduler) -> None:
     scheduler.now = began = 10 * WAIT
-    scheduler.refusal = NotNow("full")
+    scheduler.refusal = QueueFull("full")
     assert lost(fleet.run(order())).cause == "queue_full"
     assert scheduler.now - began >= WAIT
 
 
 def test_all_that_wait_for_a_full_queue_are_lost_together(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.refusal = NotNow("full")
+    scheduler.refusal = QueueFull("full")
     fleet.expect(map(order, "ab"))
     assert lost(fleet.run(order("a"))).cause == "queue_full"
     at = scheduler.now
@@ -314,7 +314,7 @@ def test_all_that_wait_for_a_full_queue_are_lost_together(fleet: Fleet, schedule
 
 
 def test_a_refused_job_is_lost_at_once_and_no_other(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.refusal = NeverSo("no such partition")
+    scheduler.refusal = JobRefused("no such partition")
     outcome = lost(fleet.run(order("a")))
     assert (outcome.cause, outcome.sentence, scheduler.now) == ("not_scheduled", "no such partition; ask otherwise", 0)
     scheduler.refusal = None

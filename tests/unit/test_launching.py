@@ -24,7 +24,7 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 from pytest_gputrain.execution.launch import ranks
 from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.merge import merge
-from pytest_gputrain.execution.launch.processes import CASE_FOLDER, Fresh
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess
 from pytest_gputrain.execution.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
@@ -121,7 +121,7 @@ def test_changes_are_those_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch) -
     for name in unseen:
         monkeypatch.setenv(name, "41")
     assert list(session.changes(TASK).items()) == [("AT_IMPORT", "1"), ("B_NEW", "1"), ("DELETED", None)]
-    assert session.changes(TASK, foreseen=True) == {"AT_IMPORT": "1"}
+    assert session.changes(TASK, prefetched=True) == {"AT_IMPORT": "1"}
     own = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", method="custom"))
     assert session.changes(own).keys() - session.changes(TASK).keys() == {"HF_HUB_OFFLINE"}
     assert session.changes(TASK, inline=True).keys() >= {*unseen} - {"PYTEST_CURRENT_TEST"}
@@ -347,7 +347,7 @@ def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank:
     early, late = (rank(number=number, reply_json=_replied(crashed())) for number in (2, 3))
     for at, one in enumerate((early, late, memory)):
         os.utime(one.folder / "reply.json", ns=(at, 1_000 + at))
-    assert [one.number for one in sorted([late, early, memory, silent], key=Rank.order)] == [0, 1, 2, 3]
+    assert [one.number for one in sorted([late, early, memory, silent], key=Rank.failure_sort_key)] == [0, 1, 2, 3]
 
 
 def test_the_failed_rank_is_named_where_there_are_several(rank: Any) -> None:
@@ -463,7 +463,7 @@ def _gone(pid: int) -> bool:
 )
 def test_a_worker_ends_with_what_it_started(script: str) -> None:
     with _family(script) as (worker, child), _family("sleep 600 & echo $!; wait") as (_, other):
-        process = Fresh(worker)
+        process = FreshProcess(worker)
         assert process.poll() is None
         process.end()
         assert process.poll() == -signal.SIGKILL
@@ -486,8 +486,8 @@ def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
 def test_only_a_kill_that_the_kernel_counted_was_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytest_gputrain.execution.launch.processes.oom_kills", lambda: 5)
 
-    def ended(exit_code: int) -> Fresh:
-        return Fresh(SimpleNamespace(pid=0, poll=lambda: exit_code))  # type: ignore[arg-type]
+    def ended(exit_code: int) -> FreshProcess:
+        return FreshProcess(SimpleNamespace(pid=0, poll=lambda: exit_code))  # type: ignore[arg-type]
 
     assert ended(-signal.SIGKILL).killed_for_memory(4)
     assert not ended(-signal.SIGKILL).killed_for_memory(5)

@@ -1,4 +1,4 @@
-"""``gputrain node``: this machine's part in the cases that pytest spreads over several nodes from another one."""
+"""Serves ``gputrain node``: runs this machine's ranks of the cases that pytest spreads over several nodes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.execution.launch.environment import refuse_recursion, worker_environment
-from pytest_gputrain.execution.launch.processes import Fresh
+from pytest_gputrain.execution.launch.processes import FreshProcess
 from pytest_gputrain.execution.launch.ranks import exit_text
 from pytest_gputrain.execution.launch.torchrun import start_agent
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.machine import detect
 from pytest_gputrain.records import Task
-from pytest_gputrain.records.node_protocol import LEFT, NODES, Left, Nodes, seat_folder, tell, told
+from pytest_gputrain.records.node_protocol import LEFT, NODES, Left, Nodes, read_record, seat_folder, write_record
 from pytest_gputrain.utils.files import UNREADABLE
 
 _POLL_SECONDS: Final = 0.2
@@ -57,16 +57,16 @@ def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
 def _is_of(folder: Path, owner: int) -> bool:
     """Whether nobody but ``owner`` can have made the folder and what is in it."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == owner and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == owner and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _take_seat(folder: Path) -> int | None:
     """A seat of the case in ``folder`` that is nobody else's now; None where there is none. The first is pytest's own."""
     with contextlib.suppress(FileNotFoundError):
-        nodes = told(folder / NODES, Nodes)
+        nodes = read_record(folder / NODES, Nodes)
         for seat in range(1, nodes.count if nodes else 0):
             with contextlib.suppress(FileExistsError):
                 seat_folder(folder, seat).mkdir()
@@ -81,12 +81,12 @@ class _Seat:
         self._folder = folder
         self._left = seat_folder(folder, number) / LEFT
         self._host = host
-        self._agent: Fresh | None = None
+        self._agent: FreshProcess | None = None
         self.title = f"a case that is over ({folder.name})"
         try:
             task = msgspec.json.decode((folder / "case.json").read_bytes(), type=Task)
             self.title = str(task.case)
-            nodes = told(folder / NODES, Nodes)
+            nodes = read_record(folder / NODES, Nodes)
             environment = worker_environment(task, _gpus(task, nodes.processes_of(number) if nodes else 0))
             self._agent = start_agent(folder, number, host, environment)
         except FileNotFoundError:
@@ -111,7 +111,7 @@ class _Seat:
 
     def _tell(self, failure: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            tell(self._left, Left(failure=failure))
+            write_record(self._left, Left(failure=failure))
 
 
 def _gpus(task: Task, count: int) -> tuple[Gpu, ...]:

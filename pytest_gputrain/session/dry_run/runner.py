@@ -11,7 +11,7 @@ import msgspec
 from pytest_gputrain.cases.identity import key_of, same_id
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.execution.local import refused
+from pytest_gputrain.execution.local import describe_refusal
 from pytest_gputrain.gate.limits import judge_prediction, with_limits
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import judge
@@ -173,7 +173,7 @@ class DryRunner(Runner):
 
     def _launched(self, task: Task) -> Prediction | Failure:
         def watch(event: Event) -> None:
-            self.bench.watch(task.case, event, 1)
+            self.executor.watch(task.case, event, 1)
 
         try:
             with lease_cores(1):
@@ -181,11 +181,11 @@ class DryRunner(Runner):
                     task,
                     timeout_seconds=self.settings.timeout_seconds,
                     watch=watch,
-                    preloaded=self.bench.preloaded,
-                    environ=self.bench.environment.began,
+                    fork_server=self.executor.fork_server,
+                    environ=self.executor.environment.began,
                 )
         except OSError as error:
-            raise BadCase(refused(task.case, error)) from None
+            raise BadCase(describe_refusal(task.case, error)) from None
 
     def _task(self, case: Case, module: str) -> Task:
         on_gpus = self._platform != catalog.CPU
@@ -201,4 +201,4 @@ class DryRunner(Runner):
             import_paths=tuple(path for path in sys.path if path),
             target=self._target,
         )
-        return self.bench.in_environment(task)
+        return self.executor.in_environment(task)
