@@ -30,7 +30,7 @@ from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import Live
 from pytest_gputrain.session.dry_run.runner import DryRunner
 from pytest_gputrain.session.runner import Runner
-from pytest_gputrain.session.selection import Expected, platform_meant, platforms_named, platforms_of
+from pytest_gputrain.session.selection import ExpectedCase, platform_meant, platforms_named, platforms_of
 from pytest_gputrain.storage.baselines import BaselineError, Store
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.utils.errors import BadCase
@@ -229,10 +229,10 @@ class GpuTrainPlugin:
             if not markers & _MAY_NOT_RUN:
                 suite = suite_of(item.path)
                 terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
-                expected += [Expected(suite, case, markers, expression, terms) for case in _cases_of(item)]
+                expected += [ExpectedCase(suite, case, markers, expression, terms) for case in _cases_of(item)]
         self.runner.expect(expected)
         if self.book is not None:  # a worker of xdist submits what it runs
-            self.runner.look_ahead()
+            self.runner.prefetch()
 
     @pytest.hookimpl(trylast=True)  # what other plugins set when they begin, no test has changed
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -250,9 +250,9 @@ class GpuTrainPlugin:
         ended = yield
         if session.shouldfail or session.shouldstop:  # a worker of xdist was told to stop
             return ended
-        if self.runner.rounds and self.book is not None:
-            late_reports.announce(self.config, self.runner.rounds)
-        for result in self.runner.rounds.complete():
+        if self.runner.interleaver and self.book is not None:
+            late_reports.announce(self.config, self.runner.interleaver)
+        for result in self.runner.interleaver.complete():
             self._take_in(result)
         if self.book is not None:
             regressed, sentence = self.book.shift()
@@ -294,7 +294,7 @@ class GpuTrainPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if report.failed:
-            self.runner.rounds.forget(item.nodeid)
+            self.runner.interleaver.forget(item.nodeid)
         results = item.stash.get(RESULTS, [])
         if results or "gputrain" in getattr(item, "fixturenames", ()):  # of whatever phase: a fixture may measure too
             # An attribute of plain JSON travels from an xdist worker with the report.
