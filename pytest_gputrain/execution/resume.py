@@ -30,7 +30,7 @@ from pytest_gputrain.records import (
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
-from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.git import RunInfo
 
 
 class ResumedReplies(NamedTuple):
@@ -152,7 +152,7 @@ def _has_figures(reply: Reply) -> bool:
 
 def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
     """What would make its figures a lie, were they given for this run's."""
-    now = Session.begin(settings.root, settings.written)
+    now = RunInfo.begin(settings.root, settings.written)
     there, here = report.commit.removesuffix("+dirty"), now.commit.removesuffix("+dirty")
     if there and here and there != here:
         yield f"is of commit {there}, and this is {here}; check that out"

@@ -31,7 +31,7 @@ from pytest_gputrain.report.progress_line import Live
 from pytest_gputrain.session.dry_run.runner import DryRunner
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.session.selection import ExpectedCase, platform_meant, platforms_named, platforms_of
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import shown
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 raise ValueError(f"{option}: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
-            Store(settings.baseline_dir).check_writable()
+            BaselineStore(settings.baseline_dir).check_writable()
         if settings.html is not None and on_controller:
             _check_installed()
         resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)

@@ -1,4 +1,4 @@
-"""What pytest and the agents of several nodes tell each other: files in the case's folder, which all of them share.
+"""Records that pytest and the agents of several nodes exchange as files in the case's folder, which all of them share.
 
 case.json        the task
 nodes.json       Nodes: over how many; written last

@@ -22,12 +22,12 @@ from pytest_gputrain.records import Baseline, Case, Report, Result, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import history_lines, json_report
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.predictions import FOLDER, PredictionStore
 from pytest_gputrain.storage.reports import to_baseline
-from pytest_gputrain.utils.git import Session
-from pytest_gputrain.utils.spill import Cabinet, Shelf
+from pytest_gputrain.utils.git import RunInfo
+from pytest_gputrain.utils.spill import SpilledDict, SpilledList
 
 _SAVE_EVERY_SECONDS: Final = 30.0
 _LEAST_PAUSE: Final = 20
@@ -56,11 +56,11 @@ class Book:
     def __init__(self, settings: Settings, resumed_report: ResumedReport | None = None) -> None:
         self.settings = settings
         self._resumed_report = resumed_report
-        self.results: Shelf[Result] = Shelf(Result)
+        self.results: SpilledList[Result] = SpilledList(Result)
         self.notes: list[str] = []
         self.failed = False
         """Whether something could not be saved."""
-        self._session: Session | None = None
+        self._session: RunInfo | None = None
         self._places: dict[tuple[str, str, str], int] = {}
         """By test, case and changed variables, where the last result stands."""
         self._to_come: set[int] = set()
@@ -75,10 +75,10 @@ class Book:
         self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS
 
     @property
-    def session(self) -> Session:
+    def session(self) -> RunInfo:
         """Looked up with the first result: a run without any needs no git."""
         if self._session is None:
-            self._session = Session.begin(self.settings.root, self.settings.written)
+            self._session = RunInfo.begin(self.settings.root, self.settings.written)
         return self._session
 
     def add(self, result: Result, *, passed: bool) -> None:
@@ -261,7 +261,7 @@ class Book:
 
     def _save_baselines(self) -> list[str]:
         """What kept some from being saved, which wait for the next time."""
-        measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
+        measured, predicted = BaselineStore(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
         return [*self._save(measured.update, self._pending), *self._save(predicted.update, self._predicted)]
 
     def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
@@ -307,9 +307,9 @@ def _utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _nothing_pending() -> defaultdict[tuple[str, str], Cabinet[str, Baseline]]:
+def _nothing_pending() -> defaultdict[tuple[str, str], SpilledDict[str, Baseline]]:
     """By device and suite, baselines that are not saved yet."""
-    return defaultdict(lambda: Cabinet(Baseline))
+    return defaultdict(lambda: SpilledDict(Baseline))
 
 
 def _is_recorded(result: Result) -> bool:

@@ -20,8 +20,8 @@ from pytest_gputrain.records import Environment, HistoryLine, Measurement, Metri
 from pytest_gputrain.report.results import latest
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.storage.predictions import FOLDER
-from pytest_gputrain.utils.git import Session
-from pytest_gputrain.utils.spill import Picked
+from pytest_gputrain.utils.git import RunInfo
+from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_topology
 
 
@@ -34,17 +34,17 @@ class _Place(msgspec.Struct, frozen=True):
     key: str
 
 
-def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
+def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
     """A line for each case: of the last test that judged it, or else of the last that only measured it.
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    everything = Picked(results, range(len(results)))
+    everything = SelectedRecords(results, range(len(results)))
     declared = everything.those(lambda result: result.search is None and not result.loss_curves)
     return [_line_of(part, of) for result in latest(declared) for part, of in _by_session(result, session)]
 
 
-def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> list[HistoryLine]:
+def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> list[HistoryLine]:
     """Those of ``lines`` that the file lacks: a resumed run has figures of earlier ones, which may have left their own.
 
     Raises:
@@ -56,12 +56,12 @@ def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> lis
     return [line for line in lines if _Place(line.session, line.device, line.suite, line.key) not in there]
 
 
-def _by_session(result: Result, session: Session) -> Iterator[tuple[Result, Session]]:
+def _by_session(result: Result, session: RunInfo) -> Iterator[tuple[Result, RunInfo]]:
     """The runs of a case, each with the session that measured it; the verdict is that of the last."""
     if not result.resumed:
         yield result, session
         return
-    sessions = [Session(id=one.session, created=one.date, commit=one.commit, branch=one.branch) for one in result.resumed]
+    sessions = [RunInfo(id=one.session, created=one.date, commit=one.commit, branch=one.branch) for one in result.resumed]
     counts = [one.runs for one in result.resumed]
     ends = [*itertools.accumulate(counts), len(result.replies)]
     begin = 0
@@ -73,7 +73,7 @@ def _by_session(result: Result, session: Session) -> Iterator[tuple[Result, Sess
             yield msgspec.structs.replace(result, replies=replies, summary=summary, verdict=verdict), of
 
 
-def _line_of(result: Result, session: Session) -> HistoryLine:
+def _line_of(result: Result, session: RunInfo) -> HistoryLine:
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     failed = next((reply for reply in result.replies if not isinstance(reply, Measurement)), None)
     environments = [getattr(reply, "environment", None) for reply in result.replies]

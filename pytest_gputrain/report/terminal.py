@@ -14,7 +14,7 @@ from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
 from pytest_gputrain.report import predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, verdict_of
 from pytest_gputrain.storage.predictions import FOLDER
-from pytest_gputrain.utils.spill import Picked
+from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
         groups[result.suite, _device(result), result.scale].append(place)
     console, file = rich_text.console(width, colour)
     for (suite, device, scale), places in groups.items():
-        members = Picked(results, places)
+        members = SelectedRecords(results, places)
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(rich_text.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))

@@ -19,7 +19,7 @@ from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Baseline, Case, Host, Measurement, OutOfMemory, Published, Reply, Task, Verdict
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms, Tolerance
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.published import PublishedStore
 from pytest_gputrain.storage.reports import ReportStore
 from pytest_gputrain.utils.errors import BadCase
@@ -56,7 +56,7 @@ class Criteria:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._store = Store(settings.baseline_dir)
+        self._store = BaselineStore(settings.baseline_dir)
         published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
         self._published = PublishedStore.beside(settings.baseline_dir) if published else None
         self._report = ReportStore(Path(settings.baseline)) if report else None

@@ -23,10 +23,10 @@ from pytest_gputrain.records.study import Search
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage import history
 from pytest_gputrain.storage.history import HistoryError, append, read
-from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.git import RunInfo
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trends.md"
-SESSION = Session(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")
+SESSION = RunInfo(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")
 LINE = lines_of([result()], SESSION)[0]
 
 _WRITER = """
@@ -337,15 +337,15 @@ def test_a_detached_head_has_the_branch_that_ci_names(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert Session.begin(repository).branch == "trunk"
+    assert RunInfo.begin(repository).branch == "trunk"
     subprocess.run(["git", "-C", str(repository), "checkout", "-q", "--detach"], check=True)
-    assert Session.begin(repository).branch == branch
+    assert RunInfo.begin(repository).branch == branch
 
 
 def test_outside_of_a_repository_ci_names_no_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_REF_NAME", "main")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert Session.begin(tmp_path).branch == ""
+    assert RunInfo.begin(tmp_path).branch == ""
 
 
 # What is documented

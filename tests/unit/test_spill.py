@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gputrain.utils import spill
-from pytest_gputrain.utils.spill import Cabinet, Picked, Shelf
+from pytest_gputrain.utils.spill import SelectedRecords, SpilledDict, SpilledList
 
 
 @given(
@@ -25,7 +25,7 @@ def test_a_shelf_is_the_list_of_its_records(
     """Wherever they are kept: some in memory, some in the file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spill, "_MEMORY_BYTES", room)
-        made: Shelf[list[float]] = Shelf(list[float])
+        made: SpilledList[list[float]] = SpilledList(list[float])
     known = []
     for record in records:
         made.append(record)
@@ -35,14 +35,14 @@ def test_a_shelf_is_the_list_of_its_records(
             made[place] = known[place] = record
     assert list(made) == known
     assert list(made[some]) == known[some]
-    backwards = Picked(made, range(len(known))[::-1])
+    backwards = SelectedRecords(made, range(len(known))[::-1])
     assert list(backwards[some]) == known[::-1][some]
     assert list(backwards.those(bool)) == [*filter(bool, known[::-1])]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers()))))
 def test_a_cabinet_is_the_dictionary_of_its_records(changes: list[tuple[int, list[int]]]) -> None:
-    made: Cabinet[int, list[int]] = Cabinet(list[int])
+    made: SpilledDict[int, list[int]] = SpilledDict(list[int])
     known = {}
     for key, record in changes:
         made[key] = known[key] = record
@@ -56,7 +56,7 @@ def test_a_cabinet_is_the_dictionary_of_its_records(changes: list[tuple[int, lis
 
 
 def test_records_are_in_memory_only_while_they_are_looked_at() -> None:
-    made: Shelf[list[float]] = Shelf(list[float])
+    made: SpilledList[list[float]] = SpilledList(list[float])
     record = [number / 7 for number in range(10_000)]
     tracemalloc.start()
     for _ in range(100):
@@ -69,7 +69,7 @@ def test_records_are_in_memory_only_while_they_are_looked_at() -> None:
 
 def test_what_the_disk_does_not_take_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "_MEMORY_BYTES", 0)
-    made: Shelf[list[int]] = Shelf(list[int])
+    made: SpilledList[list[int]] = SpilledList(list[int])
     made.append([1])
     full = OSError(28, "No space left on device")
     for answer in (lambda *_: 1, _raiser(full)):  # a disk takes a part of it, or nothing
