@@ -1,4 +1,4 @@
-"""Reads and appends the history: a file of JSON lines, one for each case and pytest run, that grows at its end and is never rewritten."""
+"""Reads and appends the history: JSON lines, one for each case and pytest run, in a file that only grows at its end."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ folder = Path(sys.argv[2])
 def both():
     failed = 0
     try:
-        Store(folder).update(DEVICE, SUITE, MORE)
+        BaselineStore(folder).update(DEVICE, SUITE, MORE)
     except BaselineError as error:
         print(error)
         failed += 1

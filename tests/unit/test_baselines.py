@@ -277,11 +277,11 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from unit_examples import baseline
-from pytest_gputrain.storage.baselines import Store
+from pytest_gputrain.storage.baselines import BaselineStore
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(12):
-    Store(Path(sys.argv[2])).update("d", "s", {f"{sys.argv[3]}-{number}": baseline()})
+    BaselineStore(Path(sys.argv[2])).update("d", "s", {f"{sys.argv[3]}-{number}": baseline()})
 """
 
 

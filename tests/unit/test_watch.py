@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pytest_gputrain.hardware import drivers, watch
 from pytest_gputrain.hardware.devices import Reading
-from pytest_gputrain.hardware.recording import Said, replayed
+from pytest_gputrain.hardware.recording import RecordedReply, replayed
 from pytest_gputrain.hardware.watch import LEAST_READINGS, Sample, between, watching
 from pytest_gputrain.records import Event, Holder
 
@@ -136,7 +136,7 @@ def test_who_comes_meanwhile_is_seen_where_one_knows_oneself() -> None:
     mine = {"fields": {"pid": 99_999_999, "usedGpuMemory": 1}}
     theirs = library._calls[key][0].reply[0]
     for own, others in (({99_999_999}, (stranger,)), ({4711, 99_999_999}, ()), ({1}, ())):
-        library._left[key] = [Said(reply=[mine, theirs])]
+        library._left[key] = [RecordedReply(reply=[mine, theirs])]
         with watching([gpu], lambda own=own: own) as watched:  # type: ignore[misc]
             _timed(watched, 0.2)
         assert watched.others == others
@@ -147,7 +147,7 @@ def test_a_driver_that_fails_meanwhile_costs_no_case(monkeypatch: pytest.MonkeyP
         gpus = drivers.gpus()
         library: Any = sys.modules["pynvml"]
         key = next(key for key in library._calls if key.startswith("nvmlDeviceGetPowerUsage"))
-        library._left[key] = [Said(error=15, says="GPU is lost")]
+        library._left[key] = [RecordedReply(error=15, says="GPU is lost")]
         with watching(gpus, set) as watched:
             _timed(watched, 0.1)
         assert watched.telemetry() is None
