@@ -252,7 +252,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_baseline_faults import DEVICE, MORE, SUITE
 from unit_examples import report, result
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.report import json_report as document
 
 folder = Path(sys.argv[2])
