@@ -44,15 +44,15 @@ def file(tmp_path: Path) -> Path:
 
 def _refusal(folder: Path, suite: str = SUITE) -> str:
     """The one sentence that both reading and updating a file fail with, which leaves it as it is."""
-    told = set()
+    sentences = set()
     for use in (
         lambda: BaselineStore(folder).get(DEVICE, suite, KEY),
         lambda: BaselineStore(folder).update(DEVICE, suite, ENTRIES),
     ):
         with pytest.raises(BaselineError) as caught:
             use()
-        told.add(str(caught.value))
-    (sentence,) = told
+        sentences.add(str(caught.value))
+    (sentence,) = sentences
     assert len(sentence.splitlines()) == 1
     return sentence
 
@@ -412,12 +412,12 @@ def test_no_name_leads_out_of_the_folder(device: str, suite: str, key: str) -> N
                 device, suite, {key: Recorded(case=CASE, scale="full", predictions=(prediction(),))}
             ),
         ):
-            told = ""
+            refusal = ""
             try:
                 update()
             except BaselineError as error:
-                told = str(error)
-            assert len(told.splitlines()) <= 1
+                refusal = str(error)
+            assert len(refusal.splitlines()) <= 1
         written = [path.relative_to(folder) for path in Path(name).rglob("*") if path.is_file()]
         assert {len(path.parts) for path in written} <= {2, 3}
         if written:

@@ -90,12 +90,12 @@ def _valid(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _assert_refused(folder: Path, *told: str) -> None:
+def _assert_refused(folder: Path, *words: str) -> None:
     with pytest.raises(BaselineError) as caught:
         BaselineStore(folder).get(DEVICE, SUITE, KEY)
     sentence = str(caught.value)
     assert len(sentence.splitlines()) == 1
-    for part in (str(BaselineStore(folder).path(DEVICE, SUITE)), "record", *told):
+    for part in (str(BaselineStore(folder).path(DEVICE, SUITE)), "record", *words):
         assert part in sentence
 
 
@@ -118,10 +118,10 @@ def test_the_store_that_wrote_reads_the_same() -> None:
 def test_the_same_figures_are_the_same_bytes(entries: dict[str, Baseline], random: Any) -> None:
     shuffled = list(entries.items())
     random.shuffle(shuffled)
-    with _folder() as one, _folder() as other:
-        first = BaselineStore(one).update(DEVICE, SUITE, entries).read_bytes()
+    with _folder() as folder, _folder() as other:
+        first = BaselineStore(folder).update(DEVICE, SUITE, entries).read_bytes()
         assert BaselineStore(other).update(DEVICE, SUITE, dict(shuffled)).read_bytes() == first
-        assert BaselineStore(one).update(DEVICE, SUITE, {}).read_bytes() == first
+        assert BaselineStore(folder).update(DEVICE, SUITE, {}).read_bytes() == first
 
 
 def test_file_lies_by_device_and_suite(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_one_changed_entry_leaves_the_lines_of_the_others(tmp_path: Path) -> Non
     changed = baseline(baseline_run(step_seconds=(9.0,)))
     after = BaselineStore(tmp_path).update(DEVICE, SUITE, {"a": changed}).read_text().splitlines()
     assert len(after) == len(before)
-    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+    assert sum(first != other for first, other in zip(before, after, strict=True)) == 1
 
 
 def test_an_environment_is_stored_once(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_environments_are_sorted_by_what_refers_to_them(tmp_path: Path) -> None:
 def test_an_environment_no_run_refers_to_is_dropped(tmp_path: Path) -> None:
     BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(baseline_run(environment=cpu_environment()))})
     path = BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline()})
-    assert [found["device_name"] for found in json.loads(path.read_bytes())["environments"].values()] == [
+    assert [environment["device_name"] for environment in json.loads(path.read_bytes())["environments"].values()] == [
         "NVIDIA H100 80GB HBM3"
     ]
 
@@ -221,7 +221,7 @@ def test_a_failing_rename_leaves_the_old_file_and_nothing_else(tmp_path: Path, m
     with pytest.raises(BaselineError, match="No space left on device"):
         BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
     assert path.read_bytes() == before
-    assert [found for found in tmp_path.rglob("*") if found.is_file()] == [path]
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
 
 
 def test_the_file_is_never_written_in_place(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_the_file_can_be_read_by_everyone(tmp_path: Path) -> None:
 
 def test_an_update_leaves_nothing_beside_the_file(tmp_path: Path) -> None:
     path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
-    assert [found for found in tmp_path.rglob("*") if found.is_file()] == [path]
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
 
 
 def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
@@ -317,11 +317,11 @@ def test_a_truncated_file_is_equal_or_refused(data: st.DataObject) -> None:
         whole = BaselineStore(folder).update(DEVICE, SUITE, ENTRIES).read_bytes()
         _write(folder, whole[: data.draw(st.integers(0, len(whole) - 1))])
         try:
-            found = _contents(folder, ENTRIES)
+            contents = _contents(folder, ENTRIES)
         except BaselineError:
             _assert_refused(folder)
         else:
-            assert found == ENTRIES
+            assert contents == ENTRIES
 
 
 @given(st.data())

@@ -39,7 +39,7 @@ def predict(folder: Path) -> Path:
     return PredictionStore(folder).update("h100", "llm", {str(CASE): recorded})
 
 
-def found(folder: Path) -> list[str]:
+def lines_of(folder: Path) -> list[str]:
     """What the check says, without the folder."""
     return [str(finding).removeprefix(f"{folder}/") for finding in check(folder)]
 
@@ -65,7 +65,7 @@ def test_what_an_update_writes_is_sound(tmp_path: Path) -> None:
     swept = CASE.replace(batch_size=4, learning_rate=1e-5, steps=20, named=("batch_size", "learning_rate", "steps"))
     record(tmp_path, CASE, OTHER, swept)
     predict(tmp_path)
-    assert found(tmp_path) == []
+    assert lines_of(tmp_path) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,35 +95,35 @@ def test_a_case_that_stands_twice_is_told_where_it_does_again(tmp_path: Path) ->
     begin = line_of(path, f'"{OTHER}": {{') - 1
     end = line_of(path, f'"{CASE}": {{') - 1
     path.write_text("\n".join([*lines[:end], *lines[begin:end], *lines[end:]]))
-    assert found(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} stands here a second time; delete one of them"]
+    assert lines_of(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} stands here a second time; delete one of them"]
 
 
 def test_a_name_that_its_case_does_not_have_is_told(tmp_path: Path) -> None:
     path = record(tmp_path)
     path.write_text(path.read_text().replace('"batch_size": 2', '"batch_size": 2', 1).replace(f'"{CASE}"', f'"{CASE}-new"'))
     line = line_of(path, f'"{CASE}-new"')
-    (sentence,) = found(tmp_path)
+    (sentence,) = lines_of(tmp_path)
     assert sentence.startswith(f"cpu/llm.json:{line}: {CASE}-new is no name of the case in it, {CASE}, so no run finds it; ")
 
 
 @pytest.mark.parametrize("suffix", ["-batch_size=3", "-batch_size", "-colour=red", "x", "-batch_size=2x"])
 def test_only_knobs_with_the_values_of_the_case_are_in_its_name(tmp_path: Path, suffix: str) -> None:
     BaselineStore(tmp_path).update("cpu", "llm", {f"{CASE}{suffix}": entry(CASE)})
-    assert "is no name of the case in it" in found(tmp_path)[0]
+    assert "is no name of the case in it" in lines_of(tmp_path)[0]
 
 
 def test_an_edited_figure_in_another_form_is_told_by_its_line(tmp_path: Path) -> None:
     path = record(tmp_path)
     line = line_of(path, '"step_seconds"')
     path.write_text(path.read_text().replace("[1.0, 1.0, 1.0]", "[1.0,1.0,1.0]", 1))
-    (sentence,) = found(tmp_path)
+    (sentence,) = lines_of(tmp_path)
     assert sentence.startswith(f'cpu/llm.json:{line}: not as an update writes it, which has "step_seconds": [1.0, 1.0, 1.0]')
 
 
 def test_an_environment_under_another_name_than_its_own_is_told(tmp_path: Path) -> None:
     path = record(tmp_path)
     path.write_text(path.read_text().replace("node-1", "node-2"))
-    assert found(tmp_path)[0].startswith(f"cpu/llm.json:{line_of(path, 'device_name') - 1}: not as an update writes it")
+    assert lines_of(tmp_path)[0].startswith(f"cpu/llm.json:{line_of(path, 'device_name') - 1}: not as an update writes it")
 
 
 @pytest.mark.parametrize(
@@ -143,22 +143,24 @@ def test_an_environment_under_another_name_than_its_own_is_told(tmp_path: Path) 
 def test_what_a_run_would_refuse_is_told(tmp_path: Path, change: Callable[[dict[str, Any]], object], sentence: str) -> None:
     path = record(tmp_path, CASE)
     edit(path, change)
-    (told,) = found(tmp_path)
-    assert sentence.replace("LINE", str(line_of(path, f'"{CASE}": {{'))) in told
-    assert str(tmp_path) not in told
+    (line,) = lines_of(tmp_path)
+    assert sentence.replace("LINE", str(line_of(path, f'"{CASE}": {{'))) in line
+    assert str(tmp_path) not in line
 
 
 def test_json_that_is_cut_off_is_told_by_its_line(tmp_path: Path) -> None:
     path = record(tmp_path)
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:10]))
-    assert found(tmp_path)[0].startswith("cpu/llm.json:10: no JSON: ")
+    assert lines_of(tmp_path)[0].startswith("cpu/llm.json:10: no JSON: ")
 
 
 def test_predictions_are_checked_too(tmp_path: Path) -> None:
     path = predict(tmp_path)
     path.write_text(path.read_text().replace('"peak_phase": "backward"', '"peak_phase": "nap"'))
-    assert found(tmp_path)[0].startswith(f"dry-run/h100/llm.json:{line_of(path, str(CASE))}: holds no sound prediction for ")
+    assert lines_of(tmp_path)[0].startswith(
+        f"dry-run/h100/llm.json:{line_of(path, str(CASE))}: holds no sound prediction for "
+    )
 
 
 def test_published_tables_are_checked_too(tmp_path: Path) -> None:
@@ -166,10 +168,10 @@ def test_published_tables_are_checked_too(tmp_path: Path) -> None:
     shutil.copytree(COMMITTED / "published", folder)
     shutil.copy(folder / "paddlemix.json", folder / "again.json")
     edit(folder / "again.json", lambda table: table.update(name="again"))
-    (both,) = found(tmp_path)
+    (both,) = lines_of(tmp_path)
     assert both.startswith("published:1: the published table ")
     edit(folder / "again.json", lambda table: table.update(name="other"))
-    assert found(tmp_path) == ["published/again.json:1: says that it is other; restore it from git"]
+    assert lines_of(tmp_path) == ["published/again.json:1: says that it is other; restore it from git"]
 
 
 @pytest.mark.parametrize("place", [".", "cpu/old", "dry-run", "published/2024"])
@@ -177,7 +179,7 @@ def test_files_where_no_run_looks_are_told(tmp_path: Path, place: str) -> None:
     path = record(tmp_path)
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     path.rename(tmp_path / place / "llm.json")
-    (sentence,) = found(tmp_path)
+    (sentence,) = lines_of(tmp_path)
     assert ":1: no run looks for a baseline here, but in " in sentence
 
 
@@ -191,7 +193,7 @@ def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, cap
     )
     several = baseline(*(baseline_run(session=session) for session in "ab"), case=Case(**CASE.identity()))
     BaselineStore(tmp_path).update(folder, "llm", {str(CASE): several})
-    assert found(tmp_path) == []
+    assert lines_of(tmp_path) == []
 
 
 def test_a_folder_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

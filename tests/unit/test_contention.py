@@ -27,7 +27,7 @@ def _run(throttled: dict[str, float] | None = None, others: tuple[Holder, ...] =
 
 
 @pytest.mark.parametrize(
-    ("holders", "told"),
+    ("holders", "sentence"),
     [
         ((), ""),
         ((PYTHON,), "python (pid 4711, 12.0 GiB) on GPU 0"),
@@ -40,8 +40,8 @@ def _run(throttled: dict[str, float] | None = None, others: tuple[Holder, ...] =
         ),
     ],
 )
-def test_those_on_a_gpu_are_named(holders: tuple[Holder, ...], told: str) -> None:
-    assert describe_holders(holders) == told
+def test_those_on_a_gpu_are_named(holders: tuple[Holder, ...], sentence: str) -> None:
+    assert describe_holders(holders) == sentence
 
 
 def test_who_was_there_before_and_who_came_are_each_named_once() -> None:

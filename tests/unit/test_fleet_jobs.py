@@ -150,11 +150,11 @@ def test_what_is_soon_to_be_asked_for_goes_before_what_was_expected_earlier(flee
 
 
 def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: Scheduler, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+    arrivals: list[tuple[str, int, int]] = []
 
     def tell_of(order: Order) -> None:
-        told.append((order.task.case.model, len(fleet.arrived(order)), fleet.ordered(order)))
-        if len(told) == 1:
+        arrivals.append((order.task.case.model, len(fleet.arrived(order)), fleet.ordered(order)))
+        if len(arrivals) == 1:
             fleet.expect([order], soon=True)
 
     clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
@@ -167,13 +167,13 @@ def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: 
         40: lambda: scheduler.deliver("a"),
     }
     assert fleet.run(order("a")) == DONE
-    assert told == [("b", 0, 2), ("b", 2, 3), ("b", 3, 3)]
+    assert arrivals == [("b", 0, 2), ("b", 2, 3), ("b", 3, 3)]
     assert scheduler.submitted == ["a", "b", "b1", "b2"]
     # A test that asks knows best.
     fleet.expect([order("b")])
     scheduler.deliver("b3")
     assert [fleet.run(order("b")) for _ in range(4)] == [DONE] * 4
-    assert len(told) == 3
+    assert len(arrivals) == 3
 
 
 def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Scheduler) -> None:

@@ -75,5 +75,5 @@ def test_a_history_counts_before_predictions(tmp_path: Path) -> None:
     history = tmp_path / "history.jsonl"
     line = {"suite": "collective", "key": "bert-large-full-fp32", "platform": "h100", "median_step_seconds": 100.0}
     history.write_text(json.dumps(line) + "\n" + json.dumps(line | {"platform": "a100", "median_step_seconds": 1.0}) + "\n")
-    measured = [known.steps_seconds for known in SuiteNoise(SEED, history).known if known.steps_seconds is not None]
+    measured = [job.steps_seconds for job in SuiteNoise(SEED, history).known if job.steps_seconds is not None]
     assert measured == [100.0 * 13]

@@ -28,16 +28,16 @@ def _against(cap: Cap, *replies: Reply, case: Any = CASE, most: int = 5, **how: 
 
 @pytest.mark.parametrize(("cap", "over"), [(MEMORY, {"gib": 25}), (STEP, {"seconds": 0.6})])
 def test_three_of_three_processes_over_a_limit_decide(cap: Cap, over: dict[str, float]) -> None:
-    one = _run(**over)
-    assert [_against(cap, *[one] * runs).settled for runs in (1, 2, 3)] == [False, False, True]
-    assert _against(cap, one, one, one).limits[0].status == "over-limit"
-    assert _against(cap, one, _run()) == _against(cap, one, _run())._replace(settled=True)
-    assert _against(cap, one, _run()).limits[0].status == "pass"
+    run = _run(**over)
+    assert [_against(cap, *[run] * runs).settled for runs in (1, 2, 3)] == [False, False, True]
+    assert _against(cap, run, run, run).limits[0].status == "over-limit"
+    assert _against(cap, run, _run()) == _against(cap, run, _run())._replace(settled=True)
+    assert _against(cap, run, _run()).limits[0].status == "pass"
 
 
 def test_one_process_decides_where_there_may_be_no_more() -> None:
-    found = _against(STEP, _run(seconds=0.6), most=1)
-    assert (found.limits[0].status, found.settled) == ("over-limit", True)
+    judged = _against(STEP, _run(seconds=0.6), most=1)
+    assert (judged.limits[0].status, judged.settled) == ("over-limit", True)
 
 
 def test_what_is_exactly_the_limit_passes() -> None:
@@ -45,8 +45,8 @@ def test_what_is_exactly_the_limit_passes() -> None:
 
 
 def test_a_cpu_counts_exactly_so_one_process_decides() -> None:
-    found = _against(MEMORY, _run(gib=25, environment=cpu_environment()))
-    assert (found.limits[0].status, found.settled) == ("over-limit", True)
+    judged = _against(MEMORY, _run(gib=25, environment=cpu_environment()))
+    assert (judged.limits[0].status, judged.settled) == ("over-limit", True)
 
 
 def test_bytes_of_several_threads_are_no_exact_count() -> None:
@@ -56,9 +56,9 @@ def test_bytes_of_several_threads_are_no_exact_count() -> None:
 
 
 def test_a_model_at_tiny_scale_is_not_what_was_limited() -> None:
-    found = _against(MEMORY, _run(gib=25), scale="tiny")
-    assert (found.limits[0].status, found.settled) == ("not-judged", True)
-    assert found.limits[0].note == "it is for the model, and this is the tiny scale"
+    judged = _against(MEMORY, _run(gib=25), scale="tiny")
+    assert (judged.limits[0].status, judged.settled) == ("not-judged", True)
+    assert judged.limits[0].note == "it is for the model, and this is the tiny scale"
 
 
 def test_own_code_has_its_own_size_at_any_scale() -> None:
@@ -81,13 +81,13 @@ def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
 
 
 def test_a_case_without_figures_is_not_within_its_limit() -> None:
-    found = _against(MEMORY, out_of_memory())
-    assert (found.limits[0].status, found.limits[0].note, found.limits[0].value) == (
+    judged = _against(MEMORY, out_of_memory())
+    assert (judged.limits[0].status, judged.limits[0].note, judged.limits[0].value) == (
         "not-judged",
         "there are no figures",
         None,
     )
-    assert found.settled
+    assert judged.settled
 
 
 def test_a_process_that_ran_out_of_memory_is_one_fewer_to_decide_with() -> None:
@@ -119,8 +119,8 @@ def test_a_prediction_over_a_limit_is_told_as_one() -> None:
 
 
 def test_a_tiny_prediction_is_not_what_was_limited() -> None:
-    (found,) = judge_prediction([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="tiny")
-    assert (found.status, found.note) == ("not-judged", "it is for the model, and this is the tiny scale")
+    (limit,) = judge_prediction([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="tiny")
+    assert (limit.status, limit.note) == ("not-judged", "it is for the model, and this is the tiny scale")
 
 
 def test_the_sentence_names_figure_limit_and_where_it_is_stated() -> None:

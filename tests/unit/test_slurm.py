@@ -67,8 +67,8 @@ class Commands:
         self._answers.write_text(json.dumps(self._known))
 
     def calls(self, name: str) -> list[list[str]]:
-        known = [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
-        return [words[1:] for words in known if words[0] == name]
+        calls_made = [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+        return [words[1:] for words in calls_made if words[0] == name]
 
 
 @pytest.fixture

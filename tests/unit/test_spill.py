@@ -26,32 +26,32 @@ def test_a_shelf_is_the_list_of_its_records(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spill, "_MEMORY_BYTES", room)
         made: SpilledList[list[float]] = SpilledList(list[float])
-    known = []
+    expected = []
     for record in records:
         made.append(record)
-        known.append(record)
+        expected.append(record)
     for place, record in changes:
-        if place < len(known):
-            made[place] = known[place] = record
-    assert list(made) == known
-    assert list(made[some]) == known[some]
-    backwards = SelectedRecords(made, range(len(known))[::-1])
-    assert list(backwards[some]) == known[::-1][some]
-    assert list(backwards.those(bool)) == [*filter(bool, known[::-1])]
+        if place < len(expected):
+            made[place] = expected[place] = record
+    assert list(made) == expected
+    assert list(made[some]) == expected[some]
+    backwards = SelectedRecords(made, range(len(expected))[::-1])
+    assert list(backwards[some]) == expected[::-1][some]
+    assert list(backwards.those(bool)) == [*filter(bool, expected[::-1])]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers()))))
 def test_a_cabinet_is_the_dictionary_of_its_records(changes: list[tuple[int, list[int]]]) -> None:
     made: SpilledDict[int, list[int]] = SpilledDict(list[int])
-    known = {}
+    expected = {}
     for key, record in changes:
-        made[key] = known[key] = record
-    assert dict(made) == known
-    assert list(made) == list(known)
-    assert [key in made for key in range(7)] == [key in known for key in range(7)]
-    for key in list(known)[::2]:
-        del made[key], known[key]
-    assert dict(made) == known
+        made[key] = expected[key] = record
+    assert dict(made) == expected
+    assert list(made) == list(expected)
+    assert [key in made for key in range(7)] == [key in expected for key in range(7)]
+    for key in list(expected)[::2]:
+        del made[key], expected[key]
+    assert dict(made) == expected
     assert made.get(9) is None
 
 
@@ -61,7 +61,7 @@ def test_records_are_in_memory_only_while_they_are_looked_at() -> None:
     tracemalloc.start()
     for _ in range(100):
         made.append(record)
-    assert all(len(found) == len(record) for found in made)
+    assert all(len(record_) == len(record) for record_ in made)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 * spill._MEMORY_BYTES, "100 records of 90 kB are 9 MB"

@@ -39,8 +39,8 @@ def _curves(losses: dict[str, Any], *, precision: str = "bf16", platform: str = 
     def launch(task: Task) -> Reply:
         assert task.curve
         assert (task.case.steps, task.case.warmup) == (40, 0)
-        found = losses[task.case.precision]
-        return measurement(losses=found) if isinstance(found, tuple) else found
+        losses_of_task = losses[task.case.precision]
+        return measurement(losses=losses_of_task) if isinstance(losses_of_task, tuple) else losses_of_task
 
     case = CASE.replace(precision=precision)
     return record_losses(Task(case=case, scale="full", device_type="gpu", root="."), 40, platform, launch)
@@ -71,7 +71,7 @@ def test_a_search_has_the_figures_of_the_fastest_and_all_tries() -> None:
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
     assert (study.replies[0].batch_size, study.task.case.batch_size) == (11, 11)
-    assert [one.batch_size for one in study.search.tries] == [task.case.batch_size for task in launched]
+    assert [attempt.batch_size for attempt in study.search.tries] == [task.case.batch_size for task in launched]
     assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
 
 
@@ -101,7 +101,7 @@ def test_a_time_out_keeps_its_reason() -> None:
 def test_a_stand_in_that_trains_on_fewer_samples_bounds_the_search() -> None:
     study = search_batch(TASK, 64, lambda task: measurement(batch_size=min(task.case.batch_size, 6)))
     assert study.search.largest == 6
-    assert {one.outcome for one in study.search.tries if one.batch_size > 6} == {"capped"}
+    assert {attempt.outcome for attempt in study.search.tries if attempt.batch_size > 6} == {"capped"}
 
 
 # Loss curves
@@ -224,8 +224,8 @@ def test_a_recipe_that_diverges_in_fp32_is_told() -> None:
     assert shown.explain([row]) == [f"{CASE} diverges in fp32 already: its recipe does, whatever the precision"]
 
 
-@given(values_of(Result).filter(lambda found: found.replies and (found.search or found.loss_curves)))
-def test_any_findings_can_be_shown(found: Result) -> None:
-    if all(getattr(reply, "step_seconds", True) for reply in found.replies):
-        assert render([found], width=80, colour=False)
-        assert isinstance(shown.explain([found]), list)
+@given(values_of(Result).filter(lambda outcome: outcome.replies and (outcome.search or outcome.loss_curves)))
+def test_any_findings_can_be_shown(outcome: Result) -> None:
+    if all(getattr(reply, "step_seconds", True) for reply in outcome.replies):
+        assert render([outcome], width=80, colour=False)
+        assert isinstance(shown.explain([outcome]), list)

@@ -66,15 +66,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
     """Stands for those that pytest or a node would start."""
-    found = Agent()
-    found.started = []  # type: ignore[attr-defined]
+    started = Agent()
+    started.started = []  # type: ignore[attr-defined]
 
     def start(*arguments: Any, **options: Any) -> Agent:
-        found.started.append((*arguments, *options.values()))  # type: ignore[attr-defined]
-        return found
+        started.started.append((*arguments, *options.values()))  # type: ignore[attr-defined]
+        return started
 
     monkeypatch.setattr(torchrun, "run_module", start)
-    return found
+    return started
 
 
 def _agents(folder: Path, nodes: int = 2, rendezvous: str = "first:29500") -> Any:
