@@ -86,7 +86,7 @@ class _Line(msgspec.Struct):
     median_step_seconds: float | None
 
 
-class SuiteNoise:
+class Suites:
     """
     Args:
         history: of real runs; None for predictions alone.
@@ -138,12 +138,12 @@ class SuiteNoise:
         return [int(at) for at in self.rng.permutation(np.repeat(np.arange(len(jobs)), runs))]
 
 
-Rule = Callable[[SuiteNoise, Sequence[Job], int], list[int]]
+Rule = Callable[[Suites, Sequence[Job], int], list[int]]
 """In which order so many runs of each case of a suite are submitted."""
 
 
 def _by(seconds: Callable[[float], float]) -> Rule:
-    def rule(suites: SuiteNoise, jobs: Sequence[Job], runs: int) -> list[int]:
+    def rule(suites: Suites, jobs: Sequence[Job], runs: int) -> list[int]:
         turns = [(left, at) for left in range(runs, 0, -1) for at in range(len(jobs))]
         return [at for left, at in sorted(turns, key=lambda turn: seconds(turn[0] * jobs[turn[1]].forecast))]
 
@@ -234,7 +234,7 @@ class Fleet:
 _FLEET: Final = Fleet()
 
 
-def rows(suites: SuiteNoise, rule: Rule, replicates: int) -> Iterator[Row]:
+def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
     """The claims one by one, then what is not claimed."""
 
     def told(
@@ -282,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__, replicates=200, rules=RULES, default="longest")
     options.add_argument("--history", type=Path, help="file of --gpu-history whose step times count before predictions")
     given = options.parse_args(arguments)
-    suites = SuiteNoise(given.seed, given.history)
+    suites = Suites(given.seed, given.history)
     jobs = suites.draw(100_000)
     seconds, ratios = [job.seconds for job in jobs], suites.ratios
     print(f"seed {given.seed}, {given.replicates} suites, {given.rule} first, {NODES} nodes")

@@ -133,7 +133,7 @@ def _coarseness(losses: Sequence[float]) -> float:
 def describe_failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
     """The sentence for precisions that gave no curve, None where all did that could.
 
-    Running out of memory in another precision than the case's own is no failure: fp32 takes twice the room of bf16 weights.
+    Running out of memory in another precision than the case's own is no failure: fp32 takes twice the memory of bf16.
     """
     harmless = ("recorded", "left_out", "out_of_memory")
     failed = [

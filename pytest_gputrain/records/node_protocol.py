@@ -78,7 +78,7 @@ class RankExit(Struct, frozen=True, kw_only=True):
 _Record = TypeVar("_Record", bound=Struct)
 
 
-def seat_folder(folder: Path, seat: int) -> Path:
+def node_folder(folder: Path, seat: int) -> Path:
     """What belongs to one node of the case in ``folder``."""
     return folder / f"node{seat}"
 

@@ -49,7 +49,8 @@ class CaseCriteria:
 
 
 class Criteria:
-    """
+    """What the cases of a pytest process are judged by.
+
     Raises:
         BaselineError: the report or the published tables to compare with cannot be read.
     """

@@ -29,7 +29,7 @@ class Interleaver:
     """Cases of one pytest process whose baselines wait for further runs.
 
     Args:
-        bench: where they run.
+        executor: runs them.
     """
 
     def __init__(self, executor: Executor) -> None:

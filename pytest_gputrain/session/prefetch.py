@@ -34,7 +34,8 @@ class _HostReplies(NamedTuple):
 
 
 class Prefetcher:
-    """
+    """Tells which runs the tests of a session will ask for.
+
     Args:
         host: machine that the tests were selected for.
     """

@@ -1,4 +1,4 @@
-"""Measures and judges the cases of one pytest process: the only module that knows all the packages below."""
+"""Measures and judges the cases of one pytest process: the only module that imports from all the packages below."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Runner:
     def __init__(self, settings: Settings, executor: Executor | None = None) -> None:
         """
         Args:
-            bench: where cases run; on this machine by default.
+            executor: runs the cases; on this machine by default.
 
         Raises:
             BaselineError: the report or the published tables to compare with cannot be read.

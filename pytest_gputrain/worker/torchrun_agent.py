@@ -31,8 +31,8 @@ from pytest_gputrain.records.node_protocol import (
     Nodes,
     RankExit,
     Word,
+    node_folder,
     read_record,
-    seat_folder,
     write_record,
 )
 from pytest_gputrain.utils.linux import PARENT, die_with_parent, oom_kills
@@ -55,7 +55,7 @@ class Agent:
         self._folder = folder
         self._seat = seat
         self._host, _, self._port = host.partition(":")
-        self._own = seat_folder(folder, seat)
+        self._own = node_folder(folder, seat)
         self._leaving = threading.Lock()
         self._kills_before = oom_kills()
 

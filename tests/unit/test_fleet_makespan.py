@@ -8,7 +8,7 @@ from typing import Any
 
 import fleet_makespan
 import pytest
-from fleet_makespan import Fleet, Job, SuiteNoise, least
+from fleet_makespan import Fleet, Job, Suites, least
 
 SEED = 20_261_121
 """Fixed, as few suites are drawn here. The tool itself takes fresh ones."""
@@ -16,7 +16,7 @@ SEED = 20_261_121
 
 def _rows(rule: str) -> dict[str, tuple[float, bool]]:
     """What was measured, and whether it keeps what is claimed, by setting."""
-    rows = list(fleet_makespan.rows(SuiteNoise(SEED), fleet_makespan.RULES[rule], 10))
+    rows = list(fleet_makespan.rows(Suites(SEED), fleet_makespan.RULES[rule], 10))
     assert sum(row.limit is not None for row in rows) == 8
     return {row.setting: (row.measured, row.holds) for row in rows}
 
@@ -75,5 +75,5 @@ def test_a_history_counts_before_predictions(tmp_path: Path) -> None:
     history = tmp_path / "history.jsonl"
     line = {"suite": "collective", "key": "bert-large-full-fp32", "platform": "h100", "median_step_seconds": 100.0}
     history.write_text(json.dumps(line) + "\n" + json.dumps(line | {"platform": "a100", "median_step_seconds": 1.0}) + "\n")
-    measured = [job.steps_seconds for job in SuiteNoise(SEED, history).known if job.steps_seconds is not None]
+    measured = [job.steps_seconds for job in Suites(SEED, history).known if job.steps_seconds is not None]
     assert measured == [100.0 * 13]

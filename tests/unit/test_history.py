@@ -372,9 +372,9 @@ def documented_keys() -> str:
     for field in msgspec.inspect.type_info(HistoryLine).fields:  # type: ignore[attr-defined]
         optional = isinstance(field.type, msgspec.inspect.UnionType)
         (kind,) = {
-            words[type(field_node)]
-            for field_node in (field.type.types if optional else [field.type])
-            if type(field_node) in words
+            words[type(type_node)]
+            for type_node in (field.type.types if optional else [field.type])
+            if type(type_node) in words
         }
         rows.append(f"| `{field.name}` | {kind}{' or null' if optional else ''} | {about[field.name]} |")
     return "\n".join(rows)

@@ -141,14 +141,14 @@ def test_baseline_time_is_the_median_of_its_runs_medians() -> None:
     ids=["ratio", "bytes", "none"],
 )
 @pytest.mark.parametrize(
-    ("environment", "floor"), [(gpu_environment(), GPU_MEMORY_NOISE_BYTES), (cpu_environment(), 0)], ids=["gpu", "cpu"]
+    ("environment", "noise"), [(gpu_environment(), GPU_MEMORY_NOISE_BYTES), (cpu_environment(), 0)], ids=["gpu", "cpu"]
 )
 def test_memory_has_its_limit_at_tolerance_and_floor(
-    memory: MemoryTolerance, slack: int, environment: Environment, floor: int
+    memory: MemoryTolerance, slack: int, environment: Environment, noise: int
 ) -> None:
     tolerance = Tolerance(time=0.03, memory=memory)
     stored = baseline(baseline_run(environment=environment))
-    limit = BASE_BYTES + slack + floor
+    limit = BASE_BYTES + slack + noise
 
     def status(peak: int) -> str:
         reply = measurement(environment=environment, peak_allocated_bytes=peak)

@@ -19,12 +19,12 @@ from pytest_gputrain.utils.spill import SelectedRecords, SpilledDict, SpilledLis
     st.integers(0, 200),
     st.slices(20),
 )
-def test_a_shelf_is_the_list_of_its_records(
-    records: list[list[float]], changes: list[tuple[int, list[float]]], room: int, some: slice
+def test_a_spilled_list_is_the_list_of_its_records(
+    records: list[list[float]], changes: list[tuple[int, list[float]]], memory_bytes: int, some: slice
 ) -> None:
     """Wherever they are kept: some in memory, some in the file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spill, "_MEMORY_BYTES", room)
+        patch.setattr(spill, "_MEMORY_BYTES", memory_bytes)
         made: SpilledList[list[float]] = SpilledList(list[float])
     expected = []
     for record in records:
@@ -41,7 +41,7 @@ def test_a_shelf_is_the_list_of_its_records(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers()))))
-def test_a_cabinet_is_the_dictionary_of_its_records(changes: list[tuple[int, list[int]]]) -> None:
+def test_a_spilled_dict_is_the_dictionary_of_its_records(changes: list[tuple[int, list[int]]]) -> None:
     made: SpilledDict[int, list[int]] = SpilledDict(list[int])
     expected = {}
     for key, record in changes:

@@ -26,8 +26,8 @@ from pytest_gputrain.records.node_protocol import (
     Nodes,
     RankExit,
     Word,
+    node_folder,
     read_record,
-    seat_folder,
     write_record,
 )
 from pytest_gputrain.utils.linux import PARENT
@@ -83,8 +83,8 @@ def _agents(folder: Path, nodes: int = 2, rendezvous: str = "first:29500") -> An
 
 
 def _join(folder: Path, seat: int, host: str) -> None:
-    seat_folder(folder, seat).mkdir(exist_ok=True)
-    write_record(seat_folder(folder, seat) / JOINED, Joined(host=host))
+    node_folder(folder, seat).mkdir(exist_ok=True)
+    write_record(node_folder(folder, seat) / JOINED, Joined(host=host))
 
 
 def test_the_agent_of_this_node_gets_the_first_seat_and_all_others_are_told(
@@ -303,12 +303,12 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
 # The other nodes
 
 
-def _seat(folder: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> node_service._Seat:
+def _seat(folder: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> node_service._NodeOfCase:
     (folder / "case.json").write_bytes(msgspec.json.encode(TASK))
     write_record(folder / NODES, Nodes(count=2, processes=4, join_seconds=60))
-    seat_folder(folder, 1).mkdir()
+    node_folder(folder, 1).mkdir()
     monkeypatch.setattr(node_service, "start_agent", torchrun.start_agent)
-    return node_service._Seat(folder, 1, "second")
+    return node_service._NodeOfCase(folder, 1, "second")
 
 
 def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(
@@ -321,19 +321,19 @@ def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(
     ((_, arguments, environment, *_),) = agent.started
     assert arguments == [str(folder), "1", "second"]
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert seat.is_taken()
+    assert seat.is_running()
     agent.exit_code = -signal.SIGKILL
-    assert seat.is_taken(), "the case is still there"
+    assert seat.is_running(), "the case is still there"
     left = folder / "node1" / LEFT
     gone = Left(failure="the agent of node second ended by SIGKILL before the case was over")
     assert read_record(left, Left) == gone
     left.unlink()
-    assert seat.is_taken()
+    assert seat.is_running()
     assert not left.exists(), "told once"
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     folder.rmdir()
-    assert not seat.is_taken()
+    assert not seat.is_running()
 
 
 def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(
@@ -342,7 +342,7 @@ def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(
     seat = _seat(tmp_path, monkeypatch, agent)
     write_record(tmp_path / "node1" / LEFT, Left(failure="its own words"))
     agent.exit_code = 1
-    seat.is_taken()
+    seat.is_running()
     assert read_record(tmp_path / "node1" / LEFT, Left) == Left(failure="its own words")
 
 
@@ -357,7 +357,7 @@ def test_a_node_that_is_ended_tells_so_and_ends_its_agent(
 
 
 def test_a_seat_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
-    seat = node_service._Seat(tmp_path / "case", 1, "second")
+    seat = node_service._NodeOfCase(tmp_path / "case", 1, "second")
     assert seat.title == "a case that is over (case)"
-    assert not seat.is_taken()
+    assert not seat.is_running()
     seat.leave()

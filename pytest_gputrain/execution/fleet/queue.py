@@ -113,7 +113,7 @@ class Fleet:
         self._number = 0
 
     def expect(self, orders: Iterable[Order], *, soon: bool = False) -> None:
-        """Have these done, one after the other as there is room for them; `run` will ask for them.
+        """Submit these, one after the other as the scheduler's queue has space for them; `run` will ask for them.
 
         Args:
             soon: before those that were expected earlier.
@@ -195,7 +195,7 @@ class Fleet:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def step(self) -> None:
-        """Submit what there is room for, and see what has become of the rest."""
+        """Submit what the scheduler's queue has space for, and see what has become of the rest."""
         now = self._now()
         if now >= self._ask_at:
             self._ask_at = now + min(ASK_SECONDS, self._scheduler.ask_seconds)
@@ -214,7 +214,7 @@ class Fleet:
         return ticket
 
     def _submit(self) -> None:
-        while self._to_submit and self._has_room():
+        while self._to_submit and self._has_capacity():
             ticket = self._to_submit[0]
             try:
                 with undisturbed():  # what the scheduler has taken has to be known, or nobody cancels it
@@ -237,7 +237,7 @@ class Fleet:
             self._refused = None
             ticket.since = self._progress = self._now()
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         """Whether the scheduler's queue should hold another job.
 
         As many may wait as run: that keeps the machines busy. With more, a test that asks for a further run would wait for

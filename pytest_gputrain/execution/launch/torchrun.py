@@ -34,8 +34,8 @@ from pytest_gputrain.records.node_protocol import (
     Nodes,
     RankExit,
     Word,
+    node_folder,
     read_record,
-    seat_folder,
     write_record,
 )
 from pytest_gputrain.utils.linux import PARENT
@@ -120,7 +120,7 @@ class _Agents:
         self._nodes = nodes
         self._cluster = cluster
         self._environment = environment
-        self._seats = [seat_folder(folder, seat) for seat in range(nodes.count)]
+        self._node_folders = [node_folder(folder, seat) for seat in range(nodes.count)]
         self._process: FreshProcess | None = None
         self._word = Word(number=0, wish="train")
         self._spoke = self._began = time.monotonic()
@@ -132,7 +132,7 @@ class _Agents:
         if self._cluster.by_slurm:
             self._process = _start_by_slurm(self._folder, self._nodes.count, self._environment)
         else:
-            self._seats[0].mkdir()
+            self._node_folders[0].mkdir()
             host = self._cluster.rendezvous or socket.gethostname()
             self._process = start_agent(self._folder, 0, host, self._environment)
         # Whoever waits for cases finds everything else in place.
@@ -146,7 +146,7 @@ class _Agents:
         """What ends the case although no rank tells of it. Asked again and again: it also tells the agents to go on."""
         if time.monotonic() - self._spoke >= WORD_EVERY_SECONDS:
             self._say(self._word.wish)
-        departures = [read_record(seat / LEFT, Left) for seat in self._seats]
+        departures = [read_record(seat / LEFT, Left) for seat in self._node_folders]
         for agent in departures:
             if agent and agent.failure:
                 return self._crashed(agent.failure)
@@ -156,7 +156,7 @@ class _Agents:
             return self._crashed(f"{what} ended {exit_text(exit_code)} before the case was over", exit_code)
         if time.monotonic() - self._began < self._nodes.join_seconds:
             return None
-        hosts = [joined.host for joined in (read_record(seat / JOINED, Joined) for seat in self._seats) if joined]
+        hosts = [joined.host for joined in (read_record(seat / JOINED, Joined) for seat in self._node_folders) if joined]
         missing = self._nodes.count - len(hosts)
         if not missing:
             return None
@@ -185,7 +185,7 @@ class _Agents:
             self._process.end()
 
     def _gone(self) -> bool:
-        taken = [seat for seat in self._seats if seat.exists()]
+        taken = [seat for seat in self._node_folders if seat.exists()]
         ended = self._process is None or self._process.poll() is not None
         # The agent of this node may have been killed without a word; srun has waited for those that it started.
         told_by = [] if self._cluster.by_slurm else taken[1:]
@@ -227,7 +227,7 @@ class _RemoteProcess(Process):
 
 def start_agent(folder: Path, seat: int, host: str, environment: Mapping[str, str]) -> FreshProcess:
     """The agent of this node for the case in ``folder``, whose seat has been taken."""
-    with open(seat_folder(folder, seat) / OUTPUT, "wb") as output:
+    with open(node_folder(folder, seat) / OUTPUT, "wb") as output:
         return run_module(_AGENT, [str(folder), str(seat), host], environment, output, output)
 
 
