@@ -20,7 +20,7 @@ import pytest
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.processes import Process
 from pytest_gputrain.records import Environment, Measurement, Task
-from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.records.node_protocol import write_record
 
 HERE = Environment(
     device_name="cpu",
@@ -70,7 +70,7 @@ def start(folder: Path, rank: int, environment: Mapping[str, str]) -> Ended:
         flops_per_step=10**9,
         environment=HERE,
     )
-    tell(folder / f"rank{rank}" / "reply.json", reply)
+    write_record(folder / f"rank{rank}" / "reply.json", reply)
     return Ended()
 
 

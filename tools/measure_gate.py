@@ -123,7 +123,7 @@ def vote(
     """The rule: further runs on suspicion, until three agree."""
     prior = np.broadcast_to(np.asarray(prior, float), len(base))
     shift = np.broadcast_to(np.asarray(shift, float), len(base))
-    counted = np.where(abs(shift) > stats.SHIFT_TOLD, shift, 0)[:, None]
+    counted = np.where(abs(shift) > stats.LEAST_SHIFT, shift, 0)[:, None]
     ratios = new - _centre(base)[:, None]
     slower, faster = np.minimum(ratios, ratios - counted), np.maximum(ratios, ratios - counted)
     regressed = np.zeros(len(base), bool)

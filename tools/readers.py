@@ -33,12 +33,12 @@ from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.report.trend.series import analyse
 from pytest_gputrain.session.dry_run.cache import Cache
 from pytest_gputrain.storage import baselines, published
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
 from pytest_gputrain.utils.files import UNREADABLE
-from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.git import RunInfo
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 REPLIES: Final = ROOT / "tests" / "plugin" / "replies"
@@ -47,7 +47,7 @@ RECORDINGS: Final = ROOT / "tests" / "unit" / "recordings"
 CASE: Final = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
 MACHINE: Final = Machine(platform="cpu", gpus=())
 TOLERANCE: Final = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02), cpu_time=True)
-SESSION: Final = Session(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")
+SESSION: Final = RunInfo(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")
 METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
 
 
@@ -137,7 +137,7 @@ def a_few(path: Path, field: str, count: int = 1) -> bytes:
 
 def read_baseline(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     scratch.file("cpu/llm.json", data)
-    for baseline in Store(scratch.folder).suite("cpu", "llm").values():
+    for baseline in BaselineStore(scratch.folder).suite("cpu", "llm").values():
         for name in ("cpu_measured", "h100_measured", "h100_out_of_memory"):
             judge(CASE, [reply(name)], baseline, TOLERANCE)
             judge(baseline.case, [reply(name)], baseline, TOLERANCE)

@@ -1,4 +1,4 @@
-"""Grids of cases."""
+"""Makes grids of cases: the product of some fields' values over a base case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case is known by: its suite, its key in files, and what tells two cases apart."""
+"""Identifies cases: the suite, the key in files, and the fields that tell two cases apart."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pytest_gputrain.records import Case, Scale, Task
 ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 
 
-def differences(one: Case, other: Case) -> str:
+def differences(case: Case, other: Case) -> str:
     """``batch_size 2 -> 4, optimizer adamw -> adamw-fused`` for the fields of identity in which two cases differ."""
-    before, after = one.identity(), other.identity()
+    before, after = case.identity(), other.identity()
     names = [name for name in Case.__struct_fields__ if before.get(name) != after.get(name)]
-    return ", ".join(f"{name} {getattr(one, name)} -> {getattr(other, name)}" for name in names)
+    return ", ".join(f"{name} {getattr(case, name)} -> {getattr(other, name)}" for name in names)
 
 
 def same_id(suite: str, first: Case, second: Case) -> str:
@@ -33,7 +33,7 @@ def key_of(case: Case, scale: Scale) -> str:
 
 
 def identity_of(task: Task, inline: bool = False) -> bytes:
-    """What tells a task from those that measure something else, or in another environment."""
+    """The bytes that tell a task from those that measure something else, or in another environment."""
     case = task.case
     asked = (case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, task.growth_bytes, inline)
     return msgspec.json.encode(asked)

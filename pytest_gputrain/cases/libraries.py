@@ -1,4 +1,4 @@
-"""The training libraries of a case, and their installed versions."""
+"""Names the training libraries that a case uses, and their installed versions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def libraries(case: Case) -> tuple[str, ...]:
 
 
 def versions() -> dict[str, str]:
-    """Of the training libraries that are installed: which ones a case imports depends on how its process was started."""
+    """Versions of the installed training libraries: which ones a case imports depends on how its process was started."""
     from importlib import metadata
 
-    found = {}
+    installed = {}
     for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def library_versions(case: Case) -> dict[str, str]:
     """Version of each of the case's libraries that is installed, without local label (``+cu130``), which tells the hardware
     they were built for."""
-    found = {name: _installed(name) for name in libraries(case)}
-    return {name: version for name, version in found.items() if version is not None}
+    installed = {name: _installed(name) for name in libraries(case)}
+    return {name: version for name, version in installed.items() if version is not None}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Knobs given on the command line: from ``batch_size=1,2,4`` to values, and over the cases of the tests. Pure."""
+"""Reads knobs of the command line, as ``batch_size=1,2,4``, and puts their values into the cases of the tests. Pure."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def _value(knob: str, text: str) -> Any:
     """Raises:
     ValueError: the text is no value of the knob.
     """
-    known: Iterable[str] | None = architectures() if knob == "model" else VOCABULARY.get(knob)
-    if known is not None and text not in known:
-        raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, known)}; known: {', '.join(known)}")
+    choices: Iterable[str] | None = architectures() if knob == "model" else VOCABULARY.get(knob)
+    if choices is not None and text not in choices:
+        raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, choices)}; known: {', '.join(choices)}")
     try:
         value = msgspec.convert(text, _TYPES[knob], strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"{knob}={text!r} is not {_KINDS.get(_TYPES[knob], 'a value of it')}") from error
-    found = bad_number(Case(**{knob: value}))
-    if found:
-        raise ValueError(f"a case {found}")
+    complaint = bad_number(Case(**{knob: value}))
+    if complaint:
+        raise ValueError(f"a case {complaint}")
     return value
 
 

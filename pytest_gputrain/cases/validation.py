@@ -1,4 +1,4 @@
-"""What is wrong with a case, as one sentence with its remedy."""
+"""Validates a case, and says what is wrong with it in one sentence with its remedy."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def problem(case: Case, markers: Sequence[str]) -> str | None:
     """The first thing that makes ``case`` impossible to run, as one sentence with its remedy; None for a sound case.
 
     Args:
-        markers: the platform markers of the catalog, which lies on a higher floor.
+        markers: the platform markers of the catalog, which lies in a higher package.
     """
-    found = _first_problem(case, markers)
-    return None if found is None else " ".join(f"the case {case} {found}".split())
+    complaint = _first_problem(case, markers)
+    return None if complaint is None else " ".join(f"the case {case} {complaint}".split())
 
 
 def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
@@ -77,10 +77,10 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         vocabulary.insert(0, ("model", case.model, architectures()))
         vocabulary.insert(1, ("method", case.method, METHODS))
     for field, value, names in vocabulary:
-        known = tuple(names)
-        if value not in known:
-            hint = did_you_mean(value, known)
-            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(known)}"
+        choices = tuple(names)
+        if value not in choices:
+            hint = did_you_mean(value, choices)
+            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(choices)}"
     return bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case)
 
 
@@ -116,8 +116,8 @@ def _bad_model(case: Case) -> str | None:
     """What the case's model does not have or lacks."""
     architecture = architectures()[case.model]
     if case.method not in architecture.trainable:
-        known = ", ".join(architecture.trainable)
-        return f"asks for the method {case.method!r}, which {case.model} does not have; it has {known}"
+        methods = ", ".join(architecture.trainable)
+        return f"asks for the method {case.method!r}, which {case.model} does not have; it has {methods}"
     if case.lora_rank and case.method not in ADAPTING:
         return f"sets lora_rank, which the method {case.method!r} does not have; choose lora or qlora"
     if "sequence_length" in architecture.needs and case.sequence_length == 1:
@@ -142,8 +142,8 @@ def _bad_parallelism(case: Case) -> str | None:
         if getattr(case, knob) not in (None, False, 0) and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
-    if found := _bad_compilation(case) or _bad_chunks(case):
-        return found
+    if complaint := _bad_compilation(case) or _bad_chunks(case):
+        return complaint
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):
         return "asks for pin_memory, but offloads nothing; set offload_optimizer, or leave it out"
     if case.parallel == "ps":

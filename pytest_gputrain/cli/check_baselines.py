@@ -17,7 +17,7 @@ from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Scale, knob_text
 from pytest_gputrain.storage import baselines, predictions, published
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.files import conflicts
@@ -84,7 +84,7 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Probl
         case [published.FOLDER]:
             published.load(path)
         case [device] if device != predictions.FOLDER:
-            stored = Store(folder).suite(device, path.stem)
+            stored = BaselineStore(folder).suite(device, path.stem)
             yield from _names(path, [(key, entry.case, entry.scale) for key, entry in stored.items()])
             yield from _form(path, baselines.rewritten(path))
             yield from _sessions(path, device, list(stored.values()))

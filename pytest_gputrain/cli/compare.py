@@ -12,7 +12,7 @@ from pytest_gputrain.cli.comparison_output import print_comparison
 from pytest_gputrain.gate import prediction as prediction_gate
 from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
 from pytest_gputrain.gate.regression import Circumstances, judge
-from pytest_gputrain.gate.suite_noise import Suites, whole_suite
+from pytest_gputrain.gate.suite_noise import SuiteNoise, whole_suite
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.records import Baseline, Report, Result, Status, Verdict
 from pytest_gputrain.records.recorded import Recorded
@@ -88,7 +88,7 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
         key: to_baseline(result, date=base.created, session=base.session, commit=base.commit)
         for key, result in before.items()
     }
-    suites = Suites()
+    suites = SuiteNoise()
     by_suite = {
         suite: {
             key: baseline

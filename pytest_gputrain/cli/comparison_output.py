@@ -15,7 +15,7 @@ FAILING: Final = ("regressed", "failed")
 
 def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) -> tuple[str, ...]:
     """Print the table, what changed, and what was not compared; the last of these is returned, too."""
-    width, colour = console.paper()
+    width, colour = console.standard_output()
     changed = [
         result.verdict.sentence
         for result in results

@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
     if not gpus:
         console.put("no GPU is seen here; cases train on the CPU, at tiny scale")
         return 0
-    width, colour = console.paper()
+    width, colour = console.standard_output()
     table = tables.TextTable(title=f"GPUs, driver {_drivers(gpus)}", headers=_HEADERS, rows=tuple(rows), keys=())
     console.put(tables.render([table], "terminal", width=width, colour=colour))
     return 0
@@ -97,7 +97,7 @@ def _row(gpu: Gpu, reading: Reading) -> tuple[str, ...]:
         "" if reading.clock_mhz is None else f"{reading.clock_mhz} MHz",
         "" if reading.utilization is None else format_percent(reading.utilization, signed=False),
         ", ".join(sorted(reading.throttling or ())),
-        "not told" if holders is None else contention.named(holders),
+        "not told" if holders is None else contention.describe_holders(holders),
     )
 
 

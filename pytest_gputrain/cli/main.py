@@ -102,7 +102,7 @@ def _table(options: argparse.Namespace) -> tuple[str, list[str]]:
     path: Path | None = options.report or options.measured
     report = read_report(path) if path else None
     results: tuple[Result, ...] = report.results if report else ()
-    width, colour = console.paper()
+    width, colour = console.standard_output()
     if options.published is None:
         if report is None:
             raise ValueError("nothing to print; give a report, or --published")

@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
     if options.format == "json":
         console.put(msgspec.json.format(msgspec.json.encode(Trends(courses=courses)), indent=1).decode())
     else:
-        width, colour = console.paper()
+        width, colour = console.standard_output()
         console.put(tables.render(_text_tables(courses), options.format, width=width, colour=colour))
     if options.html is not None:
         try:

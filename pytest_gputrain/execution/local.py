@@ -1,4 +1,4 @@
-"""This machine: what it is, and a case that runs on it."""
+"""Runs one task on this machine: leases its GPUs, watches who else uses them, and completes the reply with that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.execution.launch.fork_server import Preloaded
+from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.gate import contention
 from pytest_gputrain.hardware import drivers
@@ -26,25 +26,25 @@ from pytest_gputrain.utils.errors import BadCase
 
 _SETTLING_SECONDS: Final = 0.5
 _SETTLING_LOOKS: Final = 4
-"""At who is on the GPUs, before whoever is there counts."""
+"""How often to look who is on the GPUs before whoever is there counts."""
 
 
-class Here:
-    """This machine, under the conditions that the options set.
+class LocalMachine:
+    """Runs tasks on this machine, under the conditions that the options set.
 
     Args:
-        preloaded: where a case's processes are forked from; fresh interpreters without it.
+        fork_server: where a case's processes are forked from; fresh interpreters without it.
         environ: variables of a case's processes, with those that its task changes; by default those of this one.
     """
 
     def __init__(
         self,
         conditions: Conditions,
-        preloaded: Preloaded | None = None,
+        fork_server: ForkServer | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._conditions = conditions
-        self._preloaded = preloaded
+        self._fork_server = fork_server
         self._environ = environ
         self._machine: Machine | None = None
 
@@ -77,13 +77,13 @@ class Here:
 
         visible = self.machine.gpus
         count = min(task.case.gpus, len(visible)) if visible else task.processes + task.servers
-        with _lent(visible[:1] if inline else visible, count) as gpus:
+        with _lease(visible[:1] if inline else visible, count) as gpus:
             if len(gpus) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
                 raise BadCase(f"{task.case} takes several GPUs, and the parts of a partitioned one do not reach each other")
             between, before = drivers.paths(gpus), self._before(task.case, gpus, inline)
             # An inline case has no events, and trains in this process, where the thread that watches would take its time; of
             # several nodes the others cannot be seen from here.
-            with watching(() if inline or nodes > 1 else gpus, _family) as watched:
+            with watching(() if inline or nodes > 1 else gpus, _process_tree) as watched:
                 timeout_seconds = self._conditions.timeout_seconds
                 if inline:
                     reply = launcher.inline(task, builder)
@@ -104,42 +104,42 @@ class Here:
                         gpus=gpus,
                         timeout_seconds=timeout_seconds,
                         watch=noted,
-                        preloaded=self._preloaded,
+                        fork_server=self._fork_server,
                         environ=self._environ,
                     )
             return self._with_hardware(reply, gpus[0], between, before, watched) if gpus else reply
 
     def _before(self, case: Case, gpus: tuple[Gpu, ...], inline: bool) -> Occupancy:
-        """What is on the GPUs before a case starts.
+        """Look at the GPUs before a case starts.
 
         Raises:
-            BadCase: somebody, and that is not allowed.
+            BadCase: another process is there, and that is not allowed.
         """
         if not gpus:
             return Occupancy(None, None)
-        before = drivers.occupancy(gpus, _family())
+        before = drivers.occupancy(gpus, _process_tree())
         if inline:  # on a GPU that this process may have used before, under a number that it does not know
             return Occupancy(before.free_bytes, None)
         for _ in range(_SETTLING_LOOKS):
             if not before.holders or self._conditions.foreign == "ignore":
                 break
             time.sleep(_SETTLING_SECONDS)  # a process that has just ended is listed for a moment
-            before = drivers.occupancy(gpus, _family())
+            before = drivers.occupancy(gpus, _process_tree())
         if before.holders is None and self._conditions.foreign == "error":
             raise BadCase(
                 f"{case} was not measured: the driver does not tell who is on its GPUs; leave --gpu-foreign=error out"
             )
         if before.holders and self._conditions.foreign == "error":
             raise BadCase(
-                f"{case} was not measured: {contention.named(before.holders)} is there already; end that, choose other GPUs "
-                "with --gpu-ids, or measure beside it with --gpu-foreign=warn"
+                f"{case} was not measured: {contention.describe_holders(before.holders)} is there already; end that, choose "
+                "other GPUs with --gpu-ids, or measure beside it with --gpu-foreign=warn"
             )
         return before
 
     def _with_hardware(
         self, reply: Reply, gpu: Gpu, between: tuple[tuple[str, ...], ...], before: Occupancy, watched: GpuWatch
     ) -> Reply:
-        """The reply with what only the parent knows of the machine."""
+        """Add to the reply what only the parent knows of the machine."""
         if isinstance(reply, Crashed | TimedOut) and reply.measured is not None:
             measured = self._with_hardware(reply.measured, gpu, between, before, watched)
             return msgspec.structs.replace(reply, measured=measured)
@@ -152,9 +152,9 @@ class Here:
         counts = self._conditions.foreign != "ignore"
         if counts and before.holders is not None:
             # Who came later may have taken the memory that ran out.
-            there = before.holders if isinstance(reply, Measurement) else (*before.holders, *watched.others)
-            seen = {holder.pid for holder in there} - {None}
-            reply = msgspec.structs.replace(reply, other_processes=len(seen), holders=there)
+            holders = before.holders if isinstance(reply, Measurement) else (*before.holders, *watched.others)
+            pids = {holder.pid for holder in holders} - {None}
+            reply = msgspec.structs.replace(reply, other_processes=len(pids), holders=holders)
         if not isinstance(reply, Measurement) or (telemetry := watched.telemetry()) is None:
             return reply
         others = watched.others if counts else ()
@@ -162,8 +162,8 @@ class Here:
 
 
 @contextlib.contextmanager
-def _lent(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
-    """So many of the GPUs, or turns on as many cores of a machine that has none."""
+def _lease(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
+    """Lease so many of the GPUs, or as many cores of a machine that has none."""
     if not gpus:
         with lease_cores(count):
             yield ()
@@ -175,17 +175,17 @@ def _lent(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
         raise BadCase(str(error)) from None
 
 
-def _family() -> set[int]:
+def _process_tree() -> set[int]:
     """This process and those below it; under xdist those of all its workers, which measure inline cases at times."""
     import psutil
 
-    me = psutil.Process()
-    root = (me.parent() or me) if "PYTEST_XDIST_WORKER" in os.environ else me
-    return {me.pid, root.pid, *(child.pid for child in root.children(recursive=True))}
+    own = psutil.Process()
+    root = (own.parent() or own) if "PYTEST_XDIST_WORKER" in os.environ else own
+    return {own.pid, root.pid, *(child.pid for child in root.children(recursive=True))}
 
 
-def refused(case: Case, error: OSError) -> str:
-    """Why no process of a case could be started, as a sentence."""
+def describe_refusal(case: Case, error: OSError) -> str:
+    """Say why no process of a case could be started."""
     return (
         f"{case} was not measured, because its process could not be started: {error}; is there room in the folder for "
         "temporary files (TMPDIR), and do the limits of this user (ulimit -a) allow it?"

@@ -1,4 +1,4 @@
-"""What an earlier run measured already, for one that picks up what is missing."""
+"""Reads the report of an earlier run, so that a run measures only what is missing (`--gpu-resume`)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from pytest_gputrain.records import (
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
-from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.git import RunInfo
 
 
-class Taken(NamedTuple):
+class ResumedReplies(NamedTuple):
     """What there is of one case."""
 
     replies: tuple[Reply, ...] = ()
@@ -50,7 +50,7 @@ class Taken(NamedTuple):
         return [reply.environment for reply in figures if reply.environment is not None]
 
 
-class Resumption:
+class ResumedReport:
     """The figures of an earlier report that hold for this run, too.
 
     What concerns the code refuses the report as a whole: the commit, what is not committed, versions of libraries, and how
@@ -60,13 +60,13 @@ class Resumption:
     def __init__(self, path: Path, report: Report) -> None:
         self.path = path
         self.report = report
-        self._found: defaultdict[bytes, list[Taken]] = defaultdict(list)
+        self._found: defaultdict[bytes, list[ResumedReplies]] = defaultdict(list)
         for result in report.results:
-            if result.search is None and not result.loss_curves and (taken := _taken(result, report)).replies:
-                self._found[_key(result.case, result.scale, result.inline, result.variables_digest)].append(taken)
+            if result.search is None and not result.loss_curves and (resumed := _resumed_replies(result, report)).replies:
+                self._found[_key(result.case, result.scale, result.inline, result.variables_digest)].append(resumed)
 
     @classmethod
-    def read(cls, path: Path, settings: Settings) -> Resumption:
+    def read(cls, path: Path, settings: Settings) -> ResumedReport:
         """Raises:
         BaselineError: the file is no report, or its figures are not those that this run would measure.
         """
@@ -74,11 +74,11 @@ class Resumption:
             report = read_report(path)
         except BaselineError as error:
             raise BaselineError(f"--gpu-resume: {error}") from None
-        for why in _refusals(report, settings):
+        for why in _reasons_to_refuse(report, settings):
             raise BaselineError(f"--gpu-resume: {path} {why}, or leave --gpu-resume out to measure all cases")
         return cls(path, report)
 
-    def of(self, task: Task, *, inline: bool, host: Host, nodes: int) -> Taken:
+    def of(self, task: Task, *, inline: bool, host: Host, nodes: int) -> ResumedReplies:
         """Replies of the case that stand for as many fresh processes; those of the test that has most.
 
         Args:
@@ -86,56 +86,61 @@ class Resumption:
             nodes: that it would take there.
         """
         fitting = [
-            taken
-            for taken in self._found.get(_key(task.case, task.scale, inline, task.variables_digest), ())
-            if taken.host is not None
-            and taken.host.platform == host.platform
-            and (taken.host.device == host.device or not host.name)
-            and all(_shape(one) == (task.processes + task.servers, nodes) for one in taken.environments)
+            resumed
+            for resumed in self._found.get(_key(task.case, task.scale, inline, task.variables_digest), ())
+            if resumed.host is not None
+            and resumed.host.platform == host.platform
+            and (resumed.host.device == host.device or not host.name)
+            and all(
+                _processes_and_nodes(environment) == (task.processes + task.servers, nodes)
+                for environment in resumed.environments
+            )
         ]
-        return max(fitting, key=lambda one: (len(one.replies), len(one.one_worker_seconds)), default=Taken())
+        return max(
+            fitting, key=lambda resumed: (len(resumed.replies), len(resumed.one_worker_seconds)), default=ResumedReplies()
+        )
 
     def beyond(self, results: Iterable[Result]) -> Iterator[Result]:
         """What the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses nothing."""
-        there = {_place(result) for result in results}
+        there = {_result_key(result) for result in results}
         for result in self.report.results:
-            taken = _taken(result, self.report)
-            if taken.replies and _place(result) not in there:
-                replies = result.replies[: len(taken.replies)]
-                yield msgspec.structs.replace(result, replies=replies, verdict=None, to_come=0, resumed=taken.origins)
+            resumed = _resumed_replies(result, self.report)
+            if resumed.replies and _result_key(result) not in there:
+                replies = result.replies[: len(resumed.replies)]
+                yield msgspec.structs.replace(result, replies=replies, verdict=None, to_come=0, resumed=resumed.origins)
 
 
 def _key(case: Case, scale: Scale, inline: bool, variables_digest: str) -> bytes:
     return msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline, variables_digest))
 
 
-def _place(result: Result) -> tuple[str, str, str, str]:
+def _result_key(result: Result) -> tuple[str, str, str, str]:
     return result.nodeid, result.key, result.device, result.variables_digest
 
 
-def _shape(environment: Environment) -> tuple[int, int]:
+def _processes_and_nodes(environment: Environment) -> tuple[int, int]:
     """Processes and nodes."""
     return environment.device_count, len(environment.hosts) or 1
 
 
-def _taken(result: Result, report: Report) -> Taken:
+def _resumed_replies(result: Result, report: Report) -> ResumedReplies:
     """The result's replies up to the first without figures."""
-    known = list(itertools.takewhile(_has_figures, result.replies))
+    replies = list(itertools.takewhile(_has_figures, result.replies))
     alone = itertools.takewhile(
-        lambda seconds: seconds is not None, (getattr(reply, "one_worker_seconds", None) for reply in known)
+        lambda seconds: seconds is not None, (getattr(reply, "one_worker_seconds", None) for reply in replies)
     )
     earlier = sum(origin.runs for origin in result.resumed)
     here = Origin(
-        session=report.session, date=report.created, commit=report.commit, branch=report.branch, runs=len(known) - earlier
+        session=report.session, date=report.created, commit=report.commit, branch=report.branch, runs=len(replies) - earlier
     )
     bare = [
         msgspec.structs.replace(reply, one_worker_seconds=None) if isinstance(reply, Measurement) else reply
-        for reply in known
+        for reply in replies
     ]
     origins = (*result.resumed, here) if here.runs else result.resumed
-    taken = Taken(tuple(bare), tuple(filter(None, alone)), origins)
-    name = next((one.host for one in taken.environments), "")
-    return taken._replace(
+    resumed = ResumedReplies(tuple(bare), tuple(filter(None, alone)), origins)
+    name = next((environment.host for environment in resumed.environments), "")
+    return resumed._replace(
         host=Host(name=name, platform=result.platform, device=result.device, gpus=int(result.platform != CPU))
     )
 
@@ -145,9 +150,9 @@ def _has_figures(reply: Reply) -> bool:
     return isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None
 
 
-def _refusals(report: Report, settings: Settings) -> Iterator[str]:
+def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
     """What would make its figures a lie, were they given for this run's."""
-    now = Session.begin(settings.root, settings.written)
+    now = RunInfo.begin(settings.root, settings.written)
     there, here = report.commit.removesuffix("+dirty"), now.commit.removesuffix("+dirty")
     if there and here and there != here:
         yield f"is of commit {there}, and this is {here}; check that out"
@@ -158,7 +163,7 @@ def _refusals(report: Report, settings: Settings) -> Iterator[str]:
         yield f"was measured with --gpu-foreign={foreign}; give the same"
     made_with = report.generator.rpartition(" ")[2]
     installed = {"python": platform.python_version(), "pytest-gputrain": metadata.version("pytest-gputrain"), **versions()}
-    for environment in (one for result in report.results for one in _taken(result, report).environments):
+    for environment in (resumed for result in report.results for resumed in _resumed_replies(result, report).environments):
         before = {"python": environment.python, "pytest-gputrain": made_with, **environment.packages}
         for name in before.keys() & installed.keys():
             if before[name] != installed[name]:

@@ -1,4 +1,4 @@
-"""The runs of head judged against those of base, round by round. Pure."""
+"""Judges the runs of head against those of base, round by round (`gputrain ab`). Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pytest_gputrain.gate.messages import finding
+from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.regression import Circumstances, judge
 from pytest_gputrain.gate.statistics import levelled, suite_prior
 from pytest_gputrain.records import (
@@ -49,12 +49,12 @@ def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
     )
 
 
-def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[Result]:
-    """Head's results with all their runs and what these mean against base.
+def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> list[Result]:
+    """Judge head's results, with all their runs, against base.
 
     Args:
         base: a report a round, as ``head``.
-        told: how to name base.
+        base_name: how to name base.
     """
     before, after = [by_case(report) for report in base], [by_case(report) for report in head]
     keys = list(dict.fromkeys(key for round_ in after for key in round_))
@@ -67,9 +67,9 @@ def compare(base: Sequence[Report], head: Sequence[Report], told: str) -> list[R
     for key, (baseline, results_of) in sides.items():
         replies = tuple(reply for result in results_of for reply in result.replies)
         circumstances = Circumstances(most=len(replies), prior=prior)
-        verdict = verdict_of(results_of[0].case, replies, baseline, tolerance, circumstances, told)
+        verdict = verdict_of(results_of[0].case, replies, baseline, tolerance, circumstances, base_name)
         raw = tuple(reply for round_ in after if key in round_ for reply in round_[key].replies)
-        results.append(msgspec.structs.replace(_over_all(results_of), replies=raw, verdict=verdict))
+        results.append(msgspec.structs.replace(_over_rounds(results_of), replies=raw, verdict=verdict))
     return results
 
 
@@ -79,17 +79,17 @@ def missing(base: Sequence[Report], head: Sequence[Report]) -> list[tuple[str, i
     return [(key, after[suite, key]) for (suite, key), rounds in before.items() if after[suite, key] < rounds]
 
 
-def _over_all(results: Sequence[Result]) -> Result:
-    """The last one with medians over the rounds that measured; what there is one of in a round is that of the last."""
+def _over_rounds(results: Sequence[Result]) -> Result:
+    """The last result, with medians over the rounds that measured; what has no median is that of the last round."""
     measured = [result for result in results if result.summary is not None]
     if not measured:
         return results[-1]
     figures: dict[str, Any] = {}
     for name in Summary.__struct_fields__:
         values = [getattr(result.summary, name) for result in measured]
-        known = [value for value in values if isinstance(value, int | float)]
+        numbers = [value for value in values if isinstance(value, int | float)]
         median = statistics.median_high if isinstance(values[-1], int) else statistics.median
-        figures[name] = median(known) if known else values[-1]
+        figures[name] = median(numbers) if numbers else values[-1]
     return msgspec.structs.replace(measured[-1], summary=Summary(**figures))
 
 
@@ -99,21 +99,21 @@ def verdict_of(
     baseline: Baseline | None,
     tolerance: Tolerance,
     circumstances: Circumstances,
-    told: str,
+    base_name: str,
 ) -> Verdict:
-    """What the replies mean against a side that nobody records.
+    """Judge the replies against a side that nobody records.
 
     Args:
-        told: how to name that side.
+        base_name: how to name that side.
     """
     crashed = any(isinstance(reply, Crashed | TimedOut | Lost) for reply in replies)
     if baseline is None and not crashed:
-        return Verdict(status="new", sentence=f"{case}: {told} has no such case")
+        return Verdict(status="new", sentence=f"{case}: {base_name} has no such case")
     if baseline is not None and not baseline.runs and not crashed:
-        return Verdict(status="not-comparable", sentence=f"{case}: {told} has no figures of it")
+        return Verdict(status="not-comparable", sentence=f"{case}: {base_name} has no figures of it")
     verdict = judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
     if verdict.status == "improved" and verdict.metrics:
-        better = " and ".join(finding(metric) for metric in verdict.metrics if metric.status == "improved")
+        better = " and ".join(describe_metric(metric) for metric in verdict.metrics if metric.status == "improved")
         verdict = msgspec.structs.replace(verdict, sentence=f"{case} {better}")
     return verdict
 
@@ -123,20 +123,24 @@ def by_case(report: Report) -> dict[_Key, Result]:
 
     A test that has changed nothing in the environment comes before one that has.
     """
-    found: dict[_Key, Result] = {}
-    for result in sorted(report.results, key=lambda one: bool(one.variables)):
+    results: dict[_Key, Result] = {}
+    for result in sorted(report.results, key=lambda result: bool(result.variables)):
         if result.search is None and not result.loss_curves:
-            found.setdefault((result.suite, result.key), result)
-    return found
+            results.setdefault((result.suite, result.key), result)
+    return results
 
 
 def _baseline(key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Result]]) -> Baseline | None:
-    found = [
+    baselines = [
         to_baseline(round_[key], date=report.created, session=report.session, commit=report.commit)
         for report, round_ in zip(reports, rounds, strict=True)
         if key in round_
     ]
-    return msgspec.structs.replace(found[0], runs=tuple(run for one in found for run in one.runs)) if found else None
+    return (
+        msgspec.structs.replace(baselines[0], runs=tuple(run for baseline in baselines for run in baseline.runs))
+        if baselines
+        else None
+    )
 
 
 def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseline | None, list[Result]]:
@@ -151,16 +155,16 @@ def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseli
         or not all(run.step_seconds for run in runs)
     ):
         return baseline, list(results)
-    known, found = levelled(_medians(baseline), [reply.median_step_seconds for reply in measured])
-    level = tuple(_at(run, seconds) for run, seconds in zip(runs, known, strict=True))
-    new = [
-        msgspec.structs.replace(result, replies=(_at(reply, seconds),))
-        for result, reply, seconds in zip(results, measured, found, strict=True)
+    base_seconds, head_seconds = levelled(_medians(baseline), [reply.median_step_seconds for reply in measured])
+    levelled_runs = tuple(_with_median(run, seconds) for run, seconds in zip(runs, base_seconds, strict=True))
+    levelled_results = [
+        msgspec.structs.replace(result, replies=(_with_median(reply, seconds),))
+        for result, reply, seconds in zip(results, measured, head_seconds, strict=True)
     ]
-    return msgspec.structs.replace(baseline, runs=level), new
+    return msgspec.structs.replace(baseline, runs=levelled_runs), levelled_results
 
 
-def _at(run: _Run, seconds: float) -> _Run:
+def _with_median(run: _Run, seconds: float) -> _Run:
     """The run as if its median step took so long."""
     factor, alone = seconds / statistics.median(run.step_seconds), run.one_worker_seconds
     return msgspec.structs.replace(

@@ -75,10 +75,10 @@ def levels(figures: Sequence[float] | Array, prior: float = PRIOR_SD) -> Levels:
     segments = [(0, len(logs))]
     while segments:
         begin, end = segments.pop()
-        found = [begin + at for at in _cut(logs[begin:end], cost)]
-        if found:
-            cuts += found
-            segments += itertools.pairwise((begin, *found, end))
+        inner_edges = [begin + index for index in _cut(logs[begin:end], cost)]
+        if inner_edges:
+            cuts += inner_edges
+            segments += itertools.pairwise((begin, *inner_edges, end))
     edges = _settled(logs, [0, *sorted(cuts), len(logs)], cost)
     medians = tuple(_median(values[begin:end]) for begin, end in itertools.pairwise(edges))
     return Levels(starts=tuple(edges[:-1]), medians=medians, sd=sd)

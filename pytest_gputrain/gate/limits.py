@@ -1,4 +1,4 @@
-"""Absolute limits of a case's figures, whatever its baseline says. Pure."""
+"""Judges figures against the absolute limits of a test (`gpu_limit`), whatever the baseline says. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_gputrain.gate.contention import beside
+from pytest_gputrain.gate.contention import describe_others
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.statistics import exceeds
 from pytest_gputrain.records import (
@@ -27,16 +27,16 @@ from pytest_gputrain.records.tolerance import Cap
 from pytest_gputrain.utils.units import format_bytes, format_seconds
 
 
-class Limited(NamedTuple):
+class JudgedLimits(NamedTuple):
     limits: tuple[LimitVerdict, ...]
     settled: bool
     """Whether further fresh processes could not change them."""
 
 
-def against(
+def judge_limits(
     caps: Sequence[Cap], case: Case, replies: Sequence[Reply], *, scale: Scale, cpu_time: bool, most: int
-) -> Limited:
-    """What ``replies`` (one per fresh process) mean for each of ``caps``.
+) -> JudgedLimits:
+    """Judge ``replies`` (one per fresh process) against each of ``caps``.
 
     A figure is over its limit if it is in every one of three processes: one that is bad must not fail a case. Where bytes
     are counted exactly, all of them count the same.
@@ -55,7 +55,7 @@ def against(
         if not reason:
             exact = cap.metric == "peak_allocated_bytes" and all(run.counts_exactly for run in measured)
             over = exceeds(values, cap.most, 1 if exact else most - lost)
-            if over and cap.metric == "step_seconds" and (others := beside(measured)):
+            if over and cap.metric == "step_seconds" and (others := describe_others(measured)):
                 reason = f"it is over, but was measured {others}"
         limits.append(
             LimitVerdict(
@@ -70,11 +70,11 @@ def against(
         )
         settled = settled and over is not None
     # After a crash no further process is started.
-    return Limited(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut, Lost)) for reply in replies))
+    return JudgedLimits(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut, Lost)) for reply in replies))
 
 
-def foretold(caps: Sequence[Cap], case: Case, prediction: Prediction, *, scale: Scale) -> tuple[LimitVerdict, ...]:
-    """What a prediction means for each of ``caps``."""
+def judge_prediction(caps: Sequence[Cap], case: Case, prediction: Prediction, *, scale: Scale) -> tuple[LimitVerdict, ...]:
+    """Judge a prediction against each of ``caps``."""
     limits = []
     for cap in caps:
         timed = cap.metric == "step_seconds"
@@ -114,7 +114,7 @@ def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict,
     """``verdict`` with what the limits add to it; None for a case without either."""
     if not limits:
         return verdict
-    over = " and ".join(_told(limit) for limit in limits if limit.status == "over-limit")
+    over = " and ".join(_describe(limit) for limit in limits if limit.status == "over-limit")
     if verdict is None:
         judged = any(limit.status != "not-judged" for limit in limits)
         sentence = f"{case} is within its limits" if judged else f"{case} has no limit that was judged: {limits[0].note}"
@@ -126,7 +126,7 @@ def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict,
     return msgspec.structs.replace(verdict, status="over-limit", sentence=f"{case} {over}", limits=limits)
 
 
-def _told(limit: LimitVerdict) -> str:
+def _describe(limit: LimitVerdict) -> str:
     assert limit.value is not None
     if limit.metric == "step_seconds":
         what = f"takes {format_seconds(limit.value)} a step, over its limit of {format_seconds(limit.limit)}"

@@ -1,4 +1,4 @@
-"""What a loss curve does: converging, flat or diverging. Pure.
+"""Tells whether a loss curve converges, stays flat or diverges. Pure.
 
 The rule compares levels. A level is the median of some losses in a row, so that a few spikes change nothing. The curve is
 cut into fifths; beside the first and the last fifth, the half of each that lies outermost counts too, and half of that, down
@@ -70,17 +70,17 @@ def trend(losses: Sequence[float], *, finite: bool = True) -> Trend:
         return "diverging"
     noise, coarseness = _noise(losses), _coarseness(losses)
 
-    def limit(one: Sequence[float], other: Sequence[float]) -> float:
-        error = _MEDIAN_ERROR * noise * math.sqrt(1 / len(one) + 1 / len(other))
+    def limit(level: Sequence[float], other: Sequence[float]) -> float:
+        error = _MEDIAN_ERROR * noise * math.sqrt(1 / len(level) + 1 / len(other))
         return max(_SIGMAS * error, 2 * coarseness)
 
     fifths = _fifths(losses)
     beginnings = list(_halved(fifths[0], from_start=True))
     lowest = min(fifths[:-1], key=statistics.median)
-    floor, last = statistics.median(lowest), statistics.median(fifths[-1])
-    gained = max(map(_level, beginnings)) - floor
+    lowest_median, last = statistics.median(lowest), statistics.median(fifths[-1])
+    gained = max(map(_level, beginnings)) - lowest_median
     for ending in _halved(fifths[-1], from_start=False):
-        if _level(ending) - floor > max(limit(ending, lowest), _LOST_SHARE * gained):
+        if _level(ending) - lowest_median > max(limit(ending, lowest), _LOST_SHARE * gained):
             return "diverging"
     if any(_level(beginning) - last > limit(beginning, fifths[-1]) for beginning in beginnings):
         return "converging"
@@ -130,21 +130,21 @@ def _coarseness(losses: Sequence[float]) -> float:
     return min((abs(b - a) for a, b in itertools.pairwise(losses) if a != b), default=0.0)
 
 
-def failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
+def describe_failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
     """The sentence for precisions that gave no curve, None where all did that could.
 
-    Running out of memory in another precision than the case's own is no failure: fp32 takes twice the room of bf16 weights.
+    Running out of memory in another precision than the case's own is no failure: fp32 takes twice the memory of bf16.
     """
-    told = ("recorded", "left_out", "out_of_memory")
+    harmless = ("recorded", "left_out", "out_of_memory")
     failed = [
         f"in {curve.precision} {curve.reason}"
         for curve in curves
-        if curve.outcome not in (told if curve.precision != case.precision else told[:2])
+        if curve.outcome not in (harmless if curve.precision != case.precision else harmless[:2])
     ]
     return f"{case} {'; '.join(failed)}" if failed else None
 
 
-def diverged(case: Case, curves: Sequence[LossCurve]) -> str | None:
+def describe_divergence(case: Case, curves: Sequence[LossCurve]) -> str | None:
     """The sentence for precisions in which the case diverges while it does not in fp32; None where there are none.
 
     Where fp32 diverges too, the recipe does and no precision is to blame: that is told, but fails no test, unless the case

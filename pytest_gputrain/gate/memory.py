@@ -1,4 +1,4 @@
-"""Peaks of memory against those of a baseline: of training, of each of its phases, and the tensors behind a change. Pure.
+"""Judges peaks of memory against a baseline's, of training and of each phase, and names the tensors behind a change. Pure.
 
 Phases are those of counted and of predicted memory; a GPU's allocator keeps no peak of theirs.
 """
@@ -11,8 +11,8 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from pytest_gputrain.gate.contention import GPU_MEMORY_FLOOR_BYTES
-from pytest_gputrain.gate.messages import finding, other_count
+from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
+from pytest_gputrain.gate.messages import describe_metric, describe_process_count
 from pytest_gputrain.gate.statistics import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -38,12 +38,12 @@ PHASES: Final[dict[MetricName, TrainingPhase]] = {
     "optimizer_peak_bytes": "optimizer",
 }
 
-_MOST_TENSORS_TOLD: Final = 3
-_MOST_LINES_TOLD: Final = 3
+_MOST_TENSORS_SHOWN: Final = 3
+_MOST_LINES_SHOWN: Final = 3
 
 
-class ByPhase(Protocol):
-    """What has a peak of each phase."""
+class PeaksByPhase(Protocol):
+    """A run or a prediction that has a peak of each phase."""
 
     @property
     def phase_peak_bytes(self) -> Mapping[TrainingPhase, int]: ...
@@ -57,8 +57,8 @@ class JudgedPeak(NamedTuple):
     """Whether further fresh processes could not change it."""
 
 
-class _Rule(NamedTuple):
-    """How much more memory passes, in how many runs."""
+class _MemoryLimit(NamedTuple):
+    """How much more memory than a baseline's passes, in how many runs."""
 
     ratio: float
     slack: int
@@ -67,7 +67,7 @@ class _Rule(NamedTuple):
     most: int
 
     def judge(self, name: MetricName, values: Sequence[int], peaks: Sequence[int]) -> JudgedPeak:
-        """The peaks of runs against those of a baseline."""
+        """Judge the peaks of runs against those of a baseline."""
         value, highest, lowest = statistics.median_high(values), max(peaks), min(peaks)
         limit = highest * (1 + self.ratio) + self.slack
         above = exceeds(values, limit, 1 if self.exact else self.most)
@@ -88,7 +88,7 @@ class _Rule(NamedTuple):
 def judge_memory(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int
 ) -> list[JudgedPeak]:
-    """The peak of training against the highest of the baseline's, and likewise those of its phases.
+    """Judge the peak of training against the highest of the baseline's, and likewise those of its phases.
 
     Args:
         most: runs that there may be.
@@ -97,7 +97,7 @@ def judge_memory(
     peaks = [run.peak_allocated_bytes for run in fitted if run.peak_allocated_bytes is not None]
     here = measured[0].environment
     foreign = next((run.environment for run in fitted if run.environment.device_type != here.device_type), None)
-    reason = other_count(here, fitted)
+    reason = describe_process_count(here, fitted)
     if foreign:
         reason = f"recorded on {foreign.device_name}, here {here.device_name}"
     elif not peaks:
@@ -107,9 +107,9 @@ def judge_memory(
         metric = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
         return [JudgedPeak(metric)]
     on_cpu, alone = here.device_type == "cpu", here.device_count == 1
-    rule = _Rule(
+    rule = _MemoryLimit(
         ratio=tolerance.ratio if alone or not on_cpu else max(tolerance.ratio, SHARED_CPU_RATIO),
-        slack=tolerance.bytes + (0 if on_cpu else GPU_MEMORY_FLOOR_BYTES),
+        slack=tolerance.bytes + (0 if on_cpu else GPU_MEMORY_NOISE_BYTES),
         exact=all(run.counts_exactly for run in measured),
         most=most,
     )
@@ -121,16 +121,16 @@ def judge_memory(
 
 
 def _phases(
-    whole: MetricVerdict, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], rule: _Rule
+    whole: MetricVerdict, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], rule: _MemoryLimit
 ) -> Iterator[JudgedPeak]:
     for name, phase in PHASES.items():
         values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
         peaks = [run.phase_peak_bytes[phase] for run in fitted if phase in run.phase_peak_bytes]
         if values and peaks:
-            found = rule.judge(name, values, peaks)
-            # What is told of the whole needs no telling for each phase.
-            known = found.metric.note == whole.note
-            yield found._replace(metric=msgspec.structs.replace(found.metric, note="")) if known else found
+            peak = rule.judge(name, values, peaks)
+            # A note about the peak of training is not repeated for each phase.
+            is_repeated = peak.metric.note == whole.note
+            yield peak._replace(metric=msgspec.structs.replace(peak.metric, note="")) if is_repeated else peak
         elif values:
             value = statistics.median_high(values)
             yield JudgedPeak(MetricVerdict(metric=name, status="new", value=value, note="the baseline has none"))
@@ -139,40 +139,40 @@ def _phases(
             yield JudgedPeak(metric)
 
 
-def unknown_phases(metrics: Sequence[MetricVerdict], status: Status) -> str:
-    """The phases that only one side has, by the status that they have then: ``no peak in forward and optimizer``."""
+def describe_missing_phases(metrics: Sequence[MetricVerdict], status: Status) -> str:
+    """Name the phases that only one side has, which have this status then: ``no peak in forward and optimizer``."""
     names = [PHASES[metric.metric] for metric in metrics if metric.metric in PHASES and metric.status == status]
     return f"no peak {_in_phases(names)}" if names else ""
 
 
-def is_of_memory(metric: MetricVerdict) -> bool:
-    """Whether it is one that `told_of_memory` tells of."""
+def is_memory_metric(metric: MetricVerdict) -> bool:
+    """Whether `describe_memory` describes the metric."""
     return metric.metric == "peak_allocated_bytes" or metric.metric in PHASES
 
 
-def of_phase(metric: MetricVerdict) -> str:
-    """``forward ``, to begin the note of a phase with; empty for what is no phase's."""
+def phase_prefix(metric: MetricVerdict) -> str:
+    """``forward ``, to begin the note of a phase with; empty for a metric of no phase."""
     phase = PHASES.get(metric.metric)
     return f"{phase} " if phase else ""
 
 
-def told_of_memory(metrics: Sequence[MetricVerdict], measured: Measurement, fitted: Sequence[BaselineRun]) -> Iterator[str]:
-    """What peaks that are worse, or better, say of their case: the peak of training, and the phases behind it."""
+def describe_memory(metrics: Sequence[MetricVerdict], measured: Measurement, fitted: Sequence[BaselineRun]) -> Iterator[str]:
+    """Describe peaks that are worse, or better: the peak of training, and the phases behind it."""
     peak = next((metric for metric in metrics if metric.metric == "peak_allocated_bytes"), None)
     phases = [metric for metric in metrics if metric.metric in PHASES]
     main = main_phase(phases, measured, lambda phase: _highest(fitted, phase))
     if main is None:
         if peak is not None:
-            yield finding(peak)
+            yield describe_metric(peak)
         return
     phase = PHASES[main.metric]
-    behind = tensors_behind(phase, measured, _highest(fitted, phase)) + others(main, phases)
+    behind = describe_tensors(phase, measured, _highest(fitted, phase)) + describe_other_phases(main, phases)
     if peak is not None and (peak.value, peak.baseline) == (main.value, main.baseline):
-        yield f"{finding(peak)}, {in_phase(phase)}{behind}"
+        yield f"{describe_metric(peak)}, {in_phase(phase)}{behind}"
         return
     if peak is not None:
-        yield finding(peak)
-    yield phase_finding(main) + behind
+        yield describe_metric(peak)
+    yield describe_phase(main) + behind
 
 
 def _highest(fitted: Sequence[BaselineRun], phase: TrainingPhase) -> BaselineRun:
@@ -181,43 +181,43 @@ def _highest(fitted: Sequence[BaselineRun], phase: TrainingPhase) -> BaselineRun
 
 
 def main_phase(
-    metrics: Sequence[MetricVerdict], now: ByPhase, before: Callable[[TrainingPhase], ByPhase]
+    metrics: Sequence[MetricVerdict], now: PeaksByPhase, before: Callable[[TrainingPhase], PeaksByPhase]
 ) -> MetricVerdict | None:
-    """Of changed phases the one to tell in full: one whose change has a cause with a name; that of the peak, else the one
+    """Choose the changed phase to describe in full: one whose change has a cause with a name; that of the peak, else the one
     that changed most."""
     trained = {phase: size for phase, size in now.phase_peak_bytes.items() if phase != "build"}
     peak = max(trained, key=trained.__getitem__, default=None)
 
     def weight(metric: MetricVerdict) -> tuple[bool, bool, float]:
         phase = PHASES[metric.metric]
-        value, known = _ends(metric)
-        return bool(tensors_behind(phase, now, before(phase))), phase == peak, abs(value - known)
+        value, baseline = _value_and_baseline(metric)
+        return bool(describe_tensors(phase, now, before(phase))), phase == peak, abs(value - baseline)
 
     return max(metrics, key=weight, default=None)
 
 
-def others(main: MetricVerdict, metrics: Sequence[MetricVerdict]) -> str:
-    """``, and more in backward and optimizer``: the changed phases beside the one that is told in full."""
+def describe_other_phases(main: MetricVerdict, metrics: Sequence[MetricVerdict]) -> str:
+    """``, and more in backward and optimizer``: name the changed phases beside the one that is described in full."""
     by_word: dict[str, list[TrainingPhase]] = {}
     for metric in metrics:
         if metric is not main:
-            by_word.setdefault(_word(metric), []).append(PHASES[metric.metric])
+            by_word.setdefault(_more_or_less(metric), []).append(PHASES[metric.metric])
     return "".join(f", and {word} {_in_phases(names)}" for word, names in by_word.items())
 
 
-def phase_finding(metric: MetricVerdict) -> str:
+def describe_phase(metric: MetricVerdict) -> str:
     """``needs 12.0 MiB (50.0 %) more in forward, 36.0 MiB against 24.0 MiB allocated``."""
-    value, known = _ends(metric)
-    share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
-    size, ends = format_bytes(abs(value - known)), (format_bytes(value), format_bytes(known))
+    value, baseline = _value_and_baseline(metric)
+    share = f" ({format_percent(abs(value / baseline - 1), signed=False)})" if baseline else ""
+    size, ends = format_bytes(abs(value - baseline)), (format_bytes(value), format_bytes(baseline))
     text = f"of {ends[0]} allocated" if ends[0] == ends[1] else f"{ends[0]} against {ends[1]} allocated"
-    limited = metric.limit is not None and known < metric.limit < value
+    limited = metric.limit is not None and baseline < metric.limit < value
     limit = f", limit {format_bytes(metric.limit)}" if metric.limit is not None and limited else ""
-    return f"needs {size}{share} {_word(metric)} {in_phase(PHASES[metric.metric])}, {text}{limit}"
+    return f"needs {size}{share} {_more_or_less(metric)} {in_phase(PHASES[metric.metric])}, {text}{limit}"
 
 
-def tensors_behind(phase: TrainingPhase, now: ByPhase, before: ByPhase) -> str:
-    """The largest tensors at the phase's peak that were not there, or are not any more."""
+def describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPhase) -> str:
+    """Describe the largest tensors at the phase's peak that are new there, or gone."""
     old = {_kind(row): row for row in before.largest.get(phase, ())}
     new = {_kind(row): row for row in now.largest.get(phase, ())}
     if phase in before.phase_peak_bytes and not old:
@@ -237,7 +237,7 @@ def tensors_behind(phase: TrainingPhase, now: ByPhase, before: ByPhase) -> str:
         return f", {'now' if first in new else 'before'} {tensor(named)}"
     if 2 * moved[first] > abs(change):
         return f", most of it {'' if first in new else 'was '}{tensor(named)}"
-    some = [kind for kind in kinds if (kind in new) == (first in new)][:_MOST_TENSORS_TOLD]
+    some = [kind for kind in kinds if (kind in new) == (first in new)][:_MOST_TENSORS_SHOWN]
     return f", among it {'' if first in new else 'was '}{_listed([tensor(new.get(kind) or old[kind]) for kind in some])}"
 
 
@@ -245,8 +245,8 @@ def tensor(row: LiveTensor) -> str:
     """``14.0 GiB (224 x bfloat16[4096, 4096] by mm in backward at train.py:41)``, shorter where it is one or nameless."""
     times = f"{row.count} x " if row.count > 1 else ""
     shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype
-    more = len(row.lines) - _MOST_LINES_TOLD
-    lines = [*row.lines[:_MOST_LINES_TOLD], *([f"{more} more lines"] if more > 0 else [])]
+    more = len(row.lines) - _MOST_LINES_SHOWN
+    lines = [*row.lines[:_MOST_LINES_SHOWN], *([f"{more} more lines"] if more > 0 else [])]
     at = f" at {_listed(lines)}" if lines else ""
     return f"{format_bytes(row.bytes)} ({times}{shape} by {row.operator.removeprefix('aten.')} {in_phase(row.phase)}{at})"
 
@@ -270,12 +270,12 @@ def _kind(row: LiveTensor) -> tuple[str, str, tuple[int, ...], str]:
     return row.operator, row.phase, row.shape, row.dtype
 
 
-def _ends(metric: MetricVerdict) -> tuple[int, int]:
+def _value_and_baseline(metric: MetricVerdict) -> tuple[int, int]:
     assert metric.value is not None
     assert metric.baseline is not None
     return int(metric.value), int(metric.baseline)
 
 
-def _word(metric: MetricVerdict) -> str:
-    value, known = _ends(metric)
-    return "more" if value > known else "less"
+def _more_or_less(metric: MetricVerdict) -> str:
+    value, baseline = _value_and_baseline(metric)
+    return "more" if value > baseline else "less"

@@ -1,4 +1,4 @@
-"""What verdicts say: the parts of their sentences. Pure."""
+"""Writes the parts of the sentences that verdicts consist of: failures, metrics, changed counters and environments. Pure."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from pytest_gputrain.utils.units import (
 
 
 def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str = "measurement") -> str:
-    """What went wrong, as the rest of a sentence that begins with the case.
+    """Say what went wrong, as the rest of a sentence that begins with the case.
 
     Args:
-        wanted: of it.
+        wanted: what the case should have given.
     """
     if isinstance(reply, Lost):
         return f"was lost by the fleet, which says nothing of the case: {reply.sentence}"
@@ -41,10 +41,14 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str
     place = f"({reply.phase}{at}{rank})"
     if isinstance(reply, OutOfMemory):
         return f"ran out of {reply.where} memory {place}: {reply.message}"
-    known = f"was measured ({_in_short(reply.measured)}), but " if reply.measured else ""
+    measured_before = f"was measured ({_in_short(reply.measured)}), but " if reply.measured else ""
     if isinstance(reply, TimedOut):
-        return f"{known}was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
-    return f"{known}failed afterwards {place}: {reply.sentence}" if known else f"gave no {wanted} {place}: {reply.sentence}"
+        return f"{measured_before}was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
+    return (
+        f"{measured_before}failed afterwards {place}: {reply.sentence}"
+        if measured_before
+        else f"gave no {wanted} {place}: {reply.sentence}"
+    )
 
 
 def _in_short(measured: Measurement) -> str:
@@ -63,8 +67,8 @@ _MEMORY: Final[dict[MetricName, str]] = {
 }
 
 
-def finding(metric: MetricVerdict) -> str:
-    """What a metric says of its case, to follow it in a sentence.
+def describe_metric(metric: MetricVerdict) -> str:
+    """Say what a metric means for its case, as the rest of a sentence that begins with the case.
 
     Against runs of one's own ``is 7.2 % slower at 5.04 s a step than baseline 4.70 s +- 0.03 (5 runs); limit 3.0 %; 3 of 3
     fresh runs slower``, against a figure ``is 7.2 % slower: 5.04 s against 4.70 s a step, limit 4.84 s``.
@@ -81,9 +85,11 @@ def finding(metric: MetricVerdict) -> str:
                 limit = f", limit {format_seconds(metric.limit)}" if metric.limit is not None and more else ""
                 return f"is {size} {word}: {value} against {format_seconds(metric.baseline)} a step{of}{limit}"
             alone = metric.baseline_runs == 1
-            known = format_seconds(metric.baseline) if alone else format_spread(metric.baseline, metric.baseline * metric.sd)
-            known += f" ({count(metric.baseline_runs, 'run')})"
-            return f"is {size} {word} at {value} a step than baseline {known}{_limit(metric, more)}{_votes(metric, word)}"
+            baseline = (
+                format_seconds(metric.baseline) if alone else format_spread(metric.baseline, metric.baseline * metric.sd)
+            )
+            baseline += f" ({count(metric.baseline_runs, 'run')})"
+            return f"is {size} {word} at {value} a step than baseline {baseline}{_limit(metric, more)}{_votes(metric, word)}"
         case "scaling_efficiency":
             word = "better" if more else "worse"
             values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"
@@ -108,11 +114,11 @@ def _votes(metric: MetricVerdict, word: str) -> str:
     return "" if not metric.runs else f"; {metric.votes} of {count(metric.runs, 'fresh run')} {word}"
 
 
-def counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: bool = True) -> Iterable[str]:
-    """Exact counters that moved too: they tell a changed model from a slower one.
+def describe_counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: bool = True) -> Iterable[str]:
+    """Describe exact counters that changed too: they tell a changed model from a slower one.
 
     Args:
-        flops: whether they are to be told here.
+        flops: whether a change of the FLOPs is described here.
     """
     computed, before = measured.flops_per_step, fitted[-1].flops_per_step
     if flops and computed and before and computed != before:
@@ -124,8 +130,8 @@ def counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: boo
         yield f"one worker alone {format_seconds(alone_before)} -> {format_seconds(alone)}"
 
 
-def changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Sequence[str] = ()) -> str:
-    """What differs between the baseline's latest environment and this one.
+def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Sequence[str] = ()) -> str:
+    """Describe what differs between the baseline's latest environment and this one.
 
     Args:
         variables: names of the environment variables that the test has changed.
@@ -155,7 +161,7 @@ def changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Se
     return f"since then: {', '.join(changes)}" if changes else "same environment"
 
 
-def other_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
+def describe_process_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
     """How many processes a baseline was recorded with, where that is not as here; empty where it is."""
     counts = {run.environment.device_count for run in fitted} - {here.device_count}
     return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""

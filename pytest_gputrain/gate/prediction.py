@@ -1,6 +1,6 @@
-"""Predictions against recorded ones: a verdict with its sentence and what caused it. Pure.
+"""Judges predictions against recorded ones: a verdict with its sentence and what caused the change. Pure.
 
-Nothing here is noisy, so that every change of an exact counter is told and every growth is a regression: the peak of each
+Nothing here is noisy, so every change of an exact counter is described and every growth is a regression: the peak of each
 phase, FLOPs, and bytes moved. What the caching allocator holds is a replay whose packing a small change can tip, so it has
 the tolerance of memory.
 """
@@ -13,13 +13,13 @@ from typing import Final
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.memory import (
     PHASES,
+    describe_missing_phases,
+    describe_other_phases,
+    describe_phase,
+    describe_tensors,
     in_phase,
     main_phase,
-    others,
-    phase_finding,
     tensor,
-    tensors_behind,
-    unknown_phases,
 )
 from pytest_gputrain.records import (
     Case,
@@ -41,35 +41,37 @@ _WORK: Final[dict[MetricName, str]] = {
 _RECORD: Final = "record it with --gpu-dry-run --gpu-baseline-update"
 
 
-def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:
-    """What ``prediction`` means against what is recorded of its case.
+def judge(case: Case, prediction: Prediction, recorded: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:
+    """Judge ``prediction`` against what is recorded of its case.
 
     Args:
         tolerance: of what the allocator holds.
         title: of the platform, as sentences name it.
     """
-    same = known is not None and known.case.identity() == case.identity()
-    before = known.like(prediction) if known is not None and same else None
-    nearest = before or (_nearest(known, prediction) if known is not None and same else None)
+    same = recorded is not None and recorded.case.identity() == case.identity()
+    before = recorded.like(prediction) if recorded is not None and same else None
+    nearest = before or (_nearest(recorded, prediction) if recorded is not None and same else None)
     if prediction.fits is False and before is None and (nearest is None or nearest.fits is not False):
         sentence = f"{case} {what_does_not_fit(prediction, title)}; if that is expected, {_RECORD}"
         return Verdict(status="failed", sentence=sentence)
-    if known is None:
+    if recorded is None:
         return Verdict(status="new", sentence=f"{case} has no recorded prediction for {title}; {_RECORD}")
     if nearest is None:
-        change = differences(known.case, case)
+        change = differences(recorded.case, case)
         sentence = f"{case} is not what its recorded prediction was made for ({change}); {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence)
     if before is None:
         changed = ", ".join(_changed_conditions(nearest, prediction))
-        told = [metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")]
+        changed_metrics = [
+            metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")
+        ]
         fits = [f"it fits {title} now"] if prediction.fits and nearest.fits is False else []
-        moved = "; ".join([*fits, *_findings(told, nearest, prediction)])
+        moved = "; ".join([*fits, *_describe_changes(changed_metrics, nearest, prediction)])
         sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence)
     metrics = tuple(_metrics(before, prediction, tolerance))
     worse, better = (
-        _findings([metric for metric in metrics if metric.status == status], before, prediction)
+        _describe_changes([metric for metric in metrics if metric.status == status], before, prediction)
         for status in ("regressed", "improved")
     )
     if before.fits and prediction.fits is False:
@@ -79,20 +81,22 @@ def judge(case: Case, prediction: Prediction, known: Recorded | None, tolerance:
     gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes and phase != "between"]
     if gone or (before.flops_per_step and not prediction.flops_per_step):
         worse.insert(0, f"trains no more: it has no {' and no '.join(gone) or 'arithmetic'}")
-    if not worse and (unknown := unknown_phases(metrics, "new")):
+    if not worse and (unknown := describe_missing_phases(metrics, "new")):
         sentence = f"{case} has {unknown} in its recorded prediction; {_RECORD}"
         return Verdict(status="new", sentence=sentence, metrics=metrics)
     status: Status = "regressed" if worse else "improved" if better else "pass"
-    said = worse or better
-    if not said:
+    sentences = worse or better
+    if not sentences:
         return Verdict(status=status, sentence=f"{case} predicts what is recorded", metrics=metrics)
     remedy = f"; {_RECORD}" if status == "improved" else ""
-    return Verdict(status=status, sentence=f"{case} {'; '.join(said)}{remedy}", metrics=metrics)
+    return Verdict(status=status, sentence=f"{case} {'; '.join(sentences)}{remedy}", metrics=metrics)
 
 
-def _nearest(known: Recorded, prediction: Prediction) -> Prediction:
-    """Of the recorded ones, the one whose libraries are most alike, and of several the latest."""
-    return max(reversed(known.predictions), key=lambda one: len(one.packages.items() & prediction.packages.items()))
+def _nearest(recorded: Recorded, prediction: Prediction) -> Prediction:
+    """The recorded prediction whose libraries are most alike, and of several the latest."""
+    return max(
+        reversed(recorded.predictions), key=lambda candidate: len(candidate.packages.items() & prediction.packages.items())
+    )
 
 
 def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not fit") -> str:
@@ -112,7 +116,7 @@ def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not 
 
 
 def needed_bytes(prediction: Prediction) -> int:
-    """Of the platform's memory, building included."""
+    """How much of the platform's memory the case needs, building included."""
     held = prediction.peak_reserved_bytes or 0
     return max(held, *prediction.phase_peak_bytes.values(), 0) + prediction.target.context_bytes
 
@@ -138,33 +142,33 @@ def _compared(name: MetricName, before: int, now: int) -> MetricVerdict:
     return MetricVerdict(metric=name, status=status, value=now, baseline=before, limit=before)
 
 
-def _findings(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
-    """What changed metrics say. Of the phases, one in full."""
+def _describe_changes(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
+    """Describe changed metrics; of the phases, one in full."""
     phases = [metric for metric in metrics if metric.metric in PHASES]
     main = main_phase(phases, now, lambda phase: before)
-    found = [_finding(metric, before, now) for metric in metrics if metric.metric not in PHASES]
+    sentences = [_describe_change(metric, before, now) for metric in metrics if metric.metric not in PHASES]
     if main is None:
-        return found
-    behind = tensors_behind(PHASES[main.metric], now, before)
-    return [f"{phase_finding(main)}{behind}{others(main, phases)}", *found]
+        return sentences
+    behind = describe_tensors(PHASES[main.metric], now, before)
+    return [f"{describe_phase(main)}{behind}{describe_other_phases(main, phases)}", *sentences]
 
 
-def _finding(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
+def _describe_change(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
     assert metric.value is not None
     assert metric.baseline is not None
-    value, known = int(metric.value), int(metric.baseline)
-    more = "more" if value > known else "less"
-    share = f" ({format_percent(abs(value / known - 1), signed=False)})" if known else ""
+    value, baseline = int(metric.value), int(metric.baseline)
+    more = "more" if value > baseline else "less"
+    share = f" ({format_percent(abs(value / baseline - 1), signed=False)})" if baseline else ""
     if metric.metric == "peak_reserved_bytes":
-        text = f"{format_bytes(value)} against {format_bytes(known)}"
-        return f"makes the allocator hold {format_bytes(abs(value - known))}{share} {more}, {text}"
+        text = f"{format_bytes(value)} against {format_bytes(baseline)}"
+        return f"makes the allocator hold {format_bytes(abs(value - baseline))}{share} {more}, {text}"
     form = format_bytes if metric.metric == "bytes_per_step" else format_flops
     behind = _operators_behind(metric.metric, before, now)
-    return f"{_WORK[metric.metric]} {form(abs(value - known))}{share} {more} a step{behind}"
+    return f"{_WORK[metric.metric]} {form(abs(value - baseline))}{share} {more} a step{behind}"
 
 
 def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -> str:
-    """The operator whose work changed most."""
+    """Name the operator whose work changed most."""
     field = "bytes" if metric == "bytes_per_step" else "flops"
     form = format_bytes if metric == "bytes_per_step" else format_flops
     changes = {}

@@ -1,4 +1,4 @@
-"""Runs against what others published: a verdict with its sentence. Pure, like `pytest_gputrain.gate.regression`.
+"""Judges runs against published figures: a verdict with its sentence. Pure, like `pytest_gputrain.gate.regression`.
 
 A printed figure is a range: what rounds to it, or the two ends where a range was printed. Anything inside passes; the
 tolerance begins at its ends. Throughput is compared as the seconds of a step that it means.
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from pytest_gputrain.cases.identity import differences
-from pytest_gputrain.gate.contention import GPU_MEMORY_FLOOR_BYTES, beside
-from pytest_gputrain.gate.messages import describe_failure, finding
+from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES, describe_others
+from pytest_gputrain.gate.messages import describe_failure, describe_metric
 from pytest_gputrain.records import (
     Case,
     Crashed,
@@ -36,7 +36,7 @@ MEMORY: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_
 """Memory of a GPU that a table may print; each is compared with its like."""
 
 
-def reproduce(
+def judge_published(
     case: Case,
     replies: Sequence[Reply],
     row: Published | None,
@@ -45,7 +45,7 @@ def reproduce(
     scale: Scale,
     elsewhere: Sequence[str] = (),
 ) -> Verdict:
-    """What ``replies`` (one per fresh process, at least one) mean against the row published for this platform.
+    """Judge ``replies`` (one per fresh process, at least one) against the row published for this platform.
 
     Args:
         elsewhere: for a missing row, platforms that the case was published for.
@@ -63,9 +63,9 @@ def reproduce(
     if out:
         return _out_of_memory(case, out, len(replies), row)
     if row.outcome == "out_of_memory":
-        return Verdict(status="improved", sentence=f"{case} fits in memory here; as {_of(row)} it does not")
+        return Verdict(status="improved", sentence=f"{case} fits in memory here; as {_describe_row(row)} it does not")
     if row.outcome == "error":
-        return Verdict(status="improved", sentence=f"{case} trains here; as {_of(row)} it ends with an error")
+        return Verdict(status="improved", sentence=f"{case} trains here; as {_describe_row(row)} it ends with an error")
     figures = row.figures.get(GATED, Figures())
     metrics = [_time(case, measured, figures, tolerance.time, row.time_not_judged)]
     metrics += [_memory(name, measured, row, tolerance.memory) for name in MEMORY]
@@ -86,7 +86,7 @@ def why_not_comparable(case: Case, row: Published | None, scale: Scale, elsewher
 
 
 class StepSeconds(NamedTuple):
-    """What a printed figure says of the seconds of a step."""
+    """The range of the seconds of a step that a printed figure means."""
 
     least: float
     middle: float
@@ -124,14 +124,14 @@ def _time(
             metric="step_seconds", status="not-comparable", value=value, baseline=printed.middle, note=not_judged
         )
     seconds = [_seconds(case, run, figures) for run in measured]
-    known = [value for value in seconds if value is not None]
-    if not known:
+    known_seconds = [value for value in seconds if value is not None]
+    if not known_seconds:
         note = f"published for whole updates, and {len(measured[0].step_seconds)} steps hold none"
         return MetricVerdict(metric="step_seconds", status="not-comparable", baseline=printed.middle, note=note)
-    value = statistics.median(known)
+    value = statistics.median(known_seconds)
     limit = printed.most * (1 + tolerance)
     status: Status = "regressed" if value > limit else "improved" if value < printed.least / (1 + tolerance) else "pass"
-    others = beside(measured) if status == "regressed" else ""
+    others = describe_others(measured) if status == "regressed" else ""
     return MetricVerdict(
         metric="step_seconds",
         status="inconclusive" if others else status,
@@ -155,16 +155,16 @@ def _memory(
     name: MetricName, measured: Sequence[Measurement], row: Published, tolerance: MemoryTolerance
 ) -> MetricVerdict | None:
     framework, printed = next(
-        ((framework, figure) for framework, of in row.figures.items() if (figure := getattr(of, name))), ("", None)
+        ((framework, figure) for framework, figures in row.figures.items() if (figure := getattr(figures, name))), ("", None)
     )
     if printed is None:
         return None
-    known = [value for run in measured if (value := getattr(run, name)) is not None]
-    value = statistics.median_high(known) if known else None
-    note = f"published for {framework}, not {GATED}" if framework != GATED else "" if known else "not measured here"
+    values = [value for run in measured if (value := getattr(run, name)) is not None]
+    value = statistics.median_high(values) if values else None
+    note = f"published for {framework}, not {GATED}" if framework != GATED else "" if values else "not measured here"
     if value is None or note:
         return MetricVerdict(metric=name, status="not-comparable", value=value, baseline=printed.middle, note=note)
-    slack = tolerance.bytes + GPU_MEMORY_FLOOR_BYTES
+    slack = tolerance.bytes + GPU_MEMORY_NOISE_BYTES
     limit = printed.most * (1 + tolerance.ratio) + slack
     least = printed.least / (1 + tolerance.ratio) - slack
     status: Status = "regressed" if value > limit else "improved" if value < least else "pass"
@@ -172,41 +172,47 @@ def _memory(
 
 
 def _out_of_memory(case: Case, out: Sequence[OutOfMemory], runs: int, row: Published) -> Verdict:
-    what = f"{case} {describe_failure(out[0])}"
+    failure = f"{case} {describe_failure(out[0])}"
     if row.outcome == "out_of_memory" and len(out) < runs:
         fitted = runs - len(out)
         return Verdict(
-            status="improved", sentence=f"{case} fits in memory in {fitted} of {runs} runs; as {_of(row)} it does not"
+            status="improved",
+            sentence=f"{case} fits in memory in {fitted} of {runs} runs; as {_describe_row(row)} it does not",
         )
     if row.outcome == "out_of_memory" and out[0].where == "device":
-        return Verdict(status="pass", sentence=f"{what}, as {_of(row)}")
+        return Verdict(status="pass", sentence=f"{failure}, as {_describe_row(row)}")
     if row.outcome != "measured":
-        known = "ends with an error" if row.outcome == "error" else "runs out of device memory"
-        return Verdict(status="failed", sentence=f"{what}; as {_of(row)} it {known}")
-    some = f" in {len(out)} of {runs} runs" if runs > 1 else ""
-    return Verdict(status="regressed", sentence=f"{what}{some}; as {_of(row)} it fits")
+        published_outcome = "ends with an error" if row.outcome == "error" else "runs out of device memory"
+        return Verdict(status="failed", sentence=f"{failure}; as {_describe_row(row)} it {published_outcome}")
+    share = f" in {len(out)} of {runs} runs" if runs > 1 else ""
+    return Verdict(status="regressed", sentence=f"{failure}{share}; as {_describe_row(row)} it fits")
 
 
 def _conclude(case: Case, metrics: tuple[MetricVerdict, ...], measured: Sequence[Measurement], row: Published) -> Verdict:
-    found: dict[str, list[str]] = {"regressed": [], "improved": []}
+    sentences: dict[str, list[str]] = {"regressed": [], "improved": []}
     for metric in metrics:
-        if metric.status in found:
-            found[metric.status].append(finding(metric))
-    if found["regressed"]:
-        sentence = f"{case} {' and '.join(found['regressed'])} ({_of(row)}; here with {_here(measured[0])})"
+        if metric.status in sentences:
+            sentences[metric.status].append(describe_metric(metric))
+    if sentences["regressed"]:
+        row_and_software = f"{_describe_row(row)}; here with {_describe_software(measured[0])}"
+        sentence = f"{case} {' and '.join(sentences['regressed'])} ({row_and_software})"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
-    if found["improved"]:
-        return Verdict(status="improved", sentence=f"{case} {' and '.join(found['improved'])} ({_of(row)})", metrics=metrics)
+    if sentences["improved"]:
+        return Verdict(
+            status="improved",
+            sentence=f"{case} {' and '.join(sentences['improved'])} ({_describe_row(row)})",
+            metrics=metrics,
+        )
     if all(metric.status == "not-comparable" for metric in metrics):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in metrics)) or f"{row.table} prints nothing that is judged"
         return Verdict(status="not-comparable", sentence=f"{case} cannot be compared: {reasons}", metrics=metrics)
-    return Verdict(status="pass", sentence=f"{case} is as {_of(row)}", metrics=metrics)
+    return Verdict(status="pass", sentence=f"{case} is as {_describe_row(row)}", metrics=metrics)
 
 
-def _of(row: Published) -> str:
+def _describe_row(row: Published) -> str:
     return f"published in {row.table} with {row.made_with}"
 
 
-def _here(run: Measurement) -> str:
+def _describe_software(run: Measurement) -> str:
     torch = run.environment.packages.get("torch")
     return f"{f'torch {torch} on ' if torch else ''}{run.environment.device_name}"

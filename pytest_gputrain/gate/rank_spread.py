@@ -1,4 +1,4 @@
-"""How far the processes of a case lie apart. Pure."""
+"""Measures how far the processes of a case differ in step time and in memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pytest_gputrain.records import Measurement, Rank, RankSpread
 
 
 def widest(runs: Iterable[Measurement]) -> RankSpread | None:
-    """Of the run whose workers lie farthest apart; None for one worker."""
+    """The spread of the run whose workers differ most; None for one worker."""
     workers = [[rank for rank in run.ranks if rank.role == "worker"] for run in runs]
     spreads = [_spread(ranks) for ranks in workers if len(ranks) > 1]
     return max(spreads, key=lambda spread: spread.lag or 0.0, default=None)

@@ -1,4 +1,4 @@
-"""Runs against a baseline: a verdict with its sentence. Pure: no file, clock or hardware.
+"""Judges measured runs against a baseline: a verdict with its sentence. Pure: no file, clock or hardware.
 
 `pytest_gputrain.gate.statistics` has the rule of times (the median step of a process, and the scaling efficiency where a
 test asks for it) and of what takes several processes to tell; here it meets the records. It wants no more than what a
@@ -15,9 +15,23 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pytest_gputrain.cases.identity import differences
-from pytest_gputrain.gate.contention import crowded, doubted, slowed_down
-from pytest_gputrain.gate.memory import JudgedPeak, is_of_memory, judge_memory, of_phase, told_of_memory, unknown_phases
-from pytest_gputrain.gate.messages import changes, counters, dates, describe_failure, finding, other_count
+from pytest_gputrain.gate.contention import describe_memory_shortage, describe_throttling, with_contention
+from pytest_gputrain.gate.memory import (
+    JudgedPeak,
+    describe_memory,
+    describe_missing_phases,
+    is_memory_metric,
+    judge_memory,
+    phase_prefix,
+)
+from pytest_gputrain.gate.messages import (
+    dates,
+    describe_changes,
+    describe_counters,
+    describe_failure,
+    describe_metric,
+    describe_process_count,
+)
 from pytest_gputrain.gate.scaling import efficiencies
 from pytest_gputrain.gate.statistics import MOST_RUNS, PRIOR_SD, decide, runs_out
 from pytest_gputrain.records import (
@@ -45,7 +59,7 @@ LEAST_RUNS_ON_A_CPU: Final = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
-    """What is known beside the case."""
+    """What is known besides the case: its suite, its test and how many runs there may be."""
 
     most: int = MOST_RUNS
     """Runs that there may be."""
@@ -57,7 +71,7 @@ class Circumstances:
     """Names of the environment variables that the test has changed."""
 
 
-class Judgement(NamedTuple):
+class GateResult(NamedTuple):
     verdict: Verdict
     settled: bool = True
     """Whether further fresh processes could not change the verdict; if not, it is the one if there are to be none."""
@@ -73,8 +87,8 @@ def judge(
     hint: str = "",
     no_scaling: str = "",
     circumstances: Circumstances = Circumstances(),
-) -> Judgement:
-    """What ``replies`` (one per fresh process, at least one) mean against ``baseline``.
+) -> GateResult:
+    """Judge ``replies`` (one per fresh process, at least one) against ``baseline``.
 
     Args:
         hint: for a missing baseline, what else is known of it.
@@ -82,15 +96,15 @@ def judge(
     """
     for reply in replies:
         if isinstance(reply, (Crashed, TimedOut, Lost)):
-            return Judgement(Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}"))
+            return GateResult(Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}"))
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
     if baseline is None:
-        return Judgement(_without_baseline(case, out, hint, no_scaling))
+        return GateResult(_without_baseline(case, out, hint, no_scaling))
     if baseline.case.identity() != case.identity():
         change = differences(baseline.case, case)
         sentence = f"{case} is not what its baseline of {dates(baseline)} measured ({change}); {_RECORD}"
-        return Judgement(Verdict(status="not-comparable", sentence=sentence))
+        return GateResult(Verdict(status="not-comparable", sentence=sentence))
     here = next(reply.environment for reply in replies if isinstance(reply, (Measurement, OutOfMemory)))
     foreign = _other_device(here, baseline.runs)
     fitted = [run for run in baseline.runs if run.outcome == "measured"]
@@ -98,35 +112,47 @@ def judge(
     baseline_fits = 2 * len(fitted) >= len(baseline.runs)
     if foreign and (out or not baseline_fits):
         sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {foreign}; {_RECORD}"
-        return Judgement(Verdict(status="not-comparable", sentence=sentence))
+        return GateResult(Verdict(status="not-comparable", sentence=sentence))
     if out:
         return _out_of_memory(case, out, len(replies), baseline, baseline_fits, circumstances)
     if not baseline_fits:
         sentence = f"{case} fits in memory now; its baseline of {dates(baseline)} did not; {_RECORD}"
-        return Judgement(Verdict(status="improved", sentence=sentence))
-    found = [
+        return GateResult(Verdict(status="improved", sentence=sentence))
+    judged_metrics = [
         _time(measured, fitted, tolerance, circumstances),
-        *map(_of_memory, judge_memory(measured, fitted, tolerance.memory, circumstances.most)),
+        *map(_from_peak, judge_memory(measured, fitted, tolerance.memory, circumstances.most)),
     ]
     if (computed := _flops(measured[0], fitted, tolerance)) is not None:
-        found.append(computed)
+        judged_metrics.append(computed)
     if no_scaling:
-        found.append(_Found(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling)))
-    elif here_scales := efficiencies(case, measured):
-        known = efficiencies(case, fitted)
-        found.append(_scaling(here_scales, known, measured, fitted, tolerance, circumstances))
-    verdict = _conclude(case, tuple(one.metric for one in found), measured, baseline, fitted, tolerance, circumstances)
-    return Judgement(verdict, all(one.settled for one in found), found[0].first)
+        judged_metrics.append(
+            _JudgedMetric(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling))
+        )
+    elif measured_efficiencies := efficiencies(case, measured):
+        baseline_efficiencies = efficiencies(case, fitted)
+        judged_metrics.append(
+            _scaling(measured_efficiencies, baseline_efficiencies, measured, fitted, tolerance, circumstances)
+        )
+    verdict = _conclude(
+        case,
+        tuple(judged_metric.metric for judged_metric in judged_metrics),
+        measured,
+        baseline,
+        fitted,
+        tolerance,
+        circumstances,
+    )
+    return GateResult(verdict, all(judged_metric.settled for judged_metric in judged_metrics), judged_metrics[0].first)
 
 
-class _Found(NamedTuple):
+class _JudgedMetric(NamedTuple):
     metric: MetricVerdict
     settled: bool = True
     first: float | None = None
 
 
-def _of_memory(peak: JudgedPeak) -> _Found:
-    return _Found(peak.metric, peak.settled)
+def _from_peak(peak: JudgedPeak) -> _JudgedMetric:
+    return _JudgedMetric(peak.metric, peak.settled)
 
 
 _RECORD: Final = "record it with --gpu-baseline-update"
@@ -152,39 +178,39 @@ def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
 
 def _out_of_memory(
     case: Case, out: Sequence[OutOfMemory], runs: int, baseline: Baseline, baseline_fits: bool, given: Circumstances
-) -> Judgement:
-    what = f"{case} {describe_failure(out[0])}"
+) -> GateResult:
+    failure = f"{case} {describe_failure(out[0])}"
     if not baseline_fits:
-        known = {run.out_of for run in baseline.runs if run.outcome == "out_of_memory"}
-        if out[0].where in known:
-            return Judgement(Verdict(status="pass", sentence=f"{what}, as in its baseline of {dates(baseline)}"))
-        ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, known))} memory"
-        return Judgement(Verdict(status="failed", sentence=f"{what}; {ran_out}"))
+        places = {run.out_of for run in baseline.runs if run.outcome == "out_of_memory"}
+        if out[0].where in places:
+            return GateResult(Verdict(status="pass", sentence=f"{failure}, as in its baseline of {dates(baseline)}"))
+        ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, places))} memory"
+        return GateResult(Verdict(status="failed", sentence=f"{failure}; {ran_out}"))
     peak = max(run.peak_allocated_bytes or 0 for run in baseline.runs)
-    if others := next(filter(None, (crowded(reply, baseline.runs) for reply in out)), ""):
-        sentence = f"{what}; {others}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
-        return Judgement(Verdict(status="inconclusive", sentence=sentence))
-    some = f" in {len(out)} of {runs} runs" if runs > 1 else ""
+    if others := next(filter(None, (describe_memory_shortage(reply, baseline.runs) for reply in out)), ""):
+        sentence = f"{failure}; {others}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
+        return GateResult(Verdict(status="inconclusive", sentence=sentence))
+    share = f" in {len(out)} of {runs} runs" if runs > 1 else ""
     decided = runs_out(len(out), runs, given.most)
     status: Status = "inconclusive" if decided is False else "regressed"
     sentence = (
-        f"{what}{some}; its baseline of {dates(baseline)} fitted with {format_bytes(peak)} allocated; "
-        f"{changes(out[0].environment, baseline.runs, given.variables)}"
+        f"{failure}{share}; its baseline of {dates(baseline)} fitted with {format_bytes(peak)} allocated; "
+        f"{describe_changes(out[0].environment, baseline.runs, given.variables)}"
     )
     metric = MetricVerdict(metric="peak_allocated_bytes", status=status, baseline=peak)
-    return Judgement(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
+    return GateResult(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
 
 
 def _time(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
-) -> _Found:
+) -> _JudgedMetric:
     new = [run.median_step_seconds for run in measured]
     base = [statistics.median(run.step_seconds) for run in fitted]
     reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
     if reason:
-        value, known = statistics.median(new), statistics.median(base)
-        return _Found(
-            MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=known, note=reason)
+        value, baseline = statistics.median(new), statistics.median(base)
+        return _JudgedMetric(
+            MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=baseline, note=reason)
         )
     return _decided("step_seconds", base, new, tolerance, circumstances, measured)
 
@@ -196,7 +222,7 @@ def _scaling(
     fitted: Sequence[BaselineRun],
     tolerance: Tolerance,
     circumstances: Circumstances,
-) -> _Found:
+) -> _JudgedMetric:
     reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
     if reason or not base:
         metric = MetricVerdict(
@@ -206,9 +232,9 @@ def _scaling(
             baseline=statistics.median(base) if base else None,
             note=reason or "the baseline has none",
         )
-        return _Found(metric)
+        return _JudgedMetric(metric)
     # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
-    lost, before = [1 / one for one in value], [1 / one for one in base]
+    lost, before = [1 / efficiency for efficiency in value], [1 / efficiency for efficiency in base]
     return _decided("scaling_efficiency", before, lost, tolerance, circumstances, measured)
 
 
@@ -219,21 +245,23 @@ def _decided(
     tolerance: Tolerance,
     circumstances: Circumstances,
     measured: Sequence[Measurement],
-) -> _Found:
-    """The rule's word on times, one of each run, where that is not others' doing."""
+) -> _JudgedMetric:
+    """Judge times, one of each run, and doubt a slowdown that other processes may have caused."""
 
-    def by(some: Sequence[int]) -> _Found:
-        most = max(1, circumstances.most - (len(new) - len(some)))
-        return _ruled(name, base, [new[at] for at in some], tolerance, dataclasses.replace(circumstances, most=most))
+    def judge_runs(indices: Sequence[int]) -> _JudgedMetric:
+        most = max(1, circumstances.most - (len(new) - len(indices)))
+        return _ruled(
+            name, base, [new[index] for index in indices], tolerance, dataclasses.replace(circumstances, most=most)
+        )
 
-    found = by(range(len(new)))
-    return found._replace(metric=doubted(found.metric, lambda some: by(some).metric, measured))
+    judged = judge_runs(range(len(new)))
+    return judged._replace(metric=with_contention(judged.metric, lambda indices: judge_runs(indices).metric, measured))
 
 
 def _ruled(
     name: MetricName, base: Sequence[float], new: Sequence[float], tolerance: Tolerance, circumstances: Circumstances
-) -> _Found:
-    """The rule's word on times; an efficiency, whose reciprocals they are then, is shown as such."""
+) -> _JudgedMetric:
+    """Judge times; an efficiency, whose reciprocals they are then, is shown as such."""
     decision = decide(
         base,
         new,
@@ -248,14 +276,14 @@ def _ruled(
     elif len(new) > 1 and decision.suspicious:
         ratios = ", ".join(format_percent(round(math.expm1(ratio), 6) + 0.0) for ratio in decision.ratios)
         note = f"measured {len(new)} times: {ratios}"
-    value, known, limit = statistics.median(new), decision.centre, decision.centre * math.exp(decision.limit)
+    value, baseline, limit = statistics.median(new), decision.centre, decision.centre * math.exp(decision.limit)
     if name == "scaling_efficiency":
-        value, known, limit = 1 / value, 1 / known, 1 / limit
+        value, baseline, limit = 1 / value, 1 / baseline, 1 / limit
     metric = MetricVerdict(
         metric=name,
         status=decision.outcome,
         value=value,
-        baseline=known,
+        baseline=baseline,
         limit=limit,
         note=note,
         sd=decision.sd,
@@ -264,7 +292,7 @@ def _ruled(
         runs=len(new),
         votes=decision.votes,
     )
-    return _Found(metric, decision.settled, decision.ratios[0])
+    return _JudgedMetric(metric, decision.settled, decision.ratios[0])
 
 
 def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> str:
@@ -280,22 +308,22 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
     hosts = {run.environment.host for run in fitted} - {here.host}
     if here.device_type == "cpu" and hosts:
         return f"recorded on the host {min(hosts)}, here {here.host}"
-    return other_count(here, fitted)
+    return describe_process_count(here, fitted)
 
 
-def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> _Found | None:
-    """A count, the same on every device and in every process; None where it cannot be compared."""
-    value, known = measured.flops_per_step, fitted[-1].flops_per_step
-    if value is None or not known or other_count(measured.environment, fitted):
+def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> _JudgedMetric | None:
+    """Judge the FLOPs of a step, an exact count that is the same on every device; None where it cannot be compared."""
+    value, baseline = measured.flops_per_step, fitted[-1].flops_per_step
+    if value is None or not baseline or describe_process_count(measured.environment, fitted):
         return None
-    ratio = value / known - 1
+    ratio = value / baseline - 1
     status: Status = "pass"
     if abs(ratio) > tolerance.time:
         status = "regressed" if ratio > 0 else "improved"
     note = f"changed by {format_percent(ratio)}, within the limit" if ratio and status == "pass" else ""
-    limit = known * (1 + tolerance.time)
-    metric = MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=known, limit=limit, note=note)
-    return _Found(metric)
+    limit = baseline * (1 + tolerance.time)
+    metric = MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=baseline, limit=limit, note=note)
+    return _JudgedMetric(metric)
 
 
 def _conclude(
@@ -313,29 +341,33 @@ def _conclude(
         sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {reasons}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
 
-    def told(status: Status) -> str:
+    def describe(status: Status) -> str:
         chosen = [metric for metric in metrics if metric.status == status]
-        parts = [f"{finding(one)}{f'; {one.note}' if one.note else ''}" for one in chosen if not is_of_memory(one)]
+        parts = [
+            f"{describe_metric(metric)}{f'; {metric.note}' if metric.note else ''}"
+            for metric in chosen
+            if not is_memory_metric(metric)
+        ]
         timed = bool(chosen) and chosen[0].metric == "step_seconds"
-        parts[timed:timed] = told_of_memory(chosen, measured[0], fitted)
+        parts[timed:timed] = describe_memory(chosen, measured[0], fitted)
         return f"{case} {', and '.join(parts)}" if parts else ""
 
-    if worse := told("regressed"):
-        told_flops = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
-        since = [changes(measured[0].environment, fitted, given.variables)]
-        since += counters(measured[0], fitted, flops=not told_flops)
-        since += filter(None, [slowed_down(measured)])
+    if worse := describe("regressed"):
+        flops_described = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
+        since = [describe_changes(measured[0].environment, fitted, given.variables)]
+        since += describe_counters(measured[0], fitted, flops=not flops_described)
+        since += filter(None, [describe_throttling(measured)])
         sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
-    if unclear := told("inconclusive"):
+    if unclear := describe("inconclusive"):
         allowed = format_percent(tolerance.time, signed=False)
         sentence = f"{unclear}; more than the tolerance of {allowed}, and not surely the case's own"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
     # What was asked for and cannot be gated must not pass for gated.
-    if phases := unknown_phases(metrics, "new"):
+    if phases := describe_missing_phases(metrics, "new"):
         sentence = f"{case} has {phases} in its baseline of {dates(baseline)}; {_RECORD}"
         return Verdict(status="new", sentence=sentence, metrics=metrics)
-    if phases := unknown_phases(metrics, "not-comparable"):
+    if phases := describe_missing_phases(metrics, "not-comparable"):
         sentence = f"{case} has {phases}, as its baseline of {dates(baseline)} had; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
     for metric in (metric for metric in metrics if metric.metric == "scaling_efficiency"):
@@ -345,9 +377,9 @@ def _conclude(
         if metric.value is None:
             sentence = f"{case} has no scaling efficiency: {metric.note}"
             return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
-    if better := told("improved"):
+    if better := describe("improved"):
         return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
-    notes = [f"{of_phase(metric)}{metric.note}" for metric in metrics if metric.note]
+    notes = [f"{phase_prefix(metric)}{metric.note}" for metric in metrics if metric.note]
     caught = next((metric.sensitivity for metric in metrics if metric.sensitivity is not None), None)
     if caught is not None:
         notes.append(f"a slowdown of {format_percent(caught, signed=False)} would be caught 99 times in 100")

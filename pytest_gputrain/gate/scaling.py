@@ -1,4 +1,4 @@
-"""How much of its workers' throughput a case keeps (weak scaling: the batch of a worker stays the same). Pure."""
+"""Computes the scaling efficiency of a case (weak scaling: the batch of a worker stays the same). Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pytest_gputrain.records import BaselineRun, Case, Measurement, update_secon
 
 
 def one_worker(case: Case) -> Case:
-    """The same work by one worker alone.
+    """The case as one worker alone does it.
 
     DistributedDataParallel of one process is a plain training, which may be declared and measured anyway. Engines that
     shard or offload keep doing so: without them the model may not fit, and their knobs are no other engine's. Own code keeps
@@ -34,5 +34,5 @@ def efficiencies(case: Case, runs: Iterable[Measurement | BaselineRun]) -> list[
 
 def efficiency(case: Case, runs: Iterable[Measurement | BaselineRun]) -> float | None:
     """The median of `efficiencies`, None where no run can tell."""
-    known = efficiencies(case, runs)
-    return statistics.median(known) if known else None
+    values = efficiencies(case, runs)
+    return statistics.median(values) if values else None

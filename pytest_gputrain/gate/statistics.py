@@ -45,7 +45,7 @@ MOST_RUNS: Final = 5
 AGREEING: Final = 3
 MANY_CASES: Final = 10
 """From so many on, a suite tells its own s0 and whether all of it is slower today."""
-SHIFT_TOLD: Final = 0.01
+LEAST_SHIFT: Final = 0.01
 """A suite's shift from which on it counts."""
 
 Outcome = Literal["pass", "regressed", "improved", "inconclusive"]
@@ -98,15 +98,15 @@ def decide(
     """
     _check(base, new, tolerance, prior, most, shift)
     most = max(most, len(new))
-    known, found = sorted(map(math.log, base)), [math.log(seconds) for seconds in new]
-    centre = _centre(known)
-    ratios = tuple(value - centre for value in found)
-    sd = _sd(known, centre, found, prior)
+    base_logs, new_logs = sorted(map(math.log, base)), [math.log(seconds) for seconds in new]
+    centre = _centre(base_logs)
+    ratios = tuple(value - centre for value in new_logs)
+    sd = _sd(base_logs, centre, new_logs, prior)
     alone = most < AGREEING
     bound = (LIMIT_SDS_OF_ONE if alone else LIMIT_SDS) * sd * math.sqrt(0.65 + 1.15 / len(base))
     within = math.log1p(tolerance) + ROUNDING
     limit = max(within, bound)
-    counted = shift if abs(shift) > SHIFT_TOLD else 0.0
+    counted = shift if abs(shift) > LEAST_SHIFT else 0.0
     # Of what all cases share and what this one has for itself, the one that says less.
     slower = [min(ratio, ratio - counted) for ratio in ratios]
     faster = [max(ratio, ratio - counted) for ratio in ratios]
@@ -149,24 +149,24 @@ def _check(base: Sequence[float], new: Sequence[float], tolerance: float, prior:
         raise ValueError(f"tolerance {tolerance!r}, prior {prior!r}, shift {shift!r} or most {most!r} is out of range")
 
 
-def _centre(known: Sequence[float]) -> float:
+def _centre(base_logs: Sequence[float]) -> float:
     """Of sorted logarithms: robust against the one process that is bad."""
-    if len(known) < 5:
-        return statistics.median(known)
-    return statistics.fmean(known[1:-1])
+    if len(base_logs) < 5:
+        return statistics.median(base_logs)
+    return statistics.fmean(base_logs[1:-1])
 
 
-def _sd(known: Sequence[float], centre: float, found: Sequence[float], prior: float) -> float:
-    deviations = [abs(value - centre) for value in known] if len(known) > 1 else []
-    if len(found) > 1:
-        middle = statistics.median(found)
-        deviations += [abs(value - middle) for value in found]
+def _sd(base_logs: Sequence[float], centre: float, new_logs: Sequence[float], prior: float) -> float:
+    deviations = [abs(value - centre) for value in base_logs] if len(base_logs) > 1 else []
+    if len(new_logs) > 1:
+        middle = statistics.median(new_logs)
+        deviations += [abs(value - middle) for value in new_logs]
     if not deviations:
         return prior
     k, weighted = len(deviations), PRIOR_WEIGHT * prior**2
     first = math.sqrt((weighted + k * (NORMAL_MAD * statistics.median(deviations)) ** 2) / (PRIOR_WEIGHT + k))
     total = weighted + sum(min(deviation, WINSOR * first) ** 2 for deviation in deviations)
-    return math.sqrt(total / (PRIOR_WEIGHT + len(known) - 1 + len(found) - 1))
+    return math.sqrt(total / (PRIOR_WEIGHT + len(base_logs) - 1 + len(new_logs) - 1))
 
 
 def suite_prior(baselines: Sequence[Sequence[float]]) -> float:
@@ -198,7 +198,9 @@ def levelled(base: Sequence[float], head: Sequence[float]) -> tuple[list[float],
     Args:
         base: seconds, one a round, as ``head``.
     """
-    differences = [math.log(new) - math.log(known) for known, new in zip(base, head, strict=True)]
+    differences = [
+        math.log(head_seconds) - math.log(base_seconds) for base_seconds, head_seconds in zip(base, head, strict=True)
+    ]
     middle = statistics.median(differences)
     level = statistics.fmean(map(math.log, (*base, *head)))
     halves = [middle / 2 + (difference - middle) / math.sqrt(2) for difference in differences]

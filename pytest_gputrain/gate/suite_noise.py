@@ -1,4 +1,4 @@
-"""What the cases of a run tell of each other: how noisy the machine is, and whether all of it is slower today."""
+"""Estimates from all cases of a run how noisy the machine is, and whether all of them are slower today."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
-from pytest_gputrain.gate.statistics import MANY_CASES, SHIFT_TOLD, suite_prior, suite_shift
+from pytest_gputrain.gate.statistics import LEAST_SHIFT, MANY_CASES, suite_prior, suite_shift
 from pytest_gputrain.records import Baseline, Measurement, Result
 from pytest_gputrain.utils.units import format_percent
 
 
-class Suites:
-    """Grows with the cases of one pytest process."""
+class SuiteNoise:
+    """The noise of a suite's cases, and how much slower all of them are today; grows with the cases of a pytest process."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], float] = {}
@@ -60,15 +60,15 @@ class Suites:
 
 def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]:
     """Whether cases that were judged regressed all together; and a sentence, where there is one."""
-    suites = Suites()
+    noise = SuiteNoise()
     for result in results:
         metric = result.verdict.metric("step_seconds") if result.verdict else None
         first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
         if first and metric and metric.baseline and metric.baseline_runs:
-            suites.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
-    if abs(suites.shift) <= SHIFT_TOLD:
+            noise.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
+    if abs(noise.shift) <= LEAST_SHIFT:
         return False, ""
-    shift = format_percent(math.expm1(suites.shift))
-    if suites.shift > math.log1p(tolerance):
+    shift = format_percent(math.expm1(noise.shift))
+    if noise.shift > math.log1p(tolerance):
         return True, f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
     return False, f"the median case is {shift} off its baseline: the machine rather than a case"

@@ -1,4 +1,4 @@
-"""What became of a case, for readers: derived figures, or why there are none. Pure."""
+"""Derives the figures that readers see from the replies of a case, or says why there are none. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from pytest_gputrain.gate import rank_spread
-from pytest_gputrain.gate.loss_trend import failed_curves
+from pytest_gputrain.gate.loss_trend import describe_failed_curves
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.scaling import efficiency
 from pytest_gputrain.hardware import catalog
@@ -19,7 +19,7 @@ _DETAIL_LINES: Final = 25
 
 
 def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary | None:
-    """Figures of the runs that measured; None where none did.
+    """Derive the figures of the runs that measured; None where none did.
 
     Args:
         platform: catalog marker of the machine.
@@ -31,46 +31,46 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
     first = measured[0]
     samples = first.batch_size / seconds
     peak = catalog.peak_flops(platform, case.precision)
-    known = peak is not None and first.flops_per_step is not None
+    has_utilization = peak is not None and first.flops_per_step is not None
     return Summary(
         median_step_seconds=seconds,
         samples_per_second=samples,
         tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
         peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
-        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if known else None,  # type: ignore[operator]
+        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if has_utilization else None,  # type: ignore[operator]
         scaling_efficiency=efficiency(case, measured),
         ranks=rank_spread.widest(measured),
         first_step_seconds=_middle(next(iter(run.warmup_seconds), None) for run in measured),
-        **_of_gpus(measured),
+        **_gpu_figures(measured),
     )
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
     """Of the runs that have the figure; None where none has."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
 
 
-def _of_gpus(measured: Sequence[Measurement]) -> dict[str, Any]:
-    """What telemetry adds to a summary."""
-    seen = [run.telemetry for run in measured if run.telemetry is not None]
-    clocks = [one.clock_mhz for one in seen if one.clock_mhz is not None]
+def _gpu_figures(measured: Sequence[Measurement]) -> dict[str, Any]:
+    """The figures of a summary that come from telemetry of the GPUs."""
+    samples = [run.telemetry for run in measured if run.telemetry is not None]
+    clocks = [telemetry.clock_mhz for telemetry in samples if telemetry.clock_mhz is not None]
     joules = _middle(run.joules_per_step for run in measured)
     return {
         "joules_per_step": joules,
         "joules_per_sample": None if joules is None else joules / measured[0].batch_size,
-        "power_watts": _middle(one.power_watts for one in seen),
+        "power_watts": _middle(telemetry.power_watts for telemetry in samples),
         "clock_mhz": statistics.median_low(clocks) if clocks else None,
-        "gpu_utilization": _middle(one.utilization for one in seen),
+        "gpu_utilization": _middle(telemetry.utilization for telemetry in samples),
     }
 
 
 def failure_of(result: Result) -> str | None:
-    """Why a result is no measurement, None where it is one."""
+    """Say why a result is no measurement; None where it is one."""
     for reply in result.replies:
         if not isinstance(reply, Measurement):
             return f"{result.case} {describe_failure(reply)}"
-    return failed_curves(result.case, result.loss_curves)
+    return describe_failed_curves(result.case, result.loss_curves)
 
 
 def detail_of(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""AMD GPUs through amdsmi, the library of amd-smi."""
+"""Reads AMD GPUs through amdsmi, the library of amd-smi."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_gputrain.hardware.devices import SELF, UNKNOWN, Gpu, HardwareError, 
 from pytest_gputrain.records import Holder
 
 DEVICE_FILE: Final = Path("/dev/kfd")
-"""The kernel's door to its compute devices: a container that may use AMD GPUs has it."""
+"""The Linux kernel's file for compute devices: a container that may use AMD GPUs has it."""
 
 _NOT_AVAILABLE: Final = "N/A"
 _WHOLE: Final = ("SPX", _NOT_AVAILABLE, "")
@@ -45,15 +45,17 @@ class Amd:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        self._asked: dict[str, tuple[float, Any]] = {}
+        self._violations_read: dict[str, tuple[float, Any]] = {}
         self._handles: dict[str, Any] = {}
         """By `Gpu.uuid`, in HIP's order, which need not be amd-smi's: it follows the kernel's nodes, amd-smi's the bus."""
 
     def gpus(self) -> tuple[Gpu, ...]:
         with _lock:
-            return tuple(self._gpu(index, uuid, handle) for index, (uuid, handle) in enumerate(self._found().items()))
+            return tuple(
+                self._gpu(index, uuid, handle) for index, (uuid, handle) in enumerate(self._handles_by_uuid().items())
+            )
 
-    def _found(self) -> dict[str, Any]:
+    def _handles_by_uuid(self) -> dict[str, Any]:
         if not self._handles:
             handles = self._library.amdsmi_get_processor_handles()
             order = sorted(range(len(handles)), key=lambda at: (self._number(handles[at], at), at))
@@ -65,25 +67,25 @@ class Amd:
 
     def _number(self, handle: Any, at: int) -> int:
         """What HIP sorts by; ``at`` where neither the library (before ROCm 6.4) nor the kernel tells."""
-        hip = self._known(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_id")
-        node = self._known(self._ask("amdsmi_get_gpu_kfd_info", handle), "node_id") if hip is None else None
+        hip = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_id")
+        node = self._value(self._ask("amdsmi_get_gpu_kfd_info", handle), "node_id") if hip is None else None
         return int(hip if hip is not None else node if node is not None else at)
 
     def _gpu(self, index: int, uuid: str, handle: Any) -> Gpu:
         asic = self._ask("amdsmi_get_gpu_asic_info", handle) or {}
         board = self._ask("amdsmi_get_gpu_board_info", handle) or {}
-        name = self._known(asic, "market_name") or self._known(board, "product_name")
-        name = name or f"AMD {self._known(asic, 'device_id') or 'GPU'}"
+        name = self._value(asic, "market_name") or self._value(board, "product_name")
+        name = name or f"AMD {self._value(asic, 'device_id') or 'GPU'}"
         partition = self._ask("amdsmi_get_gpu_compute_partition", handle) or _NOT_AVAILABLE
         total = self._ask("amdsmi_get_gpu_memory_total", handle, self._library.AmdSmiMemoryType.VRAM)
-        cap = self._known(self._ask("amdsmi_get_power_cap_info", handle), "power_cap")
+        cap = self._value(self._ask("amdsmi_get_power_cap_info", handle), "power_cap")
         whole = partition in _WHOLE
         return Gpu(
             index=index,
             uuid=uuid,
             name=name if whole else f"{name} {partition}",
             memory_bytes=int(total or 0),
-            driver=self._known(self._ask("amdsmi_get_gpu_driver_info", handle), "driver_version") or "unknown",
+            driver=self._value(self._ask("amdsmi_get_gpu_driver_info", handle), "driver_version") or "unknown",
             vendor="amd",
             # Microwatts; some releases gave watts.
             power_limit_watts=None if cap is None or not whole else cap / 1e6 if cap > 10_000 else float(cap),
@@ -91,11 +93,11 @@ class Amd:
 
     def _uuid(self, handle: Any) -> str:
         """ROCm's, which is made of the serial number; amd-smi's own has another form that no variable takes."""
-        known = self._known(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_uuid")
-        if known:
-            return str(known)
+        hip_uuid = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_uuid")
+        if hip_uuid:
+            return str(hip_uuid)
         asic = self._ask("amdsmi_get_gpu_asic_info", handle)
-        serial = str(self._known(asic, "asic_serial") or "").removeprefix("0x").lower()
+        serial = str(self._value(asic, "asic_serial") or "").removeprefix("0x").lower()
         return f"GPU-{serial.zfill(16)}" if serial else f"GPU-{self._library.amdsmi_get_gpu_device_uuid(handle)}"
 
     def occupancy(self, gpu: Gpu) -> Occupancy:
@@ -109,8 +111,8 @@ class Amd:
                 Holder(
                     pid=process["pid"],
                     gpu=gpu.index,
-                    name=self._known(process, "name") or "",
-                    bytes=self._known(process.get("memory_usage"), "vram_mem"),
+                    name=self._value(process, "name") or "",
+                    bytes=self._value(process.get("memory_usage"), "vram_mem"),
                 )
                 for process in running
                 if isinstance(process, dict)
@@ -123,48 +125,50 @@ class Amd:
             energy = self._ask("amdsmi_get_energy_count", handle) or {}
             power = self._ask("amdsmi_get_power_info", handle)
             clock = self._ask("amdsmi_get_clock_info", handle, self._library.AmdSmiClkType.GFX)
-            activity = self._known(self._ask("amdsmi_get_gpu_activity", handle), "gfx_activity")
+            activity = self._value(self._ask("amdsmi_get_gpu_activity", handle), "gfx_activity")
             violations = self._violations(gpu, handle)
         # Names of ROCm 6.2 and after, and of before.
-        ticks = self._first(energy, "energy_accumulator", "power")
-        resolution = self._known(energy, "counter_resolution")
-        mhz = self._first(clock, "clk", "cur_clk")
+        ticks = self._first_value(energy, "energy_accumulator", "power")
+        resolution = self._value(energy, "counter_resolution")
+        mhz = self._first_value(clock, "clk", "cur_clk")
         return Reading(
             energy_joules=None if ticks is None or resolution is None else ticks * resolution / 1e6,
-            power_watts=self._first(power, "current_socket_power", "socket_power", "average_socket_power"),
+            power_watts=self._first_value(power, "current_socket_power", "socket_power", "average_socket_power"),
             clock_mhz=None if mhz is None else int(mhz),
             utilization=None if activity is None else activity / 100,
             throttling=None
             if violations is None
-            else frozenset(name for key, name in _VIOLATIONS.items() if self._known(violations, key)),
+            else frozenset(name for key, name in _VIOLATIONS.items() if self._value(violations, key)),
         )
 
     def _violations(self, gpu: Gpu, handle: Any) -> Any:
         """Asked once a second: the library sleeps for a tenth of one in it."""
         now = time.monotonic()
-        asked, found = self._asked.get(gpu.uuid, (-math.inf, None))
-        if now - asked >= _VIOLATIONS_SECONDS:
-            found = self._ask("amdsmi_get_violation_status", handle)
-            self._asked[gpu.uuid] = now, found
-        return found
+        asked_at, violations = self._violations_read.get(gpu.uuid, (-math.inf, None))
+        if now - asked_at >= _VIOLATIONS_SECONDS:
+            violations = self._ask("amdsmi_get_violation_status", handle)
+            self._violations_read[gpu.uuid] = now, violations
+        return violations
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """As ``amd-smi topology``: ``XGMI``, ``PCIE``."""
+        """The paths as ``amd-smi topology`` names them: ``XGMI``, ``PCIE``."""
         with _lock:
             handles = [self._handle(gpu) for gpu in gpus]
-            return tuple(tuple(SELF if one is other else self._path(one, other) for other in handles) for one in handles)
+            return tuple(
+                tuple(SELF if handle is other else self._path(handle, other) for other in handles) for handle in handles
+            )
 
-    def _path(self, one: Any, other: Any) -> str:
+    def _path(self, handle: Any, other: Any) -> str:
         # Releases number the types differently, and named them after "IO" links before.
         types = getattr(self._library, "AmdSmiLinkType", None) or getattr(self._library, "AmdSmiIoLinkType", None)
-        kind = self._known(self._ask("amdsmi_topo_get_link_type", one, other), "type")
+        kind = self._value(self._ask("amdsmi_topo_get_link_type", handle, other), "type")
         if types is None or kind is None:
             return UNKNOWN
         name = next((member.name for member in types if member.value == kind), "")
         return "XGMI" if name.endswith("XGMI") else "PCIE" if "PCI" in name else UNKNOWN
 
     def _handle(self, gpu: Gpu) -> Any:
-        handle = self._found().get(gpu.uuid)
+        handle = self._handles_by_uuid().get(gpu.uuid)
         if handle is None:
             raise HardwareError(f"the AMD driver has no GPU {gpu.index} ({gpu.uuid}) any more; see what amd-smi says")
         return handle
@@ -175,18 +179,18 @@ class Amd:
         if function is None:
             return None
         try:
-            found = function(*arguments)
+            answer = function(*arguments)
         except self._library.AmdSmiException:
             return None
-        return None if found == _NOT_AVAILABLE else found
+        return None if answer == _NOT_AVAILABLE else answer
 
-    def _known(self, found: Any, key: str) -> Any:
+    def _value(self, answer: Any, key: str) -> Any:
         """A value of a dictionary that may be missing, or say ``N/A``."""
-        value = found.get(key) if isinstance(found, dict) else None
+        value = answer.get(key) if isinstance(answer, dict) else None
         return None if value == _NOT_AVAILABLE else value
 
-    def _first(self, found: Any, *keys: str) -> Any:
-        return next((value for key in keys if (value := self._known(found, key)) is not None), None)
+    def _first_value(self, answer: Any, *keys: str) -> Any:
+        return next((value for key in keys if (value := self._value(answer, key)) is not None), None)
 
 
 def load() -> Any:

@@ -1,4 +1,4 @@
-"""One GPU, whoever made it, and what its driver tells."""
+"""Describes one GPU of any vendor and what its driver tells: the records that `nvidia` and `amd` fill."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from pytest_gputrain.records import Holder
-from pytest_gputrain.utils.sanitize import Told
+from pytest_gputrain.utils.sanitize import OneLineError
 
 Vendor = Literal["nvidia", "amd"]
 
 
-class HardwareError(Told):
+class HardwareError(OneLineError):
     """The hardware is not what was asked for, or its driver fails; one sentence."""
 
 

@@ -1,4 +1,4 @@
-"""All vendors' drivers as one."""
+"""Asks the drivers of all vendors as if they were one: GPUs, the paths between them, and the processes on them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def gpus() -> tuple[Gpu, ...]:
     Raises:
         HardwareError: a driver is there but does not answer.
     """
-    found: list[Gpu] = []
+    every_gpu: list[Gpu] = []
     for opened in _OPENERS.values():
         with opened() as driver:
-            found += driver.gpus() if driver is not None else ()
-    return tuple(found)
+            every_gpu += driver.gpus() if driver is not None else ()
+    return tuple(every_gpu)
 
 
 @contextlib.contextmanager
@@ -40,8 +40,8 @@ def driver(vendor: Vendor) -> Iterator[Driver | None]:
     Raises:
         HardwareError: it does not answer, now or while it is open.
     """
-    with _OPENERS[vendor]() as found:
-        yield found
+    with _OPENERS[vendor]() as opened:
+        yield opened
 
 
 def paths(gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
@@ -52,41 +52,45 @@ def paths(gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
     """
     if len(gpus) < 2:
         return ()
-    with driver(gpus[0].vendor) as found:
-        return () if found is None else found.paths(gpus)
+    with driver(gpus[0].vendor) as vendor_driver:
+        return () if vendor_driver is None else vendor_driver.paths(gpus)
 
 
 def occupancy(gpus: Sequence[Gpu], own: Collection[int] = ()) -> Occupancy:
-    """What is on ``gpus`` beside this process now.
+    """Look which memory and processes are on ``gpus`` now, besides this process.
 
     Args:
-        own: further processes that are none of a stranger.
+        own: further processes that belong to this run.
 
     Raises:
         HardwareError: the driver does not answer.
     """
     if not gpus:
         return Occupancy(None, None)
-    with driver(gpus[0].vendor) as found:
-        return Occupancy(None, None) if found is None else _together(gpus, [found.occupancy(gpu) for gpu in gpus], own)
+    with driver(gpus[0].vendor) as vendor_driver:
+        return (
+            Occupancy(None, None)
+            if vendor_driver is None
+            else _combined(gpus, [vendor_driver.occupancy(gpu) for gpu in gpus], own)
+        )
 
 
-def _together(gpus: Sequence[Gpu], each: Sequence[Occupancy], own: Collection[int]) -> Occupancy:
-    free = [one.free_bytes for one in each if one.free_bytes is not None]
-    seen = [one.holders for one in each if one.holders is not None]
-    if len(seen) < len(each):
+def _combined(gpus: Sequence[Gpu], occupancies: Sequence[Occupancy], own: Collection[int]) -> Occupancy:
+    free = [state.free_bytes for state in occupancies if state.free_bytes is not None]
+    listings = [state.holders for state in occupancies if state.holders is not None]
+    if len(listings) < len(occupancies):
         return Occupancy(min(free, default=None), None)
-    holders = [holder for some in seen for holder in strangers(some, {os.getpid(), *own})]
-    for gpu, one in zip(gpus, each, strict=True):
-        used = 0 if one.free_bytes is None else gpu.memory_bytes - one.free_bytes
-        if not one.holders and used > UNSEEN_BYTES:  # of another container, whose processes are not shown here
+    holders = [holder for some in listings for holder in other_processes(some, {os.getpid(), *own})]
+    for gpu, state in zip(gpus, occupancies, strict=True):
+        used = 0 if state.free_bytes is None else gpu.memory_bytes - state.free_bytes
+        if not state.holders and used > UNSEEN_BYTES:  # of another container, whose processes are not shown here
             holders.append(Holder(pid=None, gpu=gpu.index, bytes=used))
     return Occupancy(min(free, default=None), tuple(holders))
 
 
-def strangers(holders: Iterable[Holder], own: Collection[int]) -> list[Holder]:
-    """Those that are none of one's own and train there, as far as is known, with their names."""
-    return [_named(holder) for holder in holders if holder.pid not in own and not _is_idle(holder)]
+def other_processes(holders: Iterable[Holder], own: Collection[int]) -> list[Holder]:
+    """Those that do not belong to this run and train there, as far as is known, with their names."""
+    return [_with_name(holder) for holder in holders if holder.pid not in own and not _is_idle(holder)]
 
 
 def _is_idle(holder: Holder) -> bool:
@@ -94,8 +98,8 @@ def _is_idle(holder: Holder) -> bool:
     return holder.bytes is not None and holder.bytes < _IDLE_BYTES
 
 
-def _named(holder: Holder) -> Holder:
-    """With the name of its program, where this user may know it."""
+def _with_name(holder: Holder) -> Holder:
+    """Add the name of the process's program, where this user may know it."""
     if holder.name or holder.pid is None:
         return holder
     try:

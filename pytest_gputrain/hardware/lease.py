@@ -1,4 +1,4 @@
-"""One case at a time on a GPU or a CPU core, across xdist workers and pytest runs of one host.
+"""Leases GPUs and CPU cores, so that one case at a time uses each, across xdist workers and pytest runs of one host.
 
 A lease is a lock on a file for each device. The kernel lets go of it when the last process that has the file open ends: the
 one that took it, or the worker that it was passed to. A GPU whose pytest was killed is free when its worker is gone.
@@ -21,13 +21,13 @@ _POLL_SECONDS: Final = 0.05
 _CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 """Of this container: microseconds that it may compute in each period, and the period; ``max`` where there is no limit."""
 
-_mine: dict[str, int] = {}
+_held: dict[str, int] = {}
 """File descriptors of the locks that this process holds, by name of the device."""
 
 
 @contextlib.contextmanager
 def lease(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Iterator[tuple[Gpu, ...]]:
-    """``count`` of ``gpus`` for this process; waits until they are free.
+    """Lease ``count`` of ``gpus`` to this process; waits until they are free.
 
     A process is lent what it holds already: a test with the ``gpu`` fixture measures its case on that GPU.
 
@@ -39,27 +39,27 @@ def lease(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Iterat
     """
     if count > len(gpus):
         raise HardwareError(f"{count} GPUs cannot be lent: there are {len(gpus)}")
-    held = [gpu for gpu in gpus if gpu.uuid in _mine]
+    held = [gpu for gpu in gpus if gpu.uuid in _held]
     if len(held) >= count:
         yield tuple(held[:count])
         return
     if held:
         raise HardwareError(f"{count} GPUs cannot be lent to a test that holds {len(held)} already; drop its gpu fixture")
-    with _locked("gpu", [gpu.uuid for gpu in gpus], count, folder) as names:
+    with _lock_devices("gpu", [gpu.uuid for gpu in gpus], count, folder) as names:
         yield tuple(gpu for gpu in gpus if gpu.uuid in names)
 
 
 @contextlib.contextmanager
 def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
-    """``count`` of the CPU cores that this process may use, or all of them where there are fewer; waits until they are free.
+    """Lease ``count`` of the usable CPU cores, or all of them where there are fewer; waits until they are free.
 
-    A core is a turn, not a place: nothing is pinned to it.
+    A lease of a core only counts: nothing is pinned to it.
     """
     cores = usable_cores()
-    if any(name in _mine for name in cores):
+    if any(name in _held for name in cores):
         yield
         return
-    with _locked("core", cores, min(count, len(cores)), folder):
+    with _lock_devices("core", cores, min(count, len(cores)), folder):
         yield
 
 
@@ -74,11 +74,11 @@ def usable_cores() -> list[str]:
 
 def held_locks() -> tuple[int, ...]:
     """Open files of what this process holds, for the workers that use it."""
-    return tuple(_mine.values())
+    return tuple(_held.values())
 
 
 @contextlib.contextmanager
-def _locked(pool: str, names: Sequence[str], count: int, folder: Path | None) -> Iterator[set[str]]:
+def _lock_devices(pool: str, names: Sequence[str], count: int, folder: Path | None) -> Iterator[set[str]]:
     folder = folder or Path(tempfile.gettempdir()) / "gputrain-leases"
     _make_common(folder)
     taken: dict[str, int] = {}
@@ -97,11 +97,11 @@ def _locked(pool: str, names: Sequence[str], count: int, folder: Path | None) ->
                     time.sleep(_POLL_SECONDS)
         finally:
             os.close(queue)
-        _mine.update(taken)
+        _held.update(taken)
         yield set(taken)
     finally:
         for name, descriptor in taken.items():
-            _mine.pop(name, None)
+            _held.pop(name, None)
             os.close(descriptor)
 
 

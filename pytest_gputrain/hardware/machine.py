@@ -1,4 +1,4 @@
-"""This machine as the cases see it."""
+"""Detects which devices of this machine a run may use, and which platform they are."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Machine:
 def detect(
     *, platform: str | None = None, gpu_ids: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Machine:
-    """What is here, within ``gpu_ids`` and what the vendor's runtime shows: ``CUDA_VISIBLE_DEVICES``, for AMD
+    """Detect the devices here, within ``gpu_ids`` and what the vendor's runtime shows: ``CUDA_VISIBLE_DEVICES``, for AMD
     ``ROCR_VISIBLE_DEVICES`` and, of what that leaves, ``HIP_VISIBLE_DEVICES``.
 
     Args:
@@ -61,7 +61,7 @@ def detect(
         gpus = tuple(dict.fromkeys(_find(gpus, wanted) for wanted in gpu_ids))
     if not gpus:
         if platform is not None:
-            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here{_unseen(platform)}")
+            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here{_why_unseen(platform)}")
         return Machine(gpus=(), platform=catalog.CPU)
     names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
@@ -73,9 +73,9 @@ def detect(
 
 
 def _find(gpus: Sequence[Gpu], wanted: str) -> Gpu:
-    found = _match(gpus, wanted, {gpu.uuid: gpu.index for gpu in gpus})
-    if found is not None:
-        return found
+    gpu = _match(gpus, wanted, {gpu.uuid: gpu.index for gpu in gpus})
+    if gpu is not None:
+        return gpu
     visible = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
     raise HardwareError(f"--gpu-ids: no visible GPU {wanted!r}; visible: {visible}")
 
@@ -86,19 +86,22 @@ def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]
     Raises:
         HardwareError: a variable shows none of them, and does not say so by being empty or -1.
     """
-    known = {vendor: [gpu for gpu in gpus if gpu.vendor == vendor] for vendor in ("nvidia", "amd")}
+    of_vendor = {vendor: [gpu for gpu in gpus if gpu.vendor == vendor] for vendor in ("nvidia", "amd")}
     by_index = {gpu.uuid: gpu.index for gpu in gpus}
-    nvidias = _shown(known["nvidia"], "CUDA_VISIBLE_DEVICES", environ, by_index)
-    left = _shown(known["amd"], "ROCR_VISIBLE_DEVICES", environ, by_index)
+    nvidias = _visible_by(of_vendor["nvidia"], "CUDA_VISIBLE_DEVICES", environ, by_index)
+    amd_gpus = _visible_by(of_vendor["amd"], "ROCR_VISIBLE_DEVICES", environ, by_index)
     # HIP counts what ROCm left to it. It heeds CUDA's name for its own variable, which is another vendor's beside NVIDIA's
     # GPUs, and takes an empty one for unset.
     name = "HIP_VISIBLE_DEVICES" if environ.get("HIP_VISIBLE_DEVICES") or nvidias else "CUDA_VISIBLE_DEVICES"
-    said = {key: value for key, value in environ.items() if value}
-    return (*nvidias, *_shown(left, name, said, {gpu.uuid: at for at, gpu in enumerate(left)}))
+    set_variables = {key: value for key, value in environ.items() if value}
+    return (
+        *nvidias,
+        *_visible_by(amd_gpus, name, set_variables, {gpu.uuid: position for position, gpu in enumerate(amd_gpus)}),
+    )
 
 
-def _shown(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers: Mapping[str, int]) -> list[Gpu]:
-    """Those of a variable, up to its first entry that names none (the runtimes stop there too).
+def _visible_by(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers: Mapping[str, int]) -> list[Gpu]:
+    """The GPUs that a variable shows, up to its first entry that names none (the runtimes stop there too).
 
     Args:
         numbers: by UUID, what the variable calls them.
@@ -130,8 +133,8 @@ def _match(gpus: Sequence[Gpu], name: str, numbers: Mapping[str, int]) -> Gpu | 
     )
 
 
-def _unseen(platform: str) -> str:
-    """Why an AMD GPU that the kernel has may not be seen."""
+def _why_unseen(platform: str) -> str:
+    """Say why an AMD GPU that the kernel has may not be seen."""
     if platform.startswith("mi") and amd.DEVICE_FILE.exists() and amd.load() is None:
         return f" ({amd.DEVICE_FILE} is, but amdsmi is missing or finds no ROCm: install pytest-gputrain[amd])"
     return ""

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML."""
+"""Reads NVIDIA GPUs through NVML."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Nvidia:
 
     def gpus(self) -> tuple[Gpu, ...]:
         driver = _text(self._nvml.nvmlSystemGetDriverVersion())
-        found = []
+        listed = []
         for index in range(self._nvml.nvmlDeviceGetCount()):
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
             mode = self._ask("nvmlDeviceGetMigMode", handle)
@@ -52,7 +52,7 @@ class Nvidia:
             limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
             for part in self._parts(handle) if partitioned else [handle]:
                 memory = self._ask("nvmlDeviceGetMemoryInfo", part)
-                found.append(
+                listed.append(
                     Gpu(
                         index=index,
                         uuid=_text(self._nvml.nvmlDeviceGetUUID(part)),
@@ -62,7 +62,7 @@ class Nvidia:
                         power_limit_watts=None if limit is None else limit / 1000,
                     )
                 )
-        return tuple(found)
+        return tuple(listed)
 
     def _parts(self, handle: Any) -> list[Any]:
         """The MIG devices of a GPU that is partitioned."""
@@ -100,9 +100,12 @@ class Nvidia:
         )
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """As ``nvidia-smi topo -m``: ``NV4`` for four NVLinks, direct or through NVSwitches, else where on PCIe two meet."""
-        ends = [_End(self._nvml, self._ask, self._handle(gpu)) for gpu in gpus]
-        return tuple(tuple(SELF if one is other else one.path(other) for other in ends) for one in ends)
+        """The paths as ``nvidia-smi topo -m`` names them.
+
+        ``NV4`` stands for four NVLinks, direct or through NVSwitches, else where on PCIe two meet.
+        """
+        ends = [_LinkEnd(self._nvml, self._ask, self._handle(gpu)) for gpu in gpus]
+        return tuple(tuple(SELF if end is other else end.path(other) for other in ends) for end in ends)
 
     def _handle(self, gpu: Gpu) -> Any:
         if gpu.uuid.startswith("MIG-"):
@@ -122,8 +125,8 @@ class Nvidia:
             return None
 
 
-class _End:
-    """A GPU with its NVLinks."""
+class _LinkEnd:
+    """A GPU with its NVLinks, as one end of a path."""
 
     def __init__(self, nvml: Any, ask: Callable[..., Any], handle: Any) -> None:
         self._nvml, self._ask, self._handle = nvml, ask, handle
@@ -138,20 +141,20 @@ class _End:
             else:
                 self._direct.append(ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link))
 
-    def path(self, other: _End) -> str:
-        links = sum(_same_place(address, other._address) for address in self._direct)
+    def path(self, other: _LinkEnd) -> str:
+        links = sum(_same_address(address, other._address) for address in self._direct)
         # Switches join all GPUs that have links into them.
         links += min(self._into_switches, other._into_switches)
         if links:
             return f"NV{links}"
         level = self._ask("nvmlDeviceGetTopologyCommonAncestor", self._handle, other._handle)
-        known = {getattr(self._nvml, constant): name for constant, name in _ANCESTORS.items()}
-        return known.get(level, UNKNOWN)
+        names = {getattr(self._nvml, constant): name for constant, name in _ANCESTORS.items()}
+        return names.get(level, UNKNOWN)
 
 
-def _same_place(one: Any, other: Any) -> bool:
-    known = one is not None and other is not None
-    return known and (one.domain, one.bus, one.device) == (other.domain, other.bus, other.device)
+def _same_address(address: Any, other: Any) -> bool:
+    both_known = address is not None and other is not None
+    return both_known and (address.domain, address.bus, address.device) == (other.domain, other.bus, other.device)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a vendor's library replied, written down on one machine and replayed on another.
+"""Records what a vendor's library replies on one machine, and replays it on another.
 
 A recording is JSON: calls by function and arguments, each with its replies in their order. Handles, which mean nothing
 elsewhere, are numbered. Replayed, a call that is asked more often than it was recorded repeats its last reply, and a call
@@ -35,7 +35,7 @@ class _Handle:
 
 
 class Recorder:
-    """Stands in a library's place, and keeps what it replies in `calls`."""
+    """A stand-in for a library that passes calls on and keeps the replies in `calls`."""
 
     def __init__(self, library: Any, name: str) -> None:
         self._library, self._error = library, getattr(library, ERRORS[name])
@@ -47,18 +47,18 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of the import machinery
             raise AttributeError(name)
-        found = getattr(self._library, name)
-        if isinstance(found, type):
-            if issubclass(found, enum.Enum):
-                self.constants[name] = {member: one.value for member, one in found.__members__.items()}  # aliases, too
-            return found
-        if not callable(found):
-            self.constants[name] = found
-            return found
-        return lambda *arguments: self._call(name, found, arguments)
+        attribute = getattr(self._library, name)
+        if isinstance(attribute, type):
+            if issubclass(attribute, enum.Enum):
+                self.constants[name] = {member: item.value for member, item in attribute.__members__.items()}  # aliases, too
+            return attribute
+        if not callable(attribute):
+            self.constants[name] = attribute
+            return attribute
+        return lambda *arguments: self._call(name, attribute, arguments)
 
     def _call(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        key = _key(name, [self._plain(argument) for argument in arguments])
+        key = _key(name, [self._to_json(argument) for argument in arguments])
         replies = self.calls.setdefault(key, [])
         try:
             reply = function(*arguments)
@@ -66,11 +66,11 @@ class Recorder:
             code = getattr(error, "value", None) or getattr(error, "err_code", None)
             replies.append({"error": code, "says": str(error)})
             raise
-        replies.append({"reply": self._plain(reply)})
+        replies.append({"reply": self._to_json(reply)})
         return reply
 
-    def _plain(self, value: Any) -> Any:
-        """JSON's kinds of values; what is none of them is a handle."""
+    def _to_json(self, value: Any) -> Any:
+        """Convert a value to JSON's kinds of values; what is none of them is a handle."""
         if isinstance(value, enum.Enum):
             return value.value
         if value is None or isinstance(value, bool | int | float | str):
@@ -78,27 +78,27 @@ class Recorder:
         if isinstance(value, bytes):
             return value.decode()
         if isinstance(value, dict):
-            return {str(key): self._plain(one) for key, one in value.items()}
+            return {str(key): self._to_json(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._plain(one) for one in value]
+            return [self._to_json(item) for item in value]
         if isinstance(value, ctypes.Structure):
-            return {"fields": {field[0]: self._plain(getattr(value, field[0])) for field in value._fields_}}
+            return {"fields": {field[0]: self._to_json(getattr(value, field[0])) for field in value._fields_}}
         if isinstance(value, _Handle):
             return {"handle": value.number}
         if isinstance(value, ctypes._SimpleCData | ctypes._Pointer):
             return {"handle": self._handle(value)}
-        return {"fields": {name: self._plain(one) for name, one in vars(value).items()}}
+        return {"fields": {name: self._to_json(item) for name, item in vars(value).items()}}
 
     def _handle(self, value: Any) -> int:
-        """Handles are equal that point to the same."""
-        known = [_address(handle) for handle in self._handles]
-        if _address(value) not in known:
+        """The number of a handle; those that point to the same address have the same."""
+        addresses = [_address(handle) for handle in self._handles]
+        if _address(value) not in addresses:
             self._handles.append(value)
-            return len(known)
-        return known.index(_address(value))
+            return len(addresses)
+        return addresses.index(_address(value))
 
 
-class Said(msgspec.Struct):
+class RecordedReply(msgspec.Struct):
     """One reply, or one error."""
 
     reply: Any = None
@@ -108,7 +108,7 @@ class Said(msgspec.Struct):
 
 class _Recording(msgspec.Struct):
     library: Literal["pynvml", "amdsmi"]
-    calls: dict[str, list[Said]]
+    calls: dict[str, list[RecordedReply]]
     constants: dict[str, int | float | str | bool | dict[str, int] | None] = {}
 
 
@@ -143,34 +143,34 @@ class Replay(types.ModuleType):
         return lambda *arguments: self._reply(name, arguments)
 
     def _reply(self, name: str, arguments: Iterable[Any]) -> Any:
-        key = _key(name, [_plain_again(argument) for argument in arguments])
+        key = _key(name, [_handle_to_json(argument) for argument in arguments])
         self.asked.append(key)
         replies = self._left.get(key)
         if not replies:
             raise self._error(self._unsupported, f"{key} was not recorded")
-        found = replies.pop(0) if len(replies) > 1 else replies[0]
-        if found.error is not None:
-            raise self._error(found.error, found.says)
-        return _live(found.reply)
+        said = replies.pop(0) if len(replies) > 1 else replies[0]
+        if said.error is not None:
+            raise self._error(said.error, said.says)
+        return _to_objects(said.reply)
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[dict[str, Any]]]:
-    """What the libraries of this machine reply in the block, one recording each."""
+    """Record what the libraries of this machine reply in the block, one recording each."""
     with _in_place_of_libraries() as put:
-        found = []
+        documents = []
         for name, load in {"pynvml": _pynvml, "amdsmi": amd.load}.items():
             library = load()
             if library is not None:
                 recorder = Recorder(library, name)
                 put(name, recorder)
-                found.append(recorder.document)
-        yield found
+                documents.append(recorder.document)
+        yield documents
 
 
 @contextlib.contextmanager
 def replayed(path: Path) -> Iterator[None]:
-    """The libraries reply in the block as they did in a file of recordings; those that it lacks are not there.
+    """Have the libraries reply in the block as they did in a file of recordings; those that it lacks are not there.
 
     Raises:
         ValueError: no recording, or one with replies that no library gives; one sentence.
@@ -181,7 +181,7 @@ def replayed(path: Path) -> Iterator[None]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     try:
-        libraries = [Replay(one) for one in (recordings if isinstance(recordings, list) else [recordings])]
+        libraries = [Replay(recording) for recording in (recordings if isinstance(recordings, list) else [recordings])]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     with _in_place_of_libraries() as put:
@@ -197,7 +197,7 @@ def replayed(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_place_of_libraries() -> Iterator[Callable[[str, Any], None]]:
-    """A way to have `import` find something else, undone in the end."""
+    """Give a function that makes `import` find another library, and undo it in the end."""
     before = {name: sys.modules[name] for name in ERRORS if name in sys.modules}
 
     def put(name: str, library: Any) -> None:
@@ -241,20 +241,20 @@ def _address(handle: Any) -> Any:
     return ctypes.cast(handle, ctypes.c_void_p).value if isinstance(handle, ctypes._Pointer) else handle.value
 
 
-def _plain_again(value: Any) -> Any:
+def _handle_to_json(value: Any) -> Any:
     if isinstance(value, _Handle):
         return {"handle": value.number}
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def _live(value: Any) -> Any:
-    """The inverse of `Recorder._plain`, with fields as attributes."""
+def _to_objects(value: Any) -> Any:
+    """The inverse of `Recorder._to_json`, with fields as attributes."""
     if isinstance(value, list):
-        return [_live(one) for one in value]
+        return [_to_objects(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"handle"}:
         return _Handle(value["handle"])
     if value.keys() == {"fields"}:
-        return types.SimpleNamespace(**{name: _live(one) for name, one in value["fields"].items()})
-    return {key: _live(one) for key, one in value.items()}
+        return types.SimpleNamespace(**{name: _to_objects(item) for name, item in value["fields"].items()})
+    return {key: _to_objects(item) for key, item in value.items()}

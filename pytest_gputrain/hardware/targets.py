@@ -1,4 +1,4 @@
-"""What a dry run predicts for: a device of the catalog as `pytest_gputrain.records.Target`."""
+"""Makes the target that a dry run predicts for: a device of the catalog as `pytest_gputrain.records.Target`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs of a case while it is timed: energy, power, clocks, what lowers them, and who else comes.
+"""Watches the GPUs of a case while it is timed: energy, power, clocks, what lowers them, and other processes.
 
 Read from this process by a thread of its own, so that the one that trains does nothing for it. The worker tells when its
 timed steps begin and end, by the clock that all processes of a host share.
@@ -23,7 +23,7 @@ INTERVAL_SECONDS: Final = 0.2
 _LOOK_AROUND_SECONDS: Final = 2.0
 """Between looks for other processes."""
 _PATIENCE_SECONDS: Final = 5.0
-"""With a driver that hangs, as it does where a GPU does."""
+"""How long to wait for a driver that hangs, as it does where a GPU does."""
 LEAST_READINGS: Final = 3
 """Within the timed steps; fewer tell nothing of them."""
 
@@ -48,7 +48,7 @@ class Watch:
         self._enough = threading.Event()
 
     def note(self, event: Event) -> None:
-        """What the worker does now."""
+        """Take in what the worker does now."""
         if event.phase == "measure" and self._begin is None:
             self._begin = event.at
         elif event.phase == "check" and self._end is None:
@@ -62,27 +62,27 @@ class Watch:
             now = self._read(driver)
             if now >= look:
                 look = now + _LOOK_AROUND_SECONDS
-                self._look_around(driver, own())
+                self._look_for_others(driver, own())
         self._read(driver)  # after the end, for what the counters counted up to there
 
     def _read(self, driver: Driver) -> float:
-        """When the sample was taken."""
+        """Take a sample, and return when that was."""
         now = time.monotonic()
         self._samples.append(Sample(now, tuple(driver.read(gpu) for gpu in self._gpus)))
         return now
 
-    def _look_around(self, driver: Driver, own: set[int]) -> None:
+    def _look_for_others(self, driver: Driver, own: set[int]) -> None:
         for gpu in self._gpus:
             holders = driver.occupancy(gpu).holders or ()
             # In a container the driver may tell the host's numbers of processes, by which nobody here knows his own.
             if any(holder.pid in own for holder in holders):
-                self._others |= {(holder.pid, gpu.index): holder for holder in drivers.strangers(holders, own)}
+                self._others |= {(holder.pid, gpu.index): holder for holder in drivers.other_processes(holders, own)}
 
     def stop(self) -> None:
         self._enough.set()
 
     def telemetry(self) -> Telemetry | None:
-        """Of the timed steps; None where they were not seen, or were over too soon."""
+        """The telemetry of the timed steps; None where they were not seen, or were over too soon."""
         if self._begin is None or self._end is None:
             return None
         return between(self._samples, self._begin, self._end)
@@ -94,7 +94,7 @@ class Watch:
 
 
 def between(samples: Sequence[Sample], begin: float, end: float) -> Telemetry | None:
-    """What the samples tell of the time between two moments; None where fewer than `LEAST_READINGS` are of it.
+    """Summarise the samples between two moments; None where there are fewer than `LEAST_READINGS`.
 
     Args:
         samples: in the order of their times. Counters are taken on a line between those around a moment.
@@ -103,13 +103,13 @@ def between(samples: Sequence[Sample], begin: float, end: float) -> Telemetry | 
     if len(inside) < LEAST_READINGS:
         return None
     gpus = range(len(inside[0].readings))
-    clocks = [known for gpu in gpus if (known := _known(inside, gpu, "clock_mhz"))]
+    clocks = [gpu_clocks for gpu in gpus if (gpu_clocks := _figures(inside, gpu, "clock_mhz"))]
     return Telemetry(
         readings=len(inside),
         energy_joules=_total(_energy(samples, gpu, begin, end) for gpu in gpus),
-        power_watts=_total(_mean(_known(inside, gpu, "power_watts")) for gpu in gpus),
-        clock_mhz=min((int(statistics.median(known)) for known in clocks), default=None),
-        utilization=_mean([value for gpu in gpus for value in _known(inside, gpu, "utilization")]),
+        power_watts=_total(_mean(_figures(inside, gpu, "power_watts")) for gpu in gpus),
+        clock_mhz=min((int(statistics.median(gpu_clocks)) for gpu_clocks in clocks), default=None),
+        utilization=_mean([value for gpu in gpus for value in _figures(inside, gpu, "utilization")]),
         throttled=_throttled(inside, gpus),
     )
 
@@ -140,7 +140,7 @@ def _watch(watch: Watch, gpus: Sequence[Gpu], own: Callable[[], set[int]]) -> No
             watch.sample(driver, own)
 
 
-def _known(samples: Sequence[Sample], gpu: int, name: str) -> list[float]:
+def _figures(samples: Sequence[Sample], gpu: int, name: str) -> list[float]:
     values = (getattr(sample.readings[gpu], name) for sample in samples)
     return [value for value in values if value is not None]
 
@@ -150,9 +150,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _total(values: Iterator[float | None]) -> float | None:
-    """Over all GPUs; None where one of them is not known."""
-    known = list(values)
-    return None if None in known else sum(value for value in known if value is not None)
+    """The sum over all GPUs; None where the figure of one is not known."""
+    figures = list(values)
+    return None if None in figures else sum(value for value in figures if value is not None)
 
 
 def _energy(samples: Sequence[Sample], gpu: int, begin: float, end: float) -> float | None:
@@ -173,11 +173,11 @@ def _at(read: Sequence[tuple[float, float]], moment: float) -> float | None:
 def _throttled(samples: Sequence[Sample], gpus: range) -> dict[str, float] | None:
     """Share of the readings by reason, of the GPU that has most; None where no driver tells."""
     shares: dict[str, float] = {}
-    told = False
+    any_reported = False
     for gpu in gpus:
-        known = [why for sample in samples if (why := sample.readings[gpu].throttling) is not None]
-        told = told or bool(known)
-        for reason in sorted(frozenset().union(*known)):
-            share = sum(reason in why for why in known) / len(known)
+        reported = [why for sample in samples if (why := sample.readings[gpu].throttling) is not None]
+        any_reported = any_reported or bool(reported)
+        for reason in sorted(frozenset().union(*reported)):
+            share = sum(reason in why for why in reported) / len(reported)
             shares[reason] = max(share, shares.get(reason, 0.0))
-    return shares if told else None
+    return shares if any_reported else None

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID, suite_of
 from pytest_gputrain.cases.sweep import override
-from pytest_gputrain.gate.loss_trend import diverged
+from pytest_gputrain.gate.loss_trend import describe_divergence
 from pytest_gputrain.gate.summary import detail_of, failure_of
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
@@ -94,7 +94,7 @@ class GpuTrain:
         result = self._run(what, inline, knobs, judged=True, scaling=scaling)
         verdict = result.verdict
         if verdict is None:  # of a search or of loss curves, which no baseline knows
-            failure = failure_of(result) or diverged(result.case, result.loss_curves)
+            failure = failure_of(result) or describe_divergence(result.case, result.loss_curves)
             if failure:
                 raise _failed(failure)
             return _figures(result)
@@ -251,7 +251,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     if runner.settings.fleet is not None:
         pytest.skip("--gpu-fleet runs cases on other machines, and lends no GPU of this one")
     try:
-        machine = runner.bench.machine
+        machine = runner.executor.machine
     except BadCase as error:
         raise _failed(error) from None
     if not machine.gpus:

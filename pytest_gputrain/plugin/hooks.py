@@ -12,8 +12,8 @@ import pytest
 
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.identity import suite_of
-from pytest_gputrain.execution.executor import Bench
-from pytest_gputrain.execution.resume import Resumption
+from pytest_gputrain.execution.executor import Executor
+from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.plugin import late_reports
 from pytest_gputrain.plugin.deselected import DeselectedTests
@@ -30,8 +30,8 @@ from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import ProgressLine
 from pytest_gputrain.session.dry_run.runner import DryRunner
 from pytest_gputrain.session.runner import Runner
-from pytest_gputrain.session.selection import Expected, platform_meant, platforms_named, platforms_of
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.session.selection import ExpectedCase, platform_meant, platforms_named, platforms_of
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import shown
@@ -72,15 +72,15 @@ def pytest_configure(config: pytest.Config) -> None:
                 raise ValueError(f"{option}: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
         on_controller = not hasattr(config, "workerinput")
         if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
-            Store(settings.baseline_dir).check_writable()
+            BaselineStore(settings.baseline_dir).check_writable()
         if settings.html is not None and on_controller:
             _check_installed()
-        resumption = None if settings.resume is None else Resumption.read(settings.resume, settings)
-        bench = _fleet(config, settings, resumption) or Bench(settings, resumption)
-        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, bench)
+        resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
+        executor = _fleet(config, settings, resumed_report) or Executor(settings, resumed_report)
+        runner = _dry_runner(config, settings) if settings.dry_run else Runner(settings, executor)
     except (ValueError, BaselineError) as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = GpuTrainPlugin(config, runner, Collector(settings, resumption) if on_controller else None)
+    plugin = GpuTrainPlugin(config, runner, Collector(settings, resumed_report) if on_controller else None)
     config.stash[RUNNER] = runner
     config.pluginmanager.register(plugin, "gputrain-manager")
     config.pluginmanager.register(plugin.deselected, "gputrain-left-out")
@@ -110,7 +110,7 @@ def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
     return Forecast(settings.baseline_dir, platforms[0])
 
 
-def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | None) -> Bench | None:
+def _fleet(config: pytest.Config, settings: Settings, resumed_report: ResumedReport | None) -> Executor | None:
     """Return the executor of ``--gpu-fleet``; None where cases run on this machine.
 
     Raises:
@@ -124,10 +124,10 @@ def _fleet(config: pytest.Config, settings: Settings, resumption: Resumption | N
             f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(platforms)}; name one of them"
         )
     from pytest_gputrain.execution.fleet.durations import Durations
-    from pytest_gputrain.execution.fleet.executor import FleetBench, engine_of
+    from pytest_gputrain.execution.fleet.executor import FleetExecutor, scheduler_of
 
     durations = Durations(platforms[0], settings.history, _forecast(config, settings))
-    return FleetBench(settings, platforms[0], engine_of(settings, platforms[0]), durations.of, resumption)
+    return FleetExecutor(settings, platforms[0], scheduler_of(settings, platforms[0]), durations.of, resumed_report)
 
 
 def _dry_runner(config: pytest.Config, settings: Settings) -> DryRunner:
@@ -233,30 +233,30 @@ class GpuTrainPlugin:
             if not markers & _MAY_NOT_RUN:
                 suite = suite_of(item.path)
                 terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
-                expected += [Expected(suite, case, markers, expression, terms) for case in _cases_of(item)]
+                expected += [ExpectedCase(suite, case, markers, expression, terms) for case in _cases_of(item)]
         self.runner.expect(expected)
         if self.collector is not None:  # a worker of xdist submits what it runs
-            self.runner.look_ahead()
+            self.runner.prefetch()
 
     @pytest.hookimpl(trylast=True)  # what other plugins set when they begin, no test has changed
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self.runner.bench.environment.begin()
+        self.runner.executor.environment.begin()
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         if self.collector is None or terminal is None or not terminal.isatty:
             return
         uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
         self._progress_line = ProgressLine(self.config.get_terminal_writer().fullwidth, uncaptured)
-        self.runner.bench.watch = self._progress_line.show
+        self.runner.executor.watch = self._progress_line.show
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         ended = yield
         if session.shouldfail or session.shouldstop:  # a worker of xdist was told to stop
             return ended
-        if self.runner.rounds and self.collector is not None:
-            late_reports.announce(self.config, self.runner.rounds)
-        for result in self.runner.rounds.complete():
+        if self.runner.interleaver and self.collector is not None:
+            late_reports.announce(self.config, self.runner.interleaver)
+        for result in self.runner.interleaver.complete():
             self._update(result)
         if self.collector is not None:
             regressed, sentence = self.collector.suite_shift()
@@ -298,7 +298,7 @@ class GpuTrainPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if report.failed:
-            self.runner.rounds.forget(item.nodeid)
+            self.runner.interleaver.forget(item.nodeid)
         results = item.stash.get(RESULTS, [])
         if results or "gputrain" in getattr(item, "fixturenames", ()):  # of whatever phase: a fixture may measure too
             # An attribute of plain JSON travels from an xdist worker with the report.
@@ -373,7 +373,7 @@ class GpuTrainPlugin:
 
     def pytest_unconfigure(self) -> None:
         with undisturbed(to_the_end=True):
-            self.runner.bench.close()
+            self.runner.executor.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for command in github.commands(self._failures) if self._annotates() else ():

@@ -1,4 +1,4 @@
-"""What is asked: a case, and the task that a worker makes of it."""
+"""Records of what is asked: a case, and the task that a worker is given for it."""
 
 from __future__ import annotations
 

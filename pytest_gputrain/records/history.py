@@ -1,4 +1,4 @@
-"""One line of the history: a case as one pytest run found it."""
+"""The record of one line of the history: a case as one pytest run measured it."""
 
 from __future__ import annotations
 

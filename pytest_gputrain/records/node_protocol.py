@@ -1,4 +1,4 @@
-"""What pytest and the agents of several nodes tell each other: files in the case's folder, which all of them share.
+"""Records that pytest and the agents of several nodes exchange as files in the case's folder, which all of them share.
 
 case.json        the task
 nodes.json       Nodes: over how many; written last
@@ -78,12 +78,12 @@ class RankExit(Struct, frozen=True, kw_only=True):
 _Record = TypeVar("_Record", bound=Struct)
 
 
-def seat_folder(folder: Path, seat: int) -> Path:
+def node_folder(folder: Path, seat: int) -> Path:
     """What belongs to one node of the case in ``folder``."""
     return folder / f"node{seat}"
 
 
-def tell(path: Path, what: Any) -> None:
+def write_record(path: Path, what: Any) -> None:
     """Write a record, whole or not at all.
 
     Raises:
@@ -94,7 +94,7 @@ def tell(path: Path, what: Any) -> None:
     os.replace(part, path)
 
 
-def told(path: Path, kind: type[_Record]) -> _Record | None:
+def read_record(path: Path, kind: type[_Record]) -> _Record | None:
     """The record in ``path``; None while there is none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)

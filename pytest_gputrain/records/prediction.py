@@ -1,4 +1,4 @@
-"""What a dry run is asked for, and what it answers."""
+"""Records of a dry run: the target that it predicts for, and the prediction."""
 
 from __future__ import annotations
 

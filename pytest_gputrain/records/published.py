@@ -1,4 +1,4 @@
-"""Figures as others printed them: a number, or a range, with the rounding that printing it took."""
+"""Records of figures as others printed them: a number, or a range, with the rounding that printing it took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions as they are stored: the file's record of a case, and what its predictions depend on."""
+"""Records of predictions as they are stored: those of a case, and the conditions that they depend on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
 
     def like(self, prediction: Prediction) -> Prediction | None:
         """The one under the same conditions as ``prediction``."""
-        return next((one for one in self.predictions if conditions(one) == conditions(prediction)), None)
+        return next((candidate for candidate in self.predictions if conditions(candidate) == conditions(prediction)), None)
 
 
 class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""What comes back from a case's processes, while they run and at their end."""
+"""Records that come back from a case's processes: events while they run, and the reply at their end."""
 
 from __future__ import annotations
 

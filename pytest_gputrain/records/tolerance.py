@@ -1,4 +1,4 @@
-"""How much worse passes, and what a test asks for its own cases."""
+"""Records of tolerances: how much worse passes, and the terms that a test sets for its own cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a history tells of a case over time: the document of ``gputrain trend --format=json``."""
+"""Records of a case over time: the document of ``gputrain trend --format=json``."""
 
 from __future__ import annotations
 

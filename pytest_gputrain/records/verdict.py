@@ -1,4 +1,4 @@
-"""What the replies are compared with, what they mean, and the report of it all."""
+"""Records of baselines, verdicts, results and the report that holds them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.cases.identity import same_id
-from pytest_gputrain.execution.resume import Resumption
+from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
@@ -25,12 +25,12 @@ from pytest_gputrain.records import Baseline, Case, Report, Result, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import history_lines, json_report
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.predictions import FOLDER, PredictionStore
 from pytest_gputrain.storage.reports import to_baseline
-from pytest_gputrain.utils.git import Session
-from pytest_gputrain.utils.spill import Cabinet, Shelf
+from pytest_gputrain.utils.git import RunInfo
+from pytest_gputrain.utils.spill import SpilledDict, SpilledList
 
 _SAVE_EVERY_SECONDS: Final = 30.0
 _PAUSE_FACTOR: Final = 20
@@ -56,14 +56,14 @@ class Collector:
     cases, or a few where saving takes seconds.
     """
 
-    def __init__(self, settings: Settings, resumption: Resumption | None = None) -> None:
+    def __init__(self, settings: Settings, resumed_report: ResumedReport | None = None) -> None:
         self.settings = settings
-        self._resumption = resumption
-        self.results: Shelf[Result] = Shelf(Result)
+        self._resumed_report = resumed_report
+        self.results: SpilledList[Result] = SpilledList(Result)
         self.notes: list[str] = []
         self.failed = False
         """Whether something could not be saved."""
-        self._session: Session | None = None
+        self._session: RunInfo | None = None
         self._indices: dict[tuple[str, str, str], int] = {}
         """The index of the last result, by test, case and changed variables."""
         self._incomplete: set[int] = set()
@@ -78,10 +78,10 @@ class Collector:
         self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS
 
     @property
-    def session(self) -> Session:
+    def session(self) -> RunInfo:
         """Looked up with the first result: a run without any needs no git."""
         if self._session is None:
-            self._session = Session.begin(self.settings.root, self.settings.written)
+            self._session = RunInfo.begin(self.settings.root, self.settings.written)
         return self._session
 
     def add(self, result: Result, *, passed: bool) -> None:
@@ -233,12 +233,14 @@ class Collector:
             self.notes.append(f"{trouble}; all figures are in {self.settings.json}")
 
     def _note_resumed(self) -> None:
-        if self._resumption is None:
+        if self._resumed_report is None:
             return
         cases = {(result.device, result.suite, result.key) for result in self.results if result.resumed}
-        sentence = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumption.path}"
+        sentence = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumed_report.path}"
         unknown = (
-            "" if self._resumption.report.commit and self.session.commit else "; nothing tells whether the code is the same"
+            ""
+            if self._resumed_report.report.commit and self.session.commit
+            else "; nothing tells whether the code is the same"
         )
         self.notes.append(sentence + unknown)
 
@@ -262,7 +264,7 @@ class Collector:
 
     def _save_baselines(self) -> list[str]:
         """Save the baselines, and return why some could not be saved; those wait for the next time."""
-        measured, predicted = Store(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
+        measured, predicted = BaselineStore(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
         return [*self._save(measured.update, self._pending), *self._save(predicted.update, self._predicted)]
 
     def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
@@ -299,7 +301,7 @@ class Collector:
             settings={name: _utf8(value) if isinstance(value, str) else value for name, value in settings.items()},
             exit_status=exit_status,
             notes=tuple(self.notes),
-            results=tuple(self._resumption.beyond(self.results)) if self._resumption else (),
+            results=tuple(self._resumed_report.beyond(self.results)) if self._resumed_report else (),
         )
 
 
@@ -308,9 +310,9 @@ def _utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _nothing_pending() -> defaultdict[tuple[str, str], Cabinet[str, Baseline]]:
+def _nothing_pending() -> defaultdict[tuple[str, str], SpilledDict[str, Baseline]]:
     """Return an empty collection of baselines that are not saved yet, by device and suite."""
-    return defaultdict(lambda: Cabinet(Baseline))
+    return defaultdict(lambda: SpilledDict(Baseline))
 
 
 def _is_recorded(result: Result) -> bool:

@@ -20,8 +20,8 @@ from pytest_gputrain.records import Environment, HistoryLine, Measurement, Metri
 from pytest_gputrain.report.results import latest
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.storage.predictions import FOLDER
-from pytest_gputrain.utils.git import Session
-from pytest_gputrain.utils.spill import Picked
+from pytest_gputrain.utils.git import RunInfo
+from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_topology
 
 
@@ -34,19 +34,19 @@ class _LineIdentity(msgspec.Struct, frozen=True):
     key: str
 
 
-def lines_of(results: Sequence[Result], session: Session) -> list[HistoryLine]:
+def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
     """A line for each case: of the last test that judged it, or else of the last that only measured it.
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    everything = Picked(results, range(len(results)))
+    everything = SelectedRecords(results, range(len(results)))
     declared = everything.those(lambda result: result.search is None and not result.loss_curves)
     return [
         _line_of(part, part_session) for result in latest(declared) for part, part_session in _by_session(result, session)
     ]
 
 
-def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> list[HistoryLine]:
+def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> list[HistoryLine]:
     """Those of ``lines`` that the file lacks: a resumed run has figures of earlier ones, which may have left their own.
 
     Raises:
@@ -58,13 +58,13 @@ def unwritten(path: Path, lines: Sequence[HistoryLine], session: Session) -> lis
     return [line for line in lines if _LineIdentity(line.session, line.device, line.suite, line.key) not in present]
 
 
-def _by_session(result: Result, session: Session) -> Iterator[tuple[Result, Session]]:
+def _by_session(result: Result, session: RunInfo) -> Iterator[tuple[Result, RunInfo]]:
     """The runs of a case, each with the session that measured it; the verdict is that of the last."""
     if not result.resumed:
         yield result, session
         return
     sessions = [
-        Session(id=origin.session, created=origin.date, commit=origin.commit, branch=origin.branch)
+        RunInfo(id=origin.session, created=origin.date, commit=origin.commit, branch=origin.branch)
         for origin in result.resumed
     ]
     counts = [origin.runs for origin in result.resumed]
@@ -78,7 +78,7 @@ def _by_session(result: Result, session: Session) -> Iterator[tuple[Result, Sess
             yield msgspec.structs.replace(result, replies=replies, summary=summary, verdict=verdict), part_session
 
 
-def _line_of(result: Result, session: Session) -> HistoryLine:
+def _line_of(result: Result, session: RunInfo) -> HistoryLine:
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     failed = next((reply for reply in result.replies if not isinstance(reply, Measurement)), None)
     environments = [getattr(reply, "environment", None) for reply in result.replies]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pytest_gputrain.records import Result, Verdict
-from pytest_gputrain.utils.spill import Picked
+from pytest_gputrain.utils.spill import SelectedRecords
 
 
 def latest(results: Sequence[Result]) -> Sequence[Result]:
@@ -19,7 +19,7 @@ def latest(results: Sequence[Result]) -> Sequence[Result]:
         identity = (result.device, result.suite, result.key)
         rank = (not result.variables, result.verdict is not None, index)
         chosen[identity] = max(chosen.get(identity, rank), rank)
-    return Picked(results, [index for _, _, index in chosen.values()])
+    return SelectedRecords(results, [index for _, _, index in chosen.values()])
 
 
 BY_ATTENTION: Final = (

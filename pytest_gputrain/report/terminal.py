@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.gate.contention import slowed_down
+from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
 from pytest_gputrain.report import predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, verdict_of
 from pytest_gputrain.storage.predictions import FOLDER
-from pytest_gputrain.utils.spill import Picked
+from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
         groups[result.suite, _device(result), result.scale].append(index)
     console, file = rich_text.console(width, colour)
     for (suite, device, scale), indices in groups.items():
-        members = Picked(results, indices)
+        members = SelectedRecords(results, indices)
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(rich_text.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
@@ -264,7 +264,7 @@ def change(name: MetricName, result: Result) -> str:
 
 
 def _slowed_down(result: Result) -> str:
-    return slowed_down([reply for reply in result.replies if isinstance(reply, Measurement)])
+    return describe_throttling([reply for reply in result.replies if isinstance(reply, Measurement)])
 
 
 def _rank_spread(result: Result) -> Iterator[str]:

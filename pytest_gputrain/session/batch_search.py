@@ -1,4 +1,4 @@
-"""Which micro-batches fit, and which of them is the fastest. Pure: what a try costs is the caller's business.
+"""Searches for the micro-batches that fit, and for the fastest of them. Pure: what a try costs is the caller's business.
 
 The largest that fits is found by doubling from 1 until one does not fit, then by bisection between the last that did and
 the first that did not; that takes memory to grow with the batch, as it does. Throughput has no such shape to rely on: it
@@ -68,6 +68,6 @@ def _beside_fastest(tries: dict[int, Try]) -> list[int]:
     batches = sorted(batch for batch in tries if tries[batch].outcome == "fits")
     fastest = _fastest(tries)
     assert fastest is not None
-    place = batches.index(fastest)
-    middles = {(fastest + neighbour) // 2 for neighbour in batches[max(0, place - 1) : place + 2]}
+    index = batches.index(fastest)
+    middles = {(fastest + neighbour) // 2 for neighbour in batches[max(0, index - 1) : index + 2]}
     return sorted(middles - set(batches))

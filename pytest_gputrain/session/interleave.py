@@ -1,7 +1,7 @@
-"""The runs of baselines, spread over the cases of a run: the second of all, then the third of all, and so on.
+"""Interleaves the runs of new baselines: the second run of every case, then the third of every case, and so on.
 
-A machine drifts while a suite is recorded. Five runs of a case one after the other would all be of one mood of it, and those
-of the next case of another.
+A machine drifts while a suite is recorded. Five runs of a case one after the other would all share one state of it,
+and those of the next case another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pytest_gputrain.cases.identity import identity_of
-from pytest_gputrain.execution.executor import Bench
+from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.records import Result, Task, Verdict
 from pytest_gputrain.utils.errors import BadCase
 
@@ -25,15 +25,15 @@ class _Waiting:
     again: Callable[[int], Result]
 
 
-class Rounds:
+class Interleaver:
     """Cases of one pytest process whose baselines wait for further runs.
 
     Args:
-        bench: where they run.
+        executor: runs them.
     """
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
         self._waiting: list[_Waiting] = []
 
     def add(self, result: Result, task: Task, wanted: int, again: Callable[[int], Result]) -> Result:
@@ -43,7 +43,7 @@ class Rounds:
             wanted: runs of the baseline.
             again: measures until there are so many runs, and judges them.
         """
-        waiting = _Waiting(result=_marked(result, wanted), task=task, wanted=wanted, again=again)
+        waiting = _Waiting(result=_with_runs_to_come(result, wanted), task=task, wanted=wanted, again=again)
         if waiting.result.to_come:
             self._waiting.append(waiting)
         else:
@@ -52,14 +52,14 @@ class Rounds:
 
     def forget(self, nodeid: str) -> None:
         """Drop the cases of a test that failed: they become no baselines."""
-        self._let_go(lambda waiting: waiting.result.nodeid == nodeid)
+        self._stop_waiting(lambda waiting: waiting.result.nodeid == nodeid)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def complete(self) -> Iterator[Result]:
         """Measure what is to come, one run of each case in turn; after each the case's result with all its runs so far."""
-        self._bench.only(waiting.task for waiting in self._waiting)
+        self._executor.only(waiting.task for waiting in self._waiting)
         while self._waiting:
             for waiting in list(self._waiting):
                 try:
@@ -67,25 +67,25 @@ class Rounds:
                 except BadCase as error:
                     verdict = Verdict(status="failed", sentence=str(error))
                     result = msgspec.structs.replace(waiting.result, verdict=verdict)
-                waiting.result = _marked(result, waiting.wanted)
+                waiting.result = _with_runs_to_come(result, waiting.wanted)
                 yield waiting.result
-            self._let_go(lambda waiting: not waiting.result.to_come)
+            self._stop_waiting(lambda waiting: not waiting.result.to_come)
 
-    def _let_go(self, over: Callable[[_Waiting], bool]) -> None:
-        """Wait no longer for these."""
+    def _stop_waiting(self, over: Callable[[_Waiting], bool]) -> None:
+        """Stop waiting for the cases that are over."""
         gone = [waiting for waiting in self._waiting if over(waiting)]
         self._waiting = [waiting for waiting in self._waiting if not over(waiting)]
         self._drop(waiting.task for waiting in gone)
 
     def _drop(self, tasks: Iterable[Task]) -> None:
-        """End what a fleet has begun of them, unless another test waits for that, too."""
+        """Cancel what a fleet has begun of these tasks, unless another test waits for that, too."""
         if unwanted := list(tasks):
             wanted = {identity_of(waiting.task) for waiting in self._waiting}
             for task in unwanted:
                 if identity_of(task) not in wanted:
-                    self._bench.drop(task)
+                    self._executor.drop(task)
 
 
-def _marked(result: Result, wanted: int) -> Result:
+def _with_runs_to_come(result: Result, wanted: int) -> Result:
     recorded = result.verdict is not None and result.verdict.status == "recorded"
     return msgspec.structs.replace(result, to_come=max(0, wanted - len(result.replies)) if recorded else 0)

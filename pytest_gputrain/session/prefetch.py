@@ -1,7 +1,7 @@
-"""What tests are going to ask a fleet for, told before they do: they then find it done, or under way.
+"""Predicts the runs that tests are going to ask a fleet for, so that they find them done, or under way.
 
-All of this guesses what the tests' own judgement will be, by the same standards, and it changes no verdict: a test takes the
-runs of its case one by one, in the order in which they were submitted, until its judgement is settled. What was foreseen and
+All of this guesses what the tests' own verdicts will be, by the same criteria, and it changes no verdict: a test takes the
+runs of its case one by one, in the order in which they were submitted, until its verdict is settled. What was prefetched and
 is not asked for is never looked at.
 """
 
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_gputrain.cases.identity import identity_of
-from pytest_gputrain.execution.executor import Foreseen
-from pytest_gputrain.gate.suite_noise import Suites
+from pytest_gputrain.execution.executor import ExpectedRuns
+from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Host, Reply, Task
 from pytest_gputrain.records.tolerance import Terms
-from pytest_gputrain.session.criteria import Bar, Standards
+from pytest_gputrain.session.criteria import CaseCriteria, Criteria
 from pytest_gputrain.utils.errors import BadCase
 
 
-class Claim(NamedTuple):
+class ExpectedTask(NamedTuple):
     """A task that a test will ask for, presumably to check it."""
 
     suite: str
@@ -28,36 +28,37 @@ class Claim(NamedTuple):
     terms: Terms
 
 
-class _Known(NamedTuple):
+class _HostReplies(NamedTuple):
     replies: Sequence[Reply]
     host: Host
 
 
-class Foresight:
-    """
+class Prefetcher:
+    """Tells which runs the tests of a session will ask for.
+
     Args:
         host: machine that the tests were selected for.
     """
 
-    def __init__(self, standards: Standards, claims: Iterable[Claim], host: Host) -> None:
-        self._standards = standards
+    def __init__(self, criteria: Criteria, expected_tasks: Iterable[ExpectedTask], host: Host) -> None:
+        self._criteria = criteria
         self._host = host
-        self._claims: defaultdict[bytes, list[Claim]] = defaultdict(list)
-        for claim in claims:
-            self._claims[identity_of(claim.task)].append(claim)
-        self._suites = Suites()
-        """Of its own: what tests know of each other must not depend on what came in when."""
-        self._to_come = set(self._claims)
-        self._put_off: dict[bytes, _Known] = {}
+        self._expected_tasks: defaultdict[bytes, list[ExpectedTask]] = defaultdict(list)
+        for expected_task in expected_tasks:
+            self._expected_tasks[identity_of(expected_task.task)].append(expected_task)
+        self._suite_noise = SuiteNoise()
+        """Not the tests' own: what they know of each other must not depend on what came in when."""
+        self._to_come = set(self._expected_tasks)
+        self._put_off: dict[bytes, _HostReplies] = {}
 
-    def first(self) -> Iterator[Foreseen]:
-        """What is known from the start."""
-        runs = self._standards.wanted(self._host, records=self._standards.records_all)
-        for claims in self._claims.values():
-            yield Foreseen(claims[0].suite, claims[0].task, runs)
+    def first(self) -> Iterator[ExpectedRuns]:
+        """The runs that are known from the start."""
+        runs = self._criteria.wanted(self._host, records=self._criteria.records_all)
+        for expected_tasks in self._expected_tasks.values():
+            yield ExpectedRuns(expected_tasks[0].suite, expected_tasks[0].task, runs)
 
-    def further(self, task: Task, replies: Sequence[Reply], host: Host) -> Iterator[Foreseen]:
-        """What the first runs of a task ask for, and those of tasks that were put off until it was there.
+    def further(self, task: Task, replies: Sequence[Reply], host: Host) -> Iterator[ExpectedRuns]:
+        """The runs that the first replies of a task ask for, and those of tasks that were put off until these were there.
 
         Args:
             replies: with figures; none where there will be none.
@@ -66,34 +67,38 @@ class Foresight:
         identity = identity_of(task)
         self._to_come.discard(identity)
         if not replies:
-            self._claims.pop(identity, None)
-        for bar in self._bars(identity, host):
-            judgement = self._standards.judgement(bar, replies, self._suites, self._standards.most(bar))
-            self._suites.add(bar.suite, bar.key, judgement.first)
-        waiting, self._put_off = self._put_off | {identity: _Known(replies, host)}, {}
-        for one, known in waiting.items():
-            for bar in self._bars(one, known.host):
-                if (foreseen := self._asked_for(bar, known)) is not None:
-                    yield foreseen
+            self._expected_tasks.pop(identity, None)
+        for case_criteria in self._all_criteria(identity, host):
+            outcome = self._criteria.judge(case_criteria, replies, self._suite_noise, self._criteria.most(case_criteria))
+            self._suite_noise.add(case_criteria.suite, case_criteria.key, outcome.first)
+        waiting, self._put_off = self._put_off | {identity: _HostReplies(replies, host)}, {}
+        for waiting_identity, host_replies in waiting.items():
+            for case_criteria in self._all_criteria(waiting_identity, host_replies.host):
+                if (prefetched := self._runs_needed(case_criteria, host_replies)) is not None:
+                    yield prefetched
 
-    def _asked_for(self, bar: Bar, known: _Known) -> Foreseen | None:
-        have = len(known.replies)
-        if have < bar.wanted:
-            return Foreseen(bar.suite, bar.task, bar.wanted)
-        if bar.records:
+    def _runs_needed(self, case_criteria: CaseCriteria, host_replies: _HostReplies) -> ExpectedRuns | None:
+        have = len(host_replies.replies)
+        if have < case_criteria.wanted:
+            return ExpectedRuns(case_criteria.suite, case_criteria.task, case_criteria.wanted)
+        if case_criteria.records:
             return None
-        judgement = self._standards.judgement(bar, known.replies, self._suites, max(have, self._standards.most(bar)))
-        if judgement.settled and self._standards.limited(bar, known.replies).settled:
+        outcome = self._criteria.judge(
+            case_criteria, host_replies.replies, self._suite_noise, max(have, self._criteria.most(case_criteria))
+        )
+        if outcome.settled and self._criteria.judge_limits(case_criteria, host_replies.replies).settled:
             return None
         # Slower today may be all of them. A test in doubt looks at so many others, too, if there are as many.
-        if judgement.first is not None and 0 < self._suites.lacking <= len(self._to_come):
-            self._put_off[identity_of(bar.task)] = known
+        if outcome.first is not None and 0 < self._suite_noise.lacking <= len(self._to_come):
+            self._put_off[identity_of(case_criteria.task)] = host_replies
             return None
-        return Foreseen(bar.suite, bar.task, self._standards.next_runs(bar, have), soon=True)
+        return ExpectedRuns(
+            case_criteria.suite, case_criteria.task, self._criteria.next_runs(case_criteria, have), soon=True
+        )
 
-    def _bars(self, identity: bytes, host: Host) -> Iterator[Bar]:
-        for suite, task, terms in self._claims.get(identity, ()):
+    def _all_criteria(self, identity: bytes, host: Host) -> Iterator[CaseCriteria]:
+        for suite, task, terms in self._expected_tasks.get(identity, ()):
             try:
-                yield self._standards.bar(suite, task, host, terms)
+                yield self._criteria.for_case(suite, task, host, terms)
             except BadCase:
                 continue  # its test will tell

@@ -1,4 +1,4 @@
-"""Measures and judges the cases of one pytest process: the only module that knows all the packages below."""
+"""Measures and judges the cases of one pytest process: the only module that imports from all the packages below."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from pytest_gputrain.cases.identity import key_of, same_id, suite_of
 from pytest_gputrain.cases.validation import problem
-from pytest_gputrain.execution.executor import Bench
+from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.gate.limits import with_limits
-from pytest_gputrain.gate.suite_noise import Suites
+from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.records import (
@@ -27,20 +27,20 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
-from pytest_gputrain.session.criteria import Bar, Standards
-from pytest_gputrain.session.interleave import Rounds
-from pytest_gputrain.session.prefetch import Claim, Foresight
-from pytest_gputrain.session.selection import Expected, platforms_of, what_lacks, why_skipped
+from pytest_gputrain.session.criteria import CaseCriteria, Criteria
+from pytest_gputrain.session.interleave import Interleaver
+from pytest_gputrain.session.prefetch import ExpectedTask, Prefetcher
+from pytest_gputrain.session.selection import ExpectedCase, platforms_of, what_lacks, why_skipped
 from pytest_gputrain.session.studies import Study, record_losses, search_batch
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _Request:
     """What a test asks of a case."""
 
     nodeid: str
-    bar: Bar
+    case_criteria: CaseCriteria
     scaling: bool
     inline: bool
     builder: Any
@@ -49,41 +49,43 @@ class _Asked:
 class Runner:
     """Runs cases for the tests of one pytest process; a case is measured once however many tests ask for it."""
 
-    def __init__(self, settings: Settings, bench: Bench | None = None) -> None:
+    def __init__(self, settings: Settings, executor: Executor | None = None) -> None:
         """
         Args:
-            bench: where cases run; on this machine by default.
+            executor: runs the cases; on this machine by default.
 
         Raises:
             BaselineError: the report or the published tables to compare with cannot be read.
         """
         self.settings = settings
-        self.bench = bench or Bench(settings)
-        self.standards = Standards(settings)
+        self.executor = executor or Executor(settings)
+        self.criteria = Criteria(settings)
         self._keys: dict[tuple[str, str], Case] = {}
-        self._suites = Suites()
-        self.rounds = Rounds(self.bench)
-        self._expected: Sequence[Expected] = ()
+        self._suite_noise = SuiteNoise()
+        self.interleaver = Interleaver(self.executor)
+        self._expected: Sequence[ExpectedCase] = ()
 
-    def expect(self, cases: Sequence[Expected]) -> None:
+    def expect(self, cases: Sequence[ExpectedCase]) -> None:
         """Take notice of what the tests that were collected are parametrized with."""
         self._expected = cases
-        self.bench.environment.collected()
+        self.executor.environment.collected()
 
     def declare(self, suite: str, case: Case) -> Case:
         """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
         return self._keys.setdefault((suite, str(case)), case)
 
-    def refuse_namesake(self, suite: str, case: Case, known: Case | None) -> None:
-        """Files of one name in two folders would replace each other's baselines.
+    def refuse_namesake(self, suite: str, case: Case, baseline_case: Case | None) -> None:
+        """Refuse files of one name in two folders, which would replace each other's baselines.
 
         Args:
-            known: the case whose baseline there is.
+            baseline_case: the case whose baseline there is.
 
         Raises:
             BadCase: that one is another file's, which is still there.
         """
-        theirs, ours = ("" if one is None else one.code.partition("::")[0].removeprefix("inline:") for one in (known, case))
+        theirs, ours = (
+            "" if owner is None else owner.code.partition("::")[0].removeprefix("inline:") for owner in (baseline_case, case)
+        )
         # Code of a module that a test imports may move.
         are_tests = suite_of(Path(theirs)) == suite == suite_of(Path(ours))
         if are_tests and theirs != ours and (self.settings.root / theirs).is_file():
@@ -92,12 +94,12 @@ class Runner:
             )
 
     def scale(self) -> Scale:
-        """Of the cases.
+        """The scale of the cases.
 
         Raises:
             BadCase: the hardware is not what the options ask for.
         """
-        return self.bench.scale()
+        return self.executor.scale()
 
     def check_selection(self, case: Case, markers: set[str], expression: str, *, scaling: bool = False) -> None:
         """Args:
@@ -111,12 +113,12 @@ class Runner:
         if wrong:
             raise BadCase(wrong)
         declared = platforms_of(case.platforms) if case.platforms else ()
-        reason = why_skipped(markers | set(declared), expression, self.bench.host.platform, case.gpus)
+        reason = why_skipped(markers | set(declared), expression, self.executor.host.platform, case.gpus)
         if reason:
             raise CannotRun(reason)
         lacking = what_lacks(
             case,
-            gpus=self.bench.host.gpus,
+            gpus=self.executor.host.gpus,
             most_nodes=self.settings.nodes,
             most_processes=self.settings.processes,
             all_of_them=scaling and not self.is_study,
@@ -154,59 +156,61 @@ class Runner:
         first = self.declare(suite, case)
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))
-        case = self.bench.with_steps(case)
+        case = self.executor.with_steps(case)
         inline = inline or self.settings.isolation == "inline"
         if inline and self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
         if inline and self.is_study:
             raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
-        processes, servers = self.bench.processes(case.gpus), self.bench.processes(case.servers)
+        processes, servers = self.executor.processes(case.gpus), self.executor.processes(case.servers)
         if inline and processes + servers > 1:
             raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
         if inline and case.parallel != "single":
             raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
-        task = self.bench.task(case, module, growth_bytes=terms.growth_bytes, inline=inline)
+        task = self.executor.task(case, module, growth_bytes=terms.growth_bytes, inline=inline)
         # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
-        host = self.bench.host if self.is_study else self.bench.place(task, inline)
+        host = self.executor.host if self.is_study else self.executor.host_of(task, inline)
         # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
-        bar = self.standards.bar(suite, task, host, terms, judged=judged)
-        self.refuse_namesake(suite, case, bar.baseline.case if bar.baseline else None)
-        asked = _Asked(nodeid=nodeid, bar=bar, scaling=scaling, inline=inline, builder=builder)
-        if not self.is_study and bar.wanted > 1:
-            self.bench.expect(task, bar.wanted)
+        case_criteria = self.criteria.for_case(suite, task, host, terms, judged=judged)
+        self.refuse_namesake(suite, case, case_criteria.baseline.case if case_criteria.baseline else None)
+        request = _Request(nodeid=nodeid, case_criteria=case_criteria, scaling=scaling, inline=inline, builder=builder)
+        if not self.is_study and case_criteria.wanted > 1:
+            self.executor.expect(task, case_criteria.wanted)
         # A closure may be of no use when its test is over.
-        if not bar.records or inline:
-            return self._result(asked, bar.wanted)
-        return self.rounds.add(self._result(asked, 1), task, bar.wanted, functools.partial(self._result, asked))
+        if not case_criteria.records or inline:
+            return self._result(request, case_criteria.wanted)
+        return self.interleaver.add(
+            self._result(request, 1), task, case_criteria.wanted, functools.partial(self._result, request)
+        )
 
-    def _result(self, asked: _Asked, runs: int) -> Result:
-        """What so many fresh processes of a case tell, and those that it takes further."""
-        bar, study = asked.bar, self._study(asked, runs)
-        case, replies, host = study.task.case, study.replies, self.bench.place(study.task, asked.inline)
+    def _result(self, request: _Request, runs: int) -> Result:
+        """Judge so many fresh processes of a case, and those that it takes further."""
+        case_criteria, study = request.case_criteria, self._study(request, runs)
+        case, replies, host = study.task.case, study.replies, self.executor.host_of(study.task, request.inline)
         limits: tuple[LimitVerdict, ...] = ()
-        while bar.terms.caps and not self.is_study:
-            limits, settled = self.standards.limited(bar, replies)
+        while case_criteria.terms.caps and not self.is_study:
+            limits, settled = self.criteria.judge_limits(case_criteria, replies)
             if settled:
                 break
-            replies = self._another(asked, replies)
+            replies = self._with_another_run(request, replies)
         verdict = row = None
-        if bar.judged and self.standards.are_published:
-            row, verdict = self.standards.against_published(bar, case, replies)
-        elif bar.judged:
-            replies, verdict = self._verdict(asked, replies)
+        if case_criteria.judged and self.criteria.are_published:
+            row, verdict = self.criteria.against_published(case_criteria, case, replies)
+        elif case_criteria.judged:
+            replies, verdict = self._verdict(request, replies)
         return Result(
-            nodeid=asked.nodeid,
-            suite=bar.suite,
-            key=bar.key,
+            nodeid=request.nodeid,
+            suite=case_criteria.suite,
+            key=case_criteria.key,
             case=case,
-            scale=bar.task.scale,
+            scale=case_criteria.task.scale,
             platform=host.platform,
             device=host.device,
             replies=replies,
-            resumed=self.bench.taken(bar.task, asked.inline, asked.builder).origins,
-            inline=asked.inline,
-            variables=tuple(bar.task.variables),
-            variables_digest=bar.task.variables_digest,
+            resumed=self.executor.resumed(case_criteria.task, request.inline, request.builder).origins,
+            inline=request.inline,
+            variables=tuple(case_criteria.task.variables),
+            variables_digest=case_criteria.task.variables_digest,
             summary=summarise(case, host.platform, replies),
             verdict=with_limits(case, verdict, limits),
             published=row,
@@ -219,92 +223,98 @@ class Runner:
         """Whether an option wants to know something else than the cases' own figures."""
         return self.settings.find_batch or self.settings.loss_steps is not None
 
-    def _study(self, asked: _Asked, runs: int) -> Study:
+    def _study(self, request: _Request, runs: int) -> Study:
         """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
-        task, inline, builder = asked.bar.task, asked.inline, asked.builder
+        task, inline, builder = request.case_criteria.task, request.inline, request.builder
 
         def launch(task: Task) -> Reply:
-            return self.bench.measure(task, inline, builder, 1)[0]
+            return self.executor.measure(task, inline, builder, 1)[0]
 
         if self.settings.find_batch:
             return search_batch(task, self.settings.find_batch_max, launch)
         if self.settings.loss_steps is not None:
-            return record_losses(task, self.settings.loss_steps, asked.bar.host.platform, launch)
-        return Study(task=task, replies=self.bench.measure(task, inline, builder, runs))
+            return record_losses(task, self.settings.loss_steps, request.case_criteria.host.platform, launch)
+        return Study(task=task, replies=self.executor.measure(task, inline, builder, runs))
 
-    def _verdict(self, of: _Asked, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], Verdict]:
-        """What the replies mean, after further fresh processes where that is in doubt."""
-        bar = of.bar
-        most = len(replies) if bar.records else max(len(replies), self.standards.most(bar))
+    def _verdict(self, request: _Request, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], Verdict]:
+        """Judge the replies, after further fresh processes where the verdict is in doubt."""
+        case_criteria = request.case_criteria
+        most = len(replies) if case_criteria.records else max(len(replies), self.criteria.most(case_criteria))
         looked = False
         while True:
             measured, no_scaling = replies, ""
-            if of.scaling and bar.task.processes > 1:
-                measured, no_scaling = self.bench.beside_one_worker(bar.task, replies)
-            judgement = self.standards.judgement(bar, measured, self._suites, most, no_scaling)
-            self._suites.add(bar.suite, bar.key, judgement.first)
-            judgement = self.standards.judgement(bar, measured, self._suites, most, no_scaling)
-            if judgement.settled:
-                verdict = judgement.verdict
-                return measured, self.standards.recorded(bar, verdict, measured, no_scaling) if bar.records else verdict
-            if judgement.first is not None and not looked:
+            if request.scaling and case_criteria.task.processes > 1:
+                measured, no_scaling = self.executor.with_one_worker(case_criteria.task, replies)
+            outcome = self.criteria.judge(case_criteria, measured, self._suite_noise, most, no_scaling)
+            self._suite_noise.add(case_criteria.suite, case_criteria.key, outcome.first)
+            outcome = self.criteria.judge(case_criteria, measured, self._suite_noise, most, no_scaling)
+            if outcome.settled:
+                verdict = outcome.verdict
+                return measured, self.criteria.as_recorded(
+                    case_criteria, verdict, measured, no_scaling
+                ) if case_criteria.records else verdict
+            if outcome.first is not None and not looked:
                 looked = True
-                self._look_around()
+                self._measure_other_cases()
                 continue
             # Not those of the replies with one worker's seconds: these are found anew.
-            replies = self._another(of, replies)
+            replies = self._with_another_run(request, replies)
 
-    def _another(self, of: _Asked, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """The replies of a case in doubt, and that of a further process."""
-        task, have = of.bar.task, len(replies)
-        self.bench.expect(task, self.standards.next_runs(of.bar, have), soon=True)
-        return self.bench.measure(task, of.inline, of.builder, have + 1, replies)
+    def _with_another_run(self, request: _Request, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        """Add the reply of a further process to those of a case in doubt."""
+        task, have = request.case_criteria.task, len(replies)
+        self.executor.expect(task, self.criteria.next_runs(request.case_criteria, have), soon=True)
+        return self.executor.measure(task, request.inline, request.builder, have + 1, replies)
 
-    def _look_around(self) -> None:
+    def _measure_other_cases(self) -> None:
         """Measure so many other cases once that one can tell whether this one is slower or everything is, today.
 
         Their tests find the figures and go on from them. Where there are not enough cases, nothing is measured.
         """
-        if not self._suites.lacking:
+        if not self._suite_noise.lacking:
             return
         others = [
             expected
             for expected in self._expected
-            if not self._suites.knows(expected.suite, key_of(expected.case, self.bench.scale()))
+            if not self._suite_noise.knows(expected.suite, key_of(expected.case, self.executor.scale()))
         ]
-        if self._suites.lacking > len(others) or self.settings.isolation == "inline":
+        if self._suite_noise.lacking > len(others) or self.settings.isolation == "inline":
             return
-        for suite, task, terms in self.claims(others):
-            if not self._suites.lacking:
+        for suite, task, terms in self.expected_tasks(others):
+            if not self._suite_noise.lacking:
                 return
             try:
-                bar = self.standards.bar(suite, task, self.bench.place(task), terms)
+                case_criteria = self.criteria.for_case(suite, task, self.executor.host_of(task), terms)
             except BadCase:
                 continue  # its own test will tell
-            if bar.baseline is not None and bar.baseline.case.identity() == task.case.identity():
-                replies = self.bench.measure(task, False, None, bar.wanted)
-                self._suites.add(suite, bar.key, self.standards.judgement(bar, replies, self._suites, bar.wanted).first)
+            if case_criteria.baseline is not None and case_criteria.baseline.case.identity() == task.case.identity():
+                replies = self.executor.measure(task, False, None, case_criteria.wanted)
+                self._suite_noise.add(
+                    suite,
+                    case_criteria.key,
+                    self.criteria.judge(case_criteria, replies, self._suite_noise, case_criteria.wanted).first,
+                )
 
-    def look_ahead(self) -> None:
-        """Let a fleet know what the tests of this run will ask for."""
+    def prefetch(self) -> None:
+        """Tell a fleet which runs the tests of this session will ask for."""
         if self.is_study:
             return
 
         @functools.cache  # found out when the first case runs: collecting needs none of it
-        def foresight() -> Foresight:
-            return Foresight(self.standards, self.claims(self._expected), self.bench.host)
+        def prefetcher() -> Prefetcher:
+            return Prefetcher(self.criteria, self.expected_tasks(self._expected), self.executor.host)
 
-        self.bench.ahead = lambda: foresight().first()
-        self.bench.foresee = lambda task, replies, host: foresight().further(task, replies, host)
+        self.executor.expected_runs = lambda: prefetcher().first()
+        self.executor.further_runs = lambda task, replies, host: prefetcher().further(task, replies, host)
 
-    def claims(self, expected: Iterable[Expected]) -> Iterator[Claim]:
-        """Of those that may run."""
+    def expected_tasks(self, expected: Iterable[ExpectedCase]) -> Iterator[ExpectedTask]:
+        """The tasks of those cases that may run."""
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
                 self.check_selection(case, set(markers), expression)
-                growth, stepped = terms.growth_bytes, self.bench.with_steps(case)
-                yield Claim(suite, self.bench.task(stepped, "", growth_bytes=growth, foreseen=True), terms)
+                growth, stepped = terms.growth_bytes, self.executor.with_steps(case)
+                yield ExpectedTask(suite, self.executor.task(stepped, "", growth_bytes=growth, prefetched=True), terms)
 
     def is_strict(self, device: str) -> bool:
         """Whether a case without a comparable baseline fails that ran on ``device``."""
-        return self.standards.is_strict(device)
+        return self.criteria.is_strict(device)

@@ -1,4 +1,4 @@
-"""Whether a test that was selected may run on this machine. Pure."""
+"""Decides whether a test that was selected may run on this machine. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pytest_gputrain.utils.suggest import did_you_mean
 _ALL: Final = frozenset(MARKERS)
 
 
-class Expected(NamedTuple):
+class ExpectedCase(NamedTuple):
     """A case that a test of this run will ask for."""
 
     suite: str
     case: Case
     markers: frozenset[str]
     expression: str
-    """Of ``-m``."""
+    """The expression of ``-m``."""
     terms: Terms
-    """Of its test, for a fleet; none for others, which have no use for them before the test runs."""
+    """The terms of its test, for a fleet; none for others, which have no use for them before the test runs."""
 
 
 def platforms_of(declared: object) -> tuple[str, ...]:

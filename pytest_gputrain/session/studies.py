@@ -1,4 +1,4 @@
-"""Several processes for one case: the search for its batch, and its loss curves. What they find is judged by no baseline."""
+"""Runs the studies of a case, which take several processes: the search for its batch, and its loss curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only reader and writer of baselines: ``<dir>/<device>/<suite>.json``, reviewed in git.
+"""Reads and writes baselines, as the only module: ``<dir>/<device>/<suite>.json``, reviewed in git.
 
 A file holds its cases sorted by key, each with its raw runs. Environments are stored once, by a short hash, so that new
 numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a lock, by atomic
@@ -29,19 +29,19 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, sweep, within, write_atomically
-from pytest_gputrain.utils.sanitize import Told
-from pytest_gputrain.utils.spill import Cabinet
+from pytest_gputrain.utils.sanitize import OneLineError
+from pytest_gputrain.utils.spill import SpilledDict
 
 RESTORE: Final = "restore it from git, or delete it and record again"
 _NEWER: Final = "update pytest-gputrain, should a newer version have written it"
-_MOST_LINES_TOLD: Final = 6
+_MOST_LINES_SHOWN: Final = 6
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 
 
 _Record = TypeVar("_Record")
 
 
-class BaselineError(Told):
+class BaselineError(OneLineError):
     """A baseline file that cannot be read or written; one sentence with the remedy."""
 
 
@@ -62,18 +62,18 @@ class _File(Struct, kw_only=True, forbid_unknown_fields=True):
     """Each a `_StoredCase`; in this form they need the least memory until they are looked at."""
 
 
-class Store:
+class BaselineStore:
     """Baselines in a folder, one file per device and suite, each read once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[tuple[str, str], Cabinet[str, Baseline]] = {}
+        self._files: dict[tuple[str, str], SpilledDict[str, Baseline]] = {}
 
     def path(self, device: str, suite: str) -> Path:
         """Raises:
         BaselineError: no place in the folder.
         """
-        return place(self.folder, device, suite)
+        return path_in(self.folder, device, suite)
 
     def has_device(self, device: str) -> bool:
         """Whether this device has baselines of any suite."""
@@ -99,8 +99,8 @@ class Store:
 
     def other_devices(self, device: str, suite: str) -> list[str]:
         """Other devices that have baselines of the suite."""
-        found = self.folder.glob(f"*/{glob.escape(suite)}.json")
-        return sorted(path.parent.name for path in found if path.parent.name != device)
+        files = self.folder.glob(f"*/{glob.escape(suite)}.json")
+        return sorted(path.parent.name for path in files if path.parent.name != device)
 
     def check_writable(self) -> None:
         """Raises:
@@ -135,7 +135,7 @@ class Store:
         return path
 
 
-def place(folder: Path, *names: str) -> Path:
+def path_in(folder: Path, *names: str) -> Path:
     """The file of these names below a folder of baselines; the last is the suite's.
 
     Raises:
@@ -151,7 +151,7 @@ def place(folder: Path, *names: str) -> Path:
 
 
 def rewritten(path: Path) -> bytes:
-    """A baseline file as `Store.update` would write it again.
+    """A baseline file as `BaselineStore.update` would write it again.
 
     Raises:
         BaselineError: it cannot be read.
@@ -160,8 +160,8 @@ def rewritten(path: Path) -> bytes:
     return b"".join(_encode(device, path.stem, _load(path, device)))
 
 
-def _load(path: Path, device: str) -> Cabinet[str, Baseline]:
-    baselines: Cabinet[str, Baseline] = Cabinet(Baseline)
+def _load(path: Path, device: str) -> SpilledDict[str, Baseline]:
+    baselines: SpilledDict[str, Baseline] = SpilledDict(Baseline)
     if not path.exists():
         return baselines
     file = decode(path, _File, "a baseline file")
@@ -245,17 +245,17 @@ def decode(path: Path, type_: type[_Record], what: str, remedy: str = RESTORE) -
     except OSError as error:
         raise BaselineError(f"{path} cannot be read: {error.strerror}") from error
     if markers := conflicts(data):
-        lines = ", ".join(map(str, markers[:_MOST_LINES_TOLD])) + (", ..." if len(markers) > _MOST_LINES_TOLD else "")
+        lines = ", ".join(map(str, markers[:_MOST_LINES_SHOWN])) + (", ..." if len(markers) > _MOST_LINES_SHOWN else "")
         raise BaselineError(
             f"{path} holds merge-conflict markers (lines {lines}); resolve them, or take one side and record again"
         )
     try:
-        found = msgspec.json.decode(data, type=_Versioned).format
+        version = msgspec.json.decode(data, type=_Versioned).format
     except UNREADABLE as error:
         raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
-    if found != FORMAT:
-        newer = f"{_NEWER}, or " if found > FORMAT else ""
-        raise BaselineError(f"{path} has format {found}, this version reads format {FORMAT}; {newer}{remedy}")
+    if version != FORMAT:
+        newer = f"{_NEWER}, or " if version > FORMAT else ""
+        raise BaselineError(f"{path} has format {version}, this version reads format {FORMAT}; {newer}{remedy}")
     try:
         return msgspec.json.decode(data, type=type_)
     except UNREADABLE as error:

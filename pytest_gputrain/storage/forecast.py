@@ -1,4 +1,4 @@
-"""What recorded predictions tell a real run of what is to come."""
+"""Looks up recorded predictions for a real run: which cases will not fit, and how long the others take at least."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Forecast:
         if suite in self._unreadable:
             return None
         try:
-            known = self._store.get(self.platform, suite, key_of(case, "full"))
+            recorded = self._store.get(self.platform, suite, key_of(case, "full"))
         except BaselineError:  # the dry run tells of it; a real run can do without
             self._unreadable.add(suite)
             return None
-        same = known is not None and known.predictions and known.case.identity() == case.identity()
-        return known.predictions[-1] if known is not None and same else None
+        same = recorded is not None and recorded.predictions and recorded.case.identity() == case.identity()
+        return recorded.predictions[-1] if recorded is not None and same else None
 
     def is_unfit(self, suite: str, case: Case) -> bool:
-        known = self.of(suite, case)
-        return known is not None and known.fits is False
+        prediction = self.of(suite, case)
+        return prediction is not None and prediction.fits is False
 
     def order(
         self, tests: list[Test], file_of: Callable[[Test], object], asks: Callable[[Test], tuple[str, list[Case]]]
@@ -54,23 +54,23 @@ class Forecast:
         Args:
             asks: the suite and the cases of a test.
         """
-        places: defaultdict[object, list[int]] = defaultdict(list)
-        for place, test in enumerate(tests):
+        positions: defaultdict[object, list[int]] = defaultdict(list)
+        for position, test in enumerate(tests):
             if asks(test)[1]:
-                places[file_of(test)].append(place)
-        for of_file in places.values():
-            ordered = sorted((tests[place] for place in of_file), key=lambda test: self._rank(*asks(test)))
-            for place, test in zip(of_file, ordered, strict=True):
-                tests[place] = test
+                positions[file_of(test)].append(position)
+        for file_positions in positions.values():
+            ordered = sorted((tests[position] for position in file_positions), key=lambda test: self._rank(*asks(test)))
+            for position, test in zip(file_positions, ordered, strict=True):
+                tests[position] = test
 
     def _rank(self, suite: str, cases: list[Case]) -> tuple[int, float]:
         """Sort key of a test: whether it fits, and the least time its steps take."""
-        known = [self.of(suite, case) for case in cases]
-        if any(one is not None and one.fits is False for one in known):
+        predictions = [self.of(suite, case) for case in cases]
+        if any(prediction is not None and prediction.fits is False for prediction in predictions):
             return 2, 0.0
         seconds = [
-            one.roofline_seconds * (case.steps + case.warmup)
-            for one, case in zip(known, cases, strict=True)
-            if one is not None and one.roofline_seconds is not None
+            prediction.roofline_seconds * (case.steps + case.warmup)
+            for prediction, case in zip(predictions, cases, strict=True)
+            if prediction is not None and prediction.roofline_seconds is not None
         ]
         return (0, sum(seconds)) if len(seconds) == len(cases) else (1, 0.0)

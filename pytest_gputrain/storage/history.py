@@ -1,4 +1,4 @@
-"""The history: a file of JSON lines, one for each case and pytest run, that grows at its end and is never rewritten."""
+"""Reads and appends the history: JSON lines, one for each case and pytest run, in a file that only grows at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from pytest_gputrain.records import HistoryLine
 from pytest_gputrain.utils.files import UNREADABLE, locked
-from pytest_gputrain.utils.sanitize import Told
+from pytest_gputrain.utils.sanitize import OneLineError
 
 _Line = TypeVar("_Line")
 
@@ -21,7 +21,7 @@ _LONGEST_LINE: Final = 1 << 20
 """Bytes; a file without line ends is not read into memory as a whole."""
 
 
-class HistoryError(Told):
+class HistoryError(OneLineError):
     """A history that cannot be read; one sentence with the place and the remedy."""
 
 

@@ -1,4 +1,4 @@
-"""The only reader and writer of recorded predictions: ``<dir>/dry-run/<platform>/<suite>.json``, reviewed in git.
+"""Reads and writes recorded predictions, as the only module: ``<dir>/dry-run/<platform>/<suite>.json``, reviewed in git.
 
 A prediction depends on the versions of the libraries that it ran and on what is known of the platform. These are its
 conditions, stored once and referred to by a short hash; a case has a prediction for each of the last few of them.
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from pytest_gputrain.records import FORMAT, Case, Prediction, Scale
 from pytest_gputrain.records.recorded import Conditions, Recorded, conditions
-from pytest_gputrain.storage.baselines import RESTORE, BaselineError, decode, place, refuse_unknown
+from pytest_gputrain.storage.baselines import RESTORE, BaselineError, decode, path_in, refuse_unknown
 from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.files import locked, sweep, write_atomically
 
@@ -53,7 +53,7 @@ class PredictionStore:
         """Raises:
         BaselineError: no place in the folder.
         """
-        return place(self.folder.parent, self.folder.name, platform, suite)
+        return path_in(self.folder.parent, self.folder.name, platform, suite)
 
     def has_platform(self, platform: str) -> bool:
         return any((self.folder / platform).glob("*.json"))
@@ -109,8 +109,8 @@ def rewritten(path: Path) -> bytes:
 def _merged(before: Recorded | None, new: Recorded) -> Recorded:
     if before is None or before.case.identity() != new.case.identity():
         return new
-    replaced = [conditions(one) for one in new.predictions]
-    kept = [one for one in before.predictions if conditions(one) not in replaced]
+    replaced = [conditions(prediction) for prediction in new.predictions]
+    kept = [prediction for prediction in before.predictions if conditions(prediction) not in replaced]
     return msgspec.structs.replace(new, predictions=(*kept, *new.predictions)[-MOST_CONDITIONS:])
 
 
@@ -141,14 +141,14 @@ def _load(path: Path, platform: str) -> dict[str, Recorded]:
 
 
 def _prediction(
-    path: Path, key: str, reference: str, fields: Mapping[str, Any], known: Mapping[str, Conditions]
+    path: Path, key: str, reference: str, fields: Mapping[str, Any], stored_conditions: Mapping[str, Conditions]
 ) -> Prediction:
-    if reference not in known:
+    if reference not in stored_conditions:
         raise BaselineError(
             f"the baseline file {path} refers to the conditions {reference!r} in {key}, which it does not hold; {RESTORE}"
         )
     try:
-        prediction = msgspec.convert({**fields, **msgspec.to_builtins(known[reference])}, Prediction)
+        prediction = msgspec.convert({**fields, **msgspec.to_builtins(stored_conditions[reference])}, Prediction)
     except msgspec.ValidationError as error:
         raise BaselineError(f"the baseline file {path} holds no sound prediction for {key}: {error}; {RESTORE}") from None
     refuse_unknown(path, f"the prediction for {key}", fields, prediction)
@@ -167,7 +167,7 @@ def _has_negative(value: Any) -> bool:
 
 
 def _encode(platform: str, suite: str, recorded: Mapping[str, Recorded]) -> bytes:
-    known: dict[str, Conditions] = {}
+    stored_conditions: dict[str, Conditions] = {}
     cases = {}
     for key in sorted(recorded):
         entry = recorded[key]
@@ -175,9 +175,9 @@ def _encode(platform: str, suite: str, recorded: Mapping[str, Recorded]) -> byte
         for prediction in entry.predictions:
             under = conditions(prediction)
             digest = hashlib.sha256(msgspec.json.encode(under, order="sorted")).hexdigest()[:8]
-            known[digest] = under
+            stored_conditions[digest] = under
             fields = msgspec.to_builtins(prediction)
             predictions[digest] = {name: value for name, value in fields.items() if name not in Conditions.__struct_fields__}
         cases[key] = _StoredCase(case=entry.case, scale=entry.scale, predictions=predictions)
-    ordered = {digest: known[digest] for digest in sorted(known)}
+    ordered = {digest: stored_conditions[digest] for digest in sorted(stored_conditions)}
     return json_text.whole(_File(format=FORMAT, platform=platform, suite=suite, conditions=ordered, cases=cases))

@@ -1,4 +1,4 @@
-"""The only reader of published tables: ``<baseline-dir>/published/<table>.json``, or those that come with the package.
+"""Reads published tables, and alone does: ``<baseline-dir>/published/<table>.json``, or those that come with the package.
 
 A file holds one document's table: where it is from, what it was made with on each platform, and every row with its cells as
 printed. The figures of a row are those of its cells, in numbers with their rounding.
@@ -118,8 +118,8 @@ class PublishedStore:
         self._rows: dict[tuple[str, str, str], Published] = {}
         for table in self.tables:
             for row in table.published():
-                place = (row.platform, row.suite, str(row.case))
-                other = self._rows.setdefault(place, row)
+                row_key = (row.platform, row.suite, str(row.case))
+                other = self._rows.setdefault(row_key, row)
                 if other is not row:
                     path = folder / f"{table.name}.json"
                     raise BaselineError(
@@ -143,7 +143,7 @@ class PublishedStore:
 
     def platforms_of(self, suite: str, key: str) -> list[str]:
         """Platforms for which a case was published."""
-        return sorted(platform for platform, *place in self._rows if place == [suite, key])
+        return sorted(platform for platform, *suite_and_key in self._rows if suite_and_key == [suite, key])
 
 
 def load(path: Path) -> PublishedTable:

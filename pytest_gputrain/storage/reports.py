@@ -1,4 +1,4 @@
-"""Reading reports of ``--gpu-json``, and their results as baselines."""
+"""Reads reports of ``--gpu-json``, and gives their results as baselines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class ReportStore:
         self.path = path
         self._suites: dict[str, dict[str, Baseline]] = {}
         self._variants: dict[tuple[str, str, str], Baseline] = {}
-        for result in sorted(report.results, key=lambda one: not one.variables):  # the case in its own environment counts
+        for result in sorted(
+            report.results, key=lambda result: not result.variables
+        ):  # the case in its own environment counts
             if result.search is not None or result.loss_curves:
                 continue  # of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
@@ -76,9 +78,9 @@ def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Base
         else _baseline_run(reply, date=date, session=session, commit=commit)
         for reply, origin in itertools.zip_longest(result.replies, earlier)
     )
-    known = tuple(msgspec.structs.replace(run, variables=result.variables) for run in runs if run is not None)
+    baseline_runs = tuple(msgspec.structs.replace(run, variables=result.variables) for run in runs if run is not None)
     # How many steps were run and what the case is declared for may change without the figures meaning something else.
-    return Baseline(device=result.device, case=Case(**result.case.identity()), scale=result.scale, runs=known)
+    return Baseline(device=result.device, case=Case(**result.case.identity()), scale=result.scale, runs=baseline_runs)
 
 
 def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> BaselineRun | None:

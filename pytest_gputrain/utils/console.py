@@ -1,4 +1,4 @@
-"""What the commands of ``gputrain`` print: results to standard output, everything else as a line of standard error."""
+"""Prints for the commands of ``gputrain``: results to standard output, everything else as a line of standard error."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pytest_gputrain.utils.sanitize import shown
 _UNBOUNDED: Final = 1000
 
 
-class Paper(NamedTuple):
-    """What a table is printed on."""
+class StandardOutput(NamedTuple):
+    """What standard output can show: its width, and colours."""
 
     width: int
     """Columns; many where no terminal limits them: a file, or the next command."""
     colour: bool
 
 
-def paper() -> Paper:
-    """Standard output."""
+def standard_output() -> StandardOutput:
+    """Find out what standard output can show."""
     terminal = sys.stdout.isatty()
-    return Paper(width=shutil.get_terminal_size().columns if terminal else _UNBOUNDED, colour=terminal)
+    return StandardOutput(width=shutil.get_terminal_size().columns if terminal else _UNBOUNDED, colour=terminal)
 
 
 def put(text: str, *, end: str = "\n") -> None:
@@ -35,5 +35,5 @@ def put(text: str, *, end: str = "\n") -> None:
 
 
 def say(sentence: object) -> None:
-    """Tell the user, beside what is printed."""
+    """Print a line for the user to standard error."""
     print(f"gputrain: {shown(str(sentence))}", file=sys.stderr, flush=True)

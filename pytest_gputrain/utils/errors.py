@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pytest_gputrain.utils.sanitize import Told
+from pytest_gputrain.utils.sanitize import OneLineError
 
 
-class BadCase(Told):
+class BadCase(OneLineError):
     """The case makes no sense, or what it needs is broken; the sentence to fail with."""
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and changed by one process at a time."""
+"""Writes files that are whole or absent, locks them for one process at a time, and keeps paths within their folder."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove what writers of ``path`` left beside it who were killed before their rename. Only for who has it `locked`."""
+    """Remove the parts that writers of ``path`` left who were killed before their rename. The caller has it `locked`."""
     for part in path.parent.glob(f".{glob.escape(path.name)}.*{_PART}"):
         with contextlib.suppress(OSError):
             part.unlink()
 
 
 def within(folder: Path, *names: str) -> Path:
-    """The path of these names below ``folder``.
+    """Join these names to a path below ``folder``.
 
     Raises:
         ValueError: it is not in there: a name is none of a file, or a symbolic link leads out.
@@ -78,11 +78,11 @@ def within(folder: Path, *names: str) -> Path:
 
 
 def conflicts(data: bytes) -> list[int]:
-    """Numbers of the lines that a merge left for somebody to resolve."""
+    """Find the numbers of the lines at which a merge left a conflict."""
     signs = (7 * sign for sign in (b"<", b"|", b"=", b">"))
-    found = (line.start() for line in _MARKER.finditer(data)) if any(sign in data for sign in signs) else ()
+    marker_starts = (line.start() for line in _MARKER.finditer(data)) if any(sign in data for sign in signs) else ()
     numbers, number, before = [], 1, 0
-    for begin in found:
+    for begin in marker_starts:
         number += data.count(b"\n", before, begin)
         before = begin
         numbers.append(number)
@@ -97,13 +97,13 @@ def _make_own(folder: Path) -> None:
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
         raise PermissionError(errno.EACCES, "it is not a folder of this user alone; remove it")
 
 
 _PATIENCE_SECONDS: Final = 60.0
-"""With whoever holds a lock: files are written in less, and one that is stopped must not stop others."""
+"""How long to wait for a lock: files are written in less, and a process that is stopped must not stop others."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""When and of which commit a pytest run was, which all of its results share."""
+"""Records when and of which commit a pytest run was, which all of its results share, and tells whether it is in CI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BRANCHES: Final = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Session:
+class RunInfo:
     """When and of which commit a run was."""
 
     id: str
@@ -38,8 +38,8 @@ class Session:
     """Empty outside of a repository, and of a detached head that no variable of CI names."""
 
     @classmethod
-    def begin(cls, root: Path, written: Sequence[Path] = ()) -> Session:
-        """A new session of the repository that ``root`` lies in.
+    def begin(cls, root: Path, written: Sequence[Path] = ()) -> RunInfo:
+        """Begin a run in the repository that ``root`` lies in.
 
         Args:
             written: files and folders whose changes are the run's own.
@@ -70,14 +70,14 @@ def _branch_of_ci() -> str:
 
 
 def _changes(root: Path, written: Sequence[Path]) -> str:
-    """Digest of what is not committed; one that equals no other where git does not tell."""
+    """Digest what is not committed; the digest equals no other where git does not tell."""
     top = Path(_git(root, "rev-parse", "--show-toplevel"))
     own = [path.resolve().relative_to(top) for path in written if path.resolve().is_relative_to(top)]
     apart = [f":(top,exclude,literal){path}" for path in own if path != Path()]
-    told = _output(root, "diff", "--no-ext-diff", "--no-color", "--full-index", "HEAD", "--", ":/", *apart)
-    if told is None:
+    diff = _output(root, "diff", "--no-ext-diff", "--no-color", "--full-index", "HEAD", "--", ":/", *apart)
+    if diff is None:
         return uuid.uuid4().hex[:12]
-    return hashlib.sha256(told).hexdigest()[:12] if told else ""
+    return hashlib.sha256(diff).hexdigest()[:12] if diff else ""
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""JSON that people read and compare, written in parts: the last field of a document holds most of it."""
+"""Formats JSON that people read and compare, in parts: the last field of a document holds most of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:
     assert text.endswith((b"[]\n}", b"{}\n}")), "the last field is an empty list or object"
     head, empty = text[:-4], text[-4:-2]
     begin = head + empty[:1]
-    for one in items:
-        yield begin + b"\n" + one
+    for part in items:
+        yield begin + b"\n" + part
         begin = b","
     yield (head + empty if begin != b"," else b"\n " + empty[1:]) + b"\n}\n"
 

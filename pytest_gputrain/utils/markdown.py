@@ -1,4 +1,4 @@
-"""Markdown that shows text as it is."""
+"""Escapes text and formats tables as Markdown that shows text as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that comes from data, made harmless for what shows it."""
+"""Makes text that comes from data harmless for the terminal, the log of CI or the spreadsheet that shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COMMANDS: Final = (
     "add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|notice|remove-matcher|save-state|set-env|set-output|"
     "stop-commands|warning"
 )
-"""Of GitHub's workflows: https://docs.github.com/actions/reference/workflow-commands-for-github-actions."""
+"""Commands of GitHub's workflows: https://docs.github.com/actions/reference/workflow-commands-for-github-actions."""
 
 _COMMAND: Final = re.compile(rf":(?=:(?:{_COMMANDS})\b)|##(?=\[)", re.I)
 """In the log of a job the runner obeys a line that begins with ``::error``, and what follows ``##[`` anywhere."""
@@ -25,7 +25,7 @@ def shown(text: str) -> str:
     """
     if not text.isprintable():
         text = "".join(map(_shown, text))
-    return _COMMAND.sub(lambda found: f"{found[0]} ", text)
+    return _COMMAND.sub(lambda command: f"{command[0]} ", text)
 
 
 def _shown(letter: str) -> str:
@@ -33,8 +33,8 @@ def _shown(letter: str) -> str:
     return letter if fine else "\N{REPLACEMENT CHARACTER}"
 
 
-class Told(Exception):
-    """An error that is told in one line, whatever is quoted in it."""
+class OneLineError(Exception):
+    """An error whose message is one line, whatever is quoted in it."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().splitlines())

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end, and the moments in which it must not be interrupted."""
+"""Turns signals that ask a run to end into exceptions, and defers them where a run must not be interrupted."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
     with _held():
         before = {number: signal.getsignal(number) for number in _ENDING}
         # Who ignores a signal, as under nohup, goes on to.
-        known = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
-        for number in known:
+        handlers = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+        for number in handlers:
             signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield
     finally:
         with _held():
-            for number, handler in known.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
         if came and not to_the_end:
             signal.raise_signal(came[0])

@@ -1,4 +1,4 @@
-"""Records kept out of memory: the raw figures of ten thousand cases are more than a test runner may take."""
+"""Lists and dictionaries of records that spill to a temporary file: the figures of ten thousand cases fill the memory."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _Key = TypeVar("_Key")
 _Record = TypeVar("_Record")
 
 _MEMORY_BYTES: Final = 2 << 20
-"""Of the records that come first: a small run needs no file."""
+"""Bytes of records that stay in memory: a small run needs no file."""
 
 
-class _Place(NamedTuple):
-    """In the file."""
+class _FileRange(NamedTuple):
+    """Where a record lies in the file."""
 
     begin: int
     length: int
 
 
-class _Whole(NamedTuple):
-    """What MessagePack cannot say: an integer of more than 64 bits, which JSON has."""
+class _Unencodable(NamedTuple):
+    """A record that MessagePack cannot encode: one with an integer of more than 64 bits, which JSON has."""
 
     record: Any
 
 
-class Shelf(Sequence[_Record], Generic[_Record]):
-    """Records in a nameless temporary file; each look at one reads it anew. What the disk does not take stays in memory.
+class SpilledList(Sequence[_Record], Generic[_Record]):
+    """A list of records in a nameless temporary file, which each access reads. What the disk does not take stays in memory.
 
     Args:
         type_: of the records.
@@ -40,8 +40,8 @@ class Shelf(Sequence[_Record], Generic[_Record]):
     def __init__(self, type_: Any) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(type_).decode
-        self._records: list[bytes | _Place | _Whole] = []
-        self._room = _MEMORY_BYTES
+        self._records: list[bytes | _FileRange | _Unencodable] = []
+        self._memory_left = _MEMORY_BYTES
         self._file: IO[bytes] | None = None
         self._end = 0
 
@@ -57,19 +57,19 @@ class Shelf(Sequence[_Record], Generic[_Record]):
     def __getitem__(self, index: slice) -> Sequence[_Record]: ...
     def __getitem__(self, index: int | slice) -> _Record | Sequence[_Record]:
         if isinstance(index, slice):
-            return Picked(self, range(len(self))[index])
+            return SelectedRecords(self, range(len(self))[index])
         return self._get(self._records[index])
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def _put(self, record: _Record) -> bytes | _Place | _Whole:
+    def _put(self, record: _Record) -> bytes | _FileRange | _Unencodable:
         try:
             data = self._encode(record)
         except OverflowError:
-            return _Whole(record)
-        if len(data) <= self._room:
-            self._room -= len(data)
+            return _Unencodable(record)
+        if len(data) <= self._memory_left:
+            self._memory_left -= len(data)
             return data
         try:
             if self._file is None:
@@ -79,50 +79,50 @@ class Shelf(Sequence[_Record], Generic[_Record]):
                 return data
         except OSError:
             return data
-        place = _Place(self._end, len(data))
+        place = _FileRange(self._end, len(data))
         self._end += len(data)
         return place
 
-    def _get(self, kept: bytes | _Place | _Whole) -> _Record:
-        if isinstance(kept, _Place):
+    def _get(self, kept: bytes | _FileRange | _Unencodable) -> _Record:
+        if isinstance(kept, _FileRange):
             assert self._file is not None, "it has taken the record"
             kept = os.pread(self._file.fileno(), kept.length, kept.begin)
-        record: _Record = kept.record if isinstance(kept, _Whole) else self._decode(kept)
+        record: _Record = kept.record if isinstance(kept, _Unencodable) else self._decode(kept)
         return record
 
 
-class Cabinet(MutableMapping[_Key, _Record]):
-    """The same by keys, in the order in which they came first."""
+class SpilledDict(MutableMapping[_Key, _Record]):
+    """A dictionary of records in a `SpilledList`, in the order in which the keys came first."""
 
     def __init__(self, type_: Any) -> None:
-        self._shelf: Shelf[_Record] = Shelf(type_)
-        self._places: dict[_Key, int] = {}
+        self._values: SpilledList[_Record] = SpilledList(type_)
+        self._indices: dict[_Key, int] = {}
 
     def __setitem__(self, key: _Key, record: _Record) -> None:
-        if key in self._places:
-            self._shelf[self._places[key]] = record
+        if key in self._indices:
+            self._values[self._indices[key]] = record
             return
-        self._shelf.append(record)
-        self._places[key] = len(self._shelf) - 1
+        self._values.append(record)
+        self._indices[key] = len(self._values) - 1
 
     def __getitem__(self, key: _Key) -> _Record:
-        return self._shelf[self._places[key]]
+        return self._values[self._indices[key]]
 
     def __delitem__(self, key: _Key) -> None:
-        del self._places[key]
+        del self._indices[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._places
+        return key in self._indices
 
     def __iter__(self) -> Iterator[_Key]:
-        return iter(self._places)
+        return iter(self._indices)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
 
-class Picked(Sequence[_Record], Generic[_Record]):
-    """Some of a sequence's records in an order of their own, still looked at one by one."""
+class SelectedRecords(Sequence[_Record], Generic[_Record]):
+    """Some records of a sequence in an order of their own, still read one by one."""
 
     def __init__(self, of: Sequence[_Record], indices: Sequence[int]) -> None:
         self._of = of
@@ -134,7 +134,7 @@ class Picked(Sequence[_Record], Generic[_Record]):
     def __getitem__(self, index: slice) -> Sequence[_Record]: ...
     def __getitem__(self, index: int | slice) -> _Record | Sequence[_Record]:
         if isinstance(index, slice):
-            return Picked(self._of, self._indices[index])
+            return SelectedRecords(self._of, self._indices[index])
         return self._of[self._indices[index]]
 
     def __iter__(self) -> Iterator[_Record]:
@@ -143,6 +143,6 @@ class Picked(Sequence[_Record], Generic[_Record]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def those(self, wanted: Callable[[_Record], bool]) -> Picked[_Record]:
+    def those(self, wanted: Callable[[_Record], bool]) -> SelectedRecords[_Record]:
         """The records that are wanted."""
-        return Picked(self._of, [index for index in self._indices if wanted(self._of[index])])
+        return SelectedRecords(self._of, [index for index in self._indices if wanted(self._of[index])])

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`` (did you mean 'lora'?)``, or nothing where no known word is close."""
-    close = difflib.get_close_matches(str(word), list(known), n=1)
+    close = difflib.get_close_matches(str(word), list(candidates), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,4 +1,4 @@
-"""Bytes, seconds, ratios and topologies to text, and back from what people type."""
+"""Formats bytes, seconds, ratios and topologies as text, and parses what people type."""
 
 from __future__ import annotations
 

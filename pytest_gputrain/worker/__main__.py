@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_gputrain.records import FORMAT, Crashed, Measurement, Prediction, Reply, Served, Task
-from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.linux import die_with_parent
 from pytest_gputrain.worker.progress import Progress
 
@@ -68,7 +68,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
             def keep(figures: Measurement | Served) -> None:
                 with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case
-                    tell(folder / FIGURES, figures)
+                    write_record(folder / FIGURES, figures)
 
             reply = run(task, progress, group=group, keep=keep)
         else:
@@ -76,7 +76,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
             reply = predict(task, progress)
     progress.enter("reply")
-    tell(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})
+    write_record(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})
     if task.processes + task.servers > 1:
         # A process group that lost a rank may wait for it for ever while it is torn down.
         sys.stdout.flush()

@@ -31,9 +31,9 @@ from pytest_gputrain.records.node_protocol import (
     Nodes,
     RankExit,
     Word,
-    seat_folder,
-    tell,
-    told,
+    node_folder,
+    read_record,
+    write_record,
 )
 from pytest_gputrain.utils.linux import PARENT, die_with_parent, oom_kills
 
@@ -55,17 +55,17 @@ class Agent:
         self._folder = folder
         self._seat = seat
         self._host, _, self._port = host.partition(":")
-        self._own = seat_folder(folder, seat)
+        self._own = node_folder(folder, seat)
         self._leaving = threading.Lock()
         self._kills_before = oom_kills()
 
     def run(self) -> NoReturn:
         """Join the case and stay until it is over."""
-        nodes = told(self._folder / NODES, Nodes)
+        nodes = read_record(self._folder / NODES, Nodes)
         if nodes is None:
             sys.exit("the case is over")
         self._own.mkdir(exist_ok=True)
-        tell(self._own / JOINED, Joined(host=self._host))
+        write_record(self._own / JOINED, Joined(host=self._host))
         threading.Thread(target=self._listen, daemon=True).start()
         exits: dict[int, int] = {}
         failure = ""
@@ -114,10 +114,10 @@ class Agent:
         path = self._folder / ENDPOINT
         if self._seat == 0:
             own = Endpoint(host=self._host, port=int(self._port) if self._port else _free_port())
-            tell(path, own)
+            write_record(path, own)
             return f"{own.host}:{own.port}"
         deadline = time.monotonic() + seconds
-        while (endpoint := told(path, Endpoint)) is None:
+        while (endpoint := read_record(path, Endpoint)) is None:
             if time.monotonic() >= deadline:
                 raise TimeoutError("the first node has not told where to meet")
             time.sleep(_POLL_SECONDS)
@@ -129,7 +129,7 @@ class Agent:
         stacks_asked = False
         while True:
             time.sleep(_POLL_SECONDS)
-            word = told(self._folder / WORD, Word)
+            word = read_record(self._folder / WORD, Word)
             if word is None or word.wish == "over" or time.monotonic() - last_heard > SILENCE_SECONDS:
                 self._leave("", {})
             if word.number != last_number:
@@ -160,8 +160,8 @@ class Agent:
                     rank_exit = RankExit(
                         exit_code=exit_code, killed_for_memory=killed_for_memory and exit_code == -signal.SIGKILL
                     )
-                    tell(self._folder / f"rank{rank}" / EXIT, rank_exit)
-                tell(self._own / LEFT, Left(failure=failure))
+                    write_record(self._folder / f"rank{rank}" / EXIT, rank_exit)
+                write_record(self._own / LEFT, Left(failure=failure))
             except FileNotFoundError:
                 pass  # the case is over
             sys.stdout.flush()

@@ -12,7 +12,7 @@ LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activatio
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(gputrain):
-    machine = gputrain._runner.bench.machine
+    machine = gputrain._runner.executor.machine
     if not machine.gpus:
         pytest.skip(f"needs a GPU, found {machine.platform}")
 

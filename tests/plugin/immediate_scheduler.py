@@ -12,7 +12,7 @@ import pytest
 
 from pytest_gputrain.execution.fleet import executor
 from pytest_gputrain.execution.fleet.job import deliver
-from pytest_gputrain.execution.fleet.scheduler import ORDER, Job, NeverSo
+from pytest_gputrain.execution.fleet.scheduler import ORDER, Job, JobRefused
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Order
@@ -45,7 +45,7 @@ class ImmediateScheduler:
 
     def submit(self, order: Order, folder: Path) -> str:
         if str(order.task.case) in self.refused:
-            raise NeverSo("no such partition")
+            raise JobRefused("no such partition")
         assert order == msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
         self.orders.append(order)
         self.during.append(os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].partition(" ")[0])
@@ -84,5 +84,5 @@ class ImmediateScheduler:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> ImmediateScheduler:
     """The scheduler of every run from now on."""
     scheduler = ImmediateScheduler()
-    monkeypatch.setattr(executor, "engine_of", lambda settings, platform: scheduler)
+    monkeypatch.setattr(executor, "scheduler_of", lambda settings, platform: scheduler)
     return scheduler

@@ -81,7 +81,7 @@ def pytest_configure(config):
     gpus = tuple(Gpu(**gpu) for gpu in json.loads((HERE / "gpus.json").read_text()))
     asked = {}
 
-    def in_process(task, *, gpus, timeout_seconds, watch=None, preloaded=None, cluster=None, environ=None):
+    def in_process(task, *, gpus, timeout_seconds, watch=None, fork_server=None, cluster=None, environ=None):
         name = str(task.case)
         launched = {
             "id": name,

@@ -26,26 +26,26 @@ def _round(seconds: float, case: Any = CASE, **fields: Any) -> Report:
 
 
 def _verdict(base: list[float], head: list[float]) -> Verdict:
-    (one,) = compare([_round(seconds) for seconds in base], [_round(seconds) for seconds in head], "base")
-    assert one.verdict is not None
-    return one.verdict
+    (judged,) = compare([_round(seconds) for seconds in base], [_round(seconds) for seconds in head], "base")
+    assert judged.verdict is not None
+    return judged.verdict
 
 
 @given(SECONDS, st.floats(0.5, 2))
 def test_a_difference_stays_and_the_moods_of_rounds_go(moods: list[tuple[float, float]], slower: float) -> None:
     base = [mood for mood, _ in moods]
-    known, found = levelled(base, [mood * slower for mood in base])
-    assert [new / old for old, new in zip(known, found, strict=True)] == pytest.approx([slower] * len(moods))
-    assert known == pytest.approx([known[0]] * len(known))
+    base_seconds, head_seconds = levelled(base, [mood * slower for mood in base])
+    assert [new / old for old, new in zip(base_seconds, head_seconds, strict=True)] == pytest.approx([slower] * len(moods))
+    assert base_seconds == pytest.approx([base_seconds[0]] * len(base_seconds))
 
 
 def test_what_is_left_of_a_round_is_that_of_the_formula_by_hand() -> None:
     """Differences of 1, 3 and 8 %, of which the median is 3; the mean of all logarithms is 12 %."""
     base, head = ([math.exp(x / 100) for x in logs] for logs in ((0, 10, 20), (1, 13, 28)))
-    known, found = (list(map(math.log, side)) for side in levelled(base, head))
+    base_seconds, head_seconds = (list(map(math.log, side)) for side in levelled(base, head))
     halves = [0.015 - 0.02 / math.sqrt(2), 0.015, 0.015 + 0.05 / math.sqrt(2)]
-    assert known == pytest.approx([0.12 - half for half in halves])
-    assert found == pytest.approx([0.12 + half for half in halves])
+    assert base_seconds == pytest.approx([0.12 - half for half in halves])
+    assert head_seconds == pytest.approx([0.12 + half for half in halves])
 
 
 def test_a_round_has_two_sides() -> None:
@@ -56,8 +56,8 @@ def test_a_round_has_two_sides() -> None:
 @given(SECONDS)
 def test_swapping_the_sides_turns_the_difference_round(rounds: list[tuple[float, float]]) -> None:
     base, head = [first for first, _ in rounds], [first * ratio for first, ratio in rounds]
-    known, found = levelled(base, head)
-    assert levelled(head, base) == (pytest.approx(found), pytest.approx(known))
+    base_seconds, head_seconds = levelled(base, head)
+    assert levelled(head, base) == (pytest.approx(head_seconds), pytest.approx(base_seconds))
 
 
 def test_a_machine_that_drifts_by_ten_percent_hides_no_five() -> None:
@@ -96,30 +96,30 @@ def test_fewer_rounds_than_five_do_not_judge_time_on_a_cpu_and_say_so() -> None:
 
 
 def test_the_report_has_the_figures_as_they_were_measured() -> None:
-    (one,) = compare([_round(1.0), _round(1.2)], [_round(1.1), _round(1.3)], "base")
-    assert [reply.step_seconds[0] for reply in one.replies] == [1.1, 1.3]  # type: ignore[union-attr]
+    (judged,) = compare([_round(1.0), _round(1.2)], [_round(1.1), _round(1.3)], "base")
+    assert [reply.step_seconds[0] for reply in judged.replies] == [1.1, 1.3]  # type: ignore[union-attr]
 
 
 def test_a_head_that_crashes_fails_and_a_base_that_does_is_nothing_to_compare_with() -> None:
     broken = report(result(CASE, replies=(crashed(),)), settings=SETTINGS)
-    assert [one.verdict.status for one in compare([_round(1)], [broken], "base") if one.verdict] == ["failed"]
-    (one,) = compare([broken], [_round(1)], "base")
-    assert one.verdict is not None
-    assert (one.verdict.status, one.verdict.sentence) == ("not-comparable", f"{CASE}: base has no figures of it")
+    assert [judged.verdict.status for judged in compare([_round(1)], [broken], "base") if judged.verdict] == ["failed"]
+    (judged,) = compare([broken], [_round(1)], "base")
+    assert judged.verdict is not None
+    assert (judged.verdict.status, judged.verdict.sentence) == ("not-comparable", f"{CASE}: base has no figures of it")
 
 
 def test_a_case_that_became_another_is_not_compared() -> None:
-    (one,) = compare([_round(1)], [_round(1, CASE.replace(batch_size=4))], "base")
-    assert one.verdict is not None
-    assert one.verdict.status == "not-comparable"
-    assert "batch_size 2 -> 4" in one.verdict.sentence
+    (judged,) = compare([_round(1)], [_round(1, CASE.replace(batch_size=4))], "base")
+    assert judged.verdict is not None
+    assert judged.verdict.status == "not-comparable"
+    assert "batch_size 2 -> 4" in judged.verdict.sentence
 
 
 def test_cases_of_one_side_are_told() -> None:
     other = CASE.replace(model="gemma-7b")
-    (one,) = compare([_round(1)], [_round(1, other)], "base")
-    assert one.verdict is not None
-    assert one.verdict.status == "new"
+    (judged,) = compare([_round(1)], [_round(1, other)], "base")
+    assert judged.verdict is not None
+    assert judged.verdict.status == "new"
     assert missing([_round(1)], [_round(1, other)]) == [(str(CASE), 0)]
 
 
@@ -131,10 +131,10 @@ def test_a_case_that_head_lacks_in_one_round_is_told() -> None:
 def test_the_figures_shown_are_those_of_all_rounds() -> None:
     rounds = []
     for seconds in (1.0, 6.0, 2.0):
-        (one,) = _round(seconds).results
-        assert one.summary is not None
-        summary = msgspec.structs.replace(one.summary, median_step_seconds=seconds)
-        rounds.append(report(msgspec.structs.replace(one, summary=summary), settings=SETTINGS))
-    (told,) = compare([_round(1)] * 3, rounds, "base")
-    assert told.summary is not None
-    assert told.summary.median_step_seconds == 2
+        (judged,) = _round(seconds).results
+        assert judged.summary is not None
+        summary = msgspec.structs.replace(judged.summary, median_step_seconds=seconds)
+        rounds.append(report(msgspec.structs.replace(judged, summary=summary), settings=SETTINGS))
+    (judged,) = compare([_round(1)] * 3, rounds, "base")
+    assert judged.summary is not None
+    assert judged.summary.median_step_seconds == 2

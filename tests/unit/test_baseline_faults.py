@@ -24,7 +24,7 @@ from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.records import FORMAT, BaselineRun
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.report.trend.reading import Filter, History
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.files import conflicts, locked
@@ -39,20 +39,20 @@ SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A sound baseline file in a folder of baselines."""
-    return Store(tmp_path / "baselines").update(DEVICE, SUITE, ENTRIES)
+    return BaselineStore(tmp_path / "baselines").update(DEVICE, SUITE, ENTRIES)
 
 
 def _refusal(folder: Path, suite: str = SUITE) -> str:
     """The one sentence that both reading and updating a file fail with, which leaves it as it is."""
-    told = set()
+    sentences = set()
     for use in (
-        lambda: Store(folder).get(DEVICE, suite, KEY),
-        lambda: Store(folder).update(DEVICE, suite, ENTRIES),
+        lambda: BaselineStore(folder).get(DEVICE, suite, KEY),
+        lambda: BaselineStore(folder).update(DEVICE, suite, ENTRIES),
     ):
         with pytest.raises(BaselineError) as caught:
             use()
-        told.add(str(caught.value))
-    (sentence,) = told
+        sentences.add(str(caught.value))
+    (sentence,) = sentences
     assert len(sentence.splitlines()) == 1
     return sentence
 
@@ -174,7 +174,7 @@ def test_what_earlier_versions_wrote_is_read(sample: Path) -> None:
         elif path.parents[1].name == "dry-run":
             assert PredictionStore(sample / "baselines").get("h100", SUITE, KEY) is not None
         else:
-            stored = Store(sample / "baselines").get(DEVICE, SUITE, KEY)
+            stored = BaselineStore(sample / "baselines").get(DEVICE, SUITE, KEY)
             assert stored is not None
             assert [run.session for run in stored.runs] == ["abc123", "s2"]
 
@@ -188,8 +188,8 @@ def test_an_update_keeps_what_an_earlier_version_recorded(tmp_path: Path, sample
     before = (sample / "baselines" / DEVICE / f"{SUITE}.json").read_bytes()
     (tmp_path / DEVICE).mkdir()
     (tmp_path / DEVICE / f"{SUITE}.json").write_bytes(before)
-    Store(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
-    assert Store(tmp_path).get(DEVICE, SUITE, KEY) == Store(sample / "baselines").get(DEVICE, SUITE, KEY)
+    BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
+    assert BaselineStore(tmp_path).get(DEVICE, SUITE, KEY) == BaselineStore(sample / "baselines").get(DEVICE, SUITE, KEY)
 
 
 # The disk
@@ -199,7 +199,7 @@ def test_a_read_only_file_stays(file: Path) -> None:
     file.chmod(0o444)
     before = file.read_bytes()
     with pytest.raises(BaselineError, match=r"llm\.json cannot be written: it is read-only"):
-        Store(file.parents[1]).update(DEVICE, SUITE, ENTRIES)
+        BaselineStore(file.parents[1]).update(DEVICE, SUITE, ENTRIES)
     assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (before, 0o444)
 
 
@@ -223,7 +223,7 @@ def test_a_read_only_folder_is_told_and_its_file_stays(monkeypatch: pytest.Monke
         (folder / "locks").mkdir()
         (folder / "locks").chmod(0o777)
         monkeypatch.setattr(tempfile, "tempdir", str(folder / "locks"))
-        file = Store(folder).update(DEVICE, SUITE, ENTRIES)
+        file = BaselineStore(folder).update(DEVICE, SUITE, ENTRIES)
         locks = folder / "locks" / f"gputrain-locks-{os.getuid()}"
         locks.chmod(0o777)
         for lock in locks.iterdir():
@@ -234,7 +234,7 @@ def test_a_read_only_folder_is_told_and_its_file_stays(monkeypatch: pytest.Monke
             if not os.access(file, os.R_OK, effective_ids=True):
                 pytest.skip("the folder for temporary files is closed to others")
             with pytest.raises(BaselineError, match=r"llm\.json cannot be written: Permission denied"):
-                Store(folder).update(DEVICE, SUITE, MORE)
+                BaselineStore(folder).update(DEVICE, SUITE, MORE)
         file.parent.chmod(0o755)
         assert _files(folder / DEVICE) == before
 
@@ -243,7 +243,7 @@ def test_a_lock_that_cannot_be_is_told_as_such(file: Path, tmp_path: Path, monke
     (tmp_path / "no-folder").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no-folder"))
     with pytest.raises(BaselineError, match=r"llm\.json cannot be written: no lock in .*no-folder.*: Not a directory"):
-        Store(file.parents[1]).update(DEVICE, SUITE, ENTRIES)
+        BaselineStore(file.parents[1]).update(DEVICE, SUITE, ENTRIES)
 
 
 _PRELUDE = """
@@ -252,7 +252,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_baseline_faults import DEVICE, MORE, SUITE
 from unit_examples import report, result
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.report import json_report as document
 
 folder = Path(sys.argv[2])
@@ -260,7 +260,7 @@ folder = Path(sys.argv[2])
 def both():
     failed = 0
     try:
-        Store(folder).update(DEVICE, SUITE, MORE)
+        BaselineStore(folder).update(DEVICE, SUITE, MORE)
     except BaselineError as error:
         print(error)
         failed += 1
@@ -293,7 +293,7 @@ def test_a_full_disk_leaves_the_old_files(tmp_path: Path) -> None:
     if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("only root can mount a small disk")
     try:
-        Store(disk).update(DEVICE, SUITE, ENTRIES)
+        BaselineStore(disk).update(DEVICE, SUITE, ENTRIES)
         before = _files(disk)
         done = _run("both()", disk)
         assert done.returncode == 2, (done.stdout, done.stderr)
@@ -312,17 +312,17 @@ def test_a_kill_before_the_rename_leaves_the_old_file_and_nothing_for_the_next(f
     assert file.read_bytes() == before
     assert len(_files(folder)) == 2, "the new file, without its name"
     assert [finding for finding in check(folder) if finding.error] == []
-    assert Store(folder).other_devices("other", SUITE) == [DEVICE]
-    Store(folder).update(DEVICE, SUITE, MORE)
+    assert BaselineStore(folder).other_devices("other", SUITE) == [DEVICE]
+    BaselineStore(folder).update(DEVICE, SUITE, MORE)
     assert [*_files(folder)] == [file]
-    assert all(Store(folder).get(DEVICE, SUITE, key) == entry for key, entry in {**ENTRIES, **MORE}.items())
+    assert all(BaselineStore(folder).get(DEVICE, SUITE, key) == entry for key, entry in {**ENTRIES, **MORE}.items())
 
 
 def test_what_is_swept_is_of_the_same_file_only(file: Path) -> None:
     others = [file.with_name(name) for name in (".llm2.json.x.part", "llm.json.part", ".llm.json.swp")]
     for other in others:
         other.touch()
-    Store(file.parents[1]).update(DEVICE, SUITE, MORE)
+    BaselineStore(file.parents[1]).update(DEVICE, SUITE, MORE)
     assert all(other.exists() for other in others)
 
 
@@ -350,7 +350,7 @@ def test_two_names_of_a_folder_share_a_lock(tmp_path: Path) -> None:
 def elsewhere(tmp_path: Path) -> Path:
     """A folder that is none of the baselines', with a file in it."""
     folder = tmp_path / "elsewhere"
-    Store(folder).update(DEVICE, SUITE, ENTRIES)
+    BaselineStore(folder).update(DEVICE, SUITE, ENTRIES)
     return folder
 
 
@@ -386,9 +386,9 @@ def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_of_baselines_that_is_itself_a_link_serves(tmp_path: Path, elsewhere: Path) -> None:
     (tmp_path / "baselines").symlink_to(elsewhere)
-    Store(tmp_path / "baselines").update(DEVICE, SUITE, MORE)
-    assert Store(elsewhere).get(DEVICE, SUITE, KEY) == ENTRIES[KEY]
-    assert Store(elsewhere).suite(DEVICE, SUITE).keys() == {KEY, *MORE}
+    BaselineStore(tmp_path / "baselines").update(DEVICE, SUITE, MORE)
+    assert BaselineStore(elsewhere).get(DEVICE, SUITE, KEY) == ENTRIES[KEY]
+    assert BaselineStore(elsewhere).suite(DEVICE, SUITE).keys() == {KEY, *MORE}
 
 
 PIECES = st.sampled_from([".", "..", "/", "\0", "a", "json", ".json", "~", "*", "[a]", " ", "\n", "\\", "é"])
@@ -407,27 +407,27 @@ def test_no_name_leads_out_of_the_folder(device: str, suite: str, key: str) -> N
         folder = Path(name, "deep", "baselines")
         folder.mkdir(parents=True)
         for update in (
-            lambda: Store(folder).update(device, suite, {key: baseline(baseline_run())}),
+            lambda: BaselineStore(folder).update(device, suite, {key: baseline(baseline_run())}),
             lambda: PredictionStore(folder).update(
                 device, suite, {key: Recorded(case=CASE, scale="full", predictions=(prediction(),))}
             ),
         ):
-            told = ""
+            refusal = ""
             try:
                 update()
             except BaselineError as error:
-                told = str(error)
-            assert len(told.splitlines()) <= 1
+                refusal = str(error)
+            assert len(refusal.splitlines()) <= 1
         written = [path.relative_to(folder) for path in Path(name).rglob("*") if path.is_file()]
         assert {len(path.parts) for path in written} <= {2, 3}
         if written:
-            stored = Store(folder).get(device, suite, key)
+            stored = BaselineStore(folder).get(device, suite, key)
             assert stored is not None
             assert stored.runs == (baseline_run(),)
 
 
 def test_suites_are_not_patterns(tmp_path: Path) -> None:
-    Store(tmp_path).update("one", "a", ENTRIES)
-    assert Store(tmp_path).other_devices("two", "[a]") == []
-    Store(tmp_path).update("one", "[a]", ENTRIES)
-    assert Store(tmp_path).other_devices("two", "[a]") == ["one"]
+    BaselineStore(tmp_path).update("one", "a", ENTRIES)
+    assert BaselineStore(tmp_path).other_devices("two", "[a]") == []
+    BaselineStore(tmp_path).update("one", "[a]", ENTRIES)
+    assert BaselineStore(tmp_path).other_devices("two", "[a]") == ["one"]

@@ -35,7 +35,7 @@ from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.records import MAX_RUNS, Baseline, BaselineRun, Environment, Origin
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
-from pytest_gputrain.storage.baselines import BaselineError, Store
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.reports import ReportStore, to_baseline
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
@@ -73,12 +73,12 @@ def _folder() -> Iterator[Path]:
 
 
 def _contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Baseline | None]:
-    store = Store(folder)
+    store = BaselineStore(folder)
     return {key: store.get(DEVICE, SUITE, key) for key in keys}
 
 
 def _write(folder: Path, data: bytes | str) -> Path:
-    path = Store(folder).path(DEVICE, SUITE)
+    path = BaselineStore(folder).path(DEVICE, SUITE)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     return path
@@ -86,29 +86,29 @@ def _write(folder: Path, data: bytes | str) -> Path:
 
 def _valid(folder: Path) -> dict[str, Any]:
     """The file of `ENTRIES` as plain JSON values, to be spoilt."""
-    fields: dict[str, Any] = json.loads(Store(folder).update(DEVICE, SUITE, ENTRIES).read_bytes())
+    fields: dict[str, Any] = json.loads(BaselineStore(folder).update(DEVICE, SUITE, ENTRIES).read_bytes())
     return fields
 
 
-def _assert_refused(folder: Path, *told: str) -> None:
+def _assert_refused(folder: Path, *words: str) -> None:
     with pytest.raises(BaselineError) as caught:
-        Store(folder).get(DEVICE, SUITE, KEY)
+        BaselineStore(folder).get(DEVICE, SUITE, KEY)
     sentence = str(caught.value)
     assert len(sentence.splitlines()) == 1
-    for part in (str(Store(folder).path(DEVICE, SUITE)), "record", *told):
+    for part in (str(BaselineStore(folder).path(DEVICE, SUITE)), "record", *words):
         assert part in sentence
 
 
 @given(WRITTEN)
 def test_what_is_stored_is_got_back(entries: dict[str, Baseline]) -> None:
     with _folder() as folder:
-        Store(folder).update(DEVICE, SUITE, entries)
+        BaselineStore(folder).update(DEVICE, SUITE, entries)
         assert _contents(folder, entries) == entries
 
 
 def test_the_store_that_wrote_reads_the_same() -> None:
     with _folder() as folder:
-        store = Store(folder)
+        store = BaselineStore(folder)
         assert store.get(DEVICE, SUITE, KEY) is None
         store.update(DEVICE, SUITE, ENTRIES)
         assert store.get(DEVICE, SUITE, KEY) == ENTRIES[KEY]
@@ -118,88 +118,88 @@ def test_the_store_that_wrote_reads_the_same() -> None:
 def test_the_same_figures_are_the_same_bytes(entries: dict[str, Baseline], random: Any) -> None:
     shuffled = list(entries.items())
     random.shuffle(shuffled)
-    with _folder() as one, _folder() as other:
-        first = Store(one).update(DEVICE, SUITE, entries).read_bytes()
-        assert Store(other).update(DEVICE, SUITE, dict(shuffled)).read_bytes() == first
-        assert Store(one).update(DEVICE, SUITE, {}).read_bytes() == first
+    with _folder() as folder, _folder() as other:
+        first = BaselineStore(folder).update(DEVICE, SUITE, entries).read_bytes()
+        assert BaselineStore(other).update(DEVICE, SUITE, dict(shuffled)).read_bytes() == first
+        assert BaselineStore(folder).update(DEVICE, SUITE, {}).read_bytes() == first
 
 
 def test_file_lies_by_device_and_suite(tmp_path: Path) -> None:
-    assert Store(tmp_path).update(DEVICE, SUITE, ENTRIES) == tmp_path / "nvidia-h100-80gb-hbm3" / "llm.json"
+    assert BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES) == tmp_path / "nvidia-h100-80gb-hbm3" / "llm.json"
 
 
 def test_update_keeps_the_other_entries(tmp_path: Path) -> None:
-    Store(tmp_path).update(DEVICE, SUITE, ENTRIES)
-    Store(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
+    BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
+    BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
     assert _contents(tmp_path, {**ENTRIES, "new": 0}) == {**ENTRIES, "new": baseline()}
 
 
 def test_update_replaces_all_runs_of_its_entries(tmp_path: Path) -> None:
-    Store(tmp_path).update(DEVICE, SUITE, ENTRIES)
-    Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline(baseline_run(step_seconds=(9.0,)))})
-    assert Store(tmp_path).get(DEVICE, SUITE, KEY) == baseline(baseline_run(step_seconds=(9.0,)))
+    BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
+    BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(baseline_run(step_seconds=(9.0,)))})
+    assert BaselineStore(tmp_path).get(DEVICE, SUITE, KEY) == baseline(baseline_run(step_seconds=(9.0,)))
 
 
 def test_update_leaves_other_files_alone(tmp_path: Path) -> None:
-    before = Store(tmp_path).update(DEVICE, SUITE, ENTRIES).read_bytes()
-    Store(tmp_path).update("cpu", SUITE, {})
-    Store(tmp_path).update(DEVICE, "other", {})
-    assert Store(tmp_path).path(DEVICE, SUITE).read_bytes() == before
+    before = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES).read_bytes()
+    BaselineStore(tmp_path).update("cpu", SUITE, {})
+    BaselineStore(tmp_path).update(DEVICE, "other", {})
+    assert BaselineStore(tmp_path).path(DEVICE, SUITE).read_bytes() == before
 
 
 def test_one_changed_entry_leaves_the_lines_of_the_others(tmp_path: Path) -> None:
-    before = Store(tmp_path).update(DEVICE, SUITE, {"a": baseline(), "b": baseline()}).read_text().splitlines()
+    before = BaselineStore(tmp_path).update(DEVICE, SUITE, {"a": baseline(), "b": baseline()}).read_text().splitlines()
     changed = baseline(baseline_run(step_seconds=(9.0,)))
-    after = Store(tmp_path).update(DEVICE, SUITE, {"a": changed}).read_text().splitlines()
+    after = BaselineStore(tmp_path).update(DEVICE, SUITE, {"a": changed}).read_text().splitlines()
     assert len(after) == len(before)
-    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+    assert sum(first != other for first, other in zip(before, after, strict=True)) == 1
 
 
 def test_an_environment_is_stored_once(tmp_path: Path) -> None:
     environments = [gpu_environment(), gpu_environment(), gpu_environment(driver="1")]
     runs = [baseline_run(environment=environment) for environment in environments]
-    path = Store(tmp_path).update(DEVICE, SUITE, {"a": baseline(*runs), "b": baseline(*runs)})
+    path = BaselineStore(tmp_path).update(DEVICE, SUITE, {"a": baseline(*runs), "b": baseline(*runs)})
     assert len(json.loads(path.read_bytes())["environments"]) == 2
 
 
 def test_environments_are_sorted_by_what_refers_to_them(tmp_path: Path) -> None:
     runs = [baseline_run(environment=gpu_environment(driver=str(number))) for number in range(9)]
-    path = Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline(*runs)})
+    path = BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(*runs)})
     hashes = list(json.loads(path.read_bytes())["environments"])
     assert len(hashes) == 9
     assert hashes == sorted(hashes)
 
 
 def test_an_environment_no_run_refers_to_is_dropped(tmp_path: Path) -> None:
-    Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline(baseline_run(environment=cpu_environment()))})
-    path = Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline()})
-    assert [found["device_name"] for found in json.loads(path.read_bytes())["environments"].values()] == [
+    BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(baseline_run(environment=cpu_environment()))})
+    path = BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline()})
+    assert [environment["device_name"] for environment in json.loads(path.read_bytes())["environments"].values()] == [
         "NVIDIA H100 80GB HBM3"
     ]
 
 
 def test_a_list_of_numbers_is_one_line(tmp_path: Path) -> None:
     run = baseline_run(step_seconds=(0.25, 1e-9, 1e20, 3.0))
-    lines = Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline(run)}).read_text().splitlines()
+    lines = BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(run)}).read_text().splitlines()
     assert [line.strip() for line in lines if "step_seconds" in line] == ['"step_seconds": [0.25, 1e-9, 1e20, 3.0],']
 
 
 def test_the_file_ends_with_its_line(tmp_path: Path) -> None:
-    assert Store(tmp_path).update(DEVICE, SUITE, ENTRIES).read_bytes().endswith(b"}\n")
+    assert BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES).read_bytes().endswith(b"}\n")
 
 
 def test_the_latest_runs_are_kept(tmp_path: Path) -> None:
     runs = [baseline_run(warmup=number) for number in range(MAX_RUNS + 2)]
-    Store(tmp_path).update(DEVICE, SUITE, {KEY: baseline(*runs)})
-    assert Store(tmp_path).get(DEVICE, SUITE, KEY) == baseline(*runs[2:])
+    BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(*runs)})
+    assert BaselineStore(tmp_path).get(DEVICE, SUITE, KEY) == baseline(*runs[2:])
 
 
 def test_other_devices_with_the_suite_are_known(tmp_path: Path) -> None:
     for device, suite in (("b", SUITE), ("a", SUITE), (DEVICE, SUITE), ("c", "other")):
-        Store(tmp_path).update(device, suite, ENTRIES)
-    assert Store(tmp_path).other_devices(DEVICE, SUITE) == ["a", "b"]
-    assert Store(tmp_path).has_device("c")
-    assert not Store(tmp_path).has_device("d")
+        BaselineStore(tmp_path).update(device, suite, ENTRIES)
+    assert BaselineStore(tmp_path).other_devices(DEVICE, SUITE) == ["a", "b"]
+    assert BaselineStore(tmp_path).has_device("c")
+    assert not BaselineStore(tmp_path).has_device("d")
 
 
 @pytest.mark.parametrize(("scale", "key"), [("full", KEY), ("tiny", f"{KEY}@tiny")])
@@ -211,7 +211,7 @@ def test_tiny_figures_have_keys_of_their_own(scale: Any, key: str) -> None:
 
 
 def test_a_failing_rename_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Store(tmp_path).update(DEVICE, SUITE, ENTRIES)
+    path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
     before = path.read_bytes()
 
     def refuse(*_: Any) -> None:
@@ -219,38 +219,38 @@ def test_a_failing_rename_leaves_the_old_file_and_nothing_else(tmp_path: Path, m
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(BaselineError, match="No space left on device"):
-        Store(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
+        BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
     assert path.read_bytes() == before
-    assert [found for found in tmp_path.rglob("*") if found.is_file()] == [path]
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
 
 
 def test_the_file_is_never_written_in_place(tmp_path: Path) -> None:
-    path = Store(tmp_path).update(DEVICE, SUITE, ENTRIES)
+    path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
     with path.open("rb") as reader:
         before = path.read_bytes()
-        Store(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
+        BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
         assert reader.read() == before
 
 
 def test_the_file_can_be_read_by_everyone(tmp_path: Path) -> None:
-    assert Store(tmp_path).update(DEVICE, SUITE, ENTRIES).stat().st_mode & 0o777 == 0o644
+    assert BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES).stat().st_mode & 0o777 == 0o644
 
 
 def test_an_update_leaves_nothing_beside_the_file(tmp_path: Path) -> None:
-    path = Store(tmp_path).update(DEVICE, SUITE, ENTRIES)
-    assert [found for found in tmp_path.rglob("*") if found.is_file()] == [path]
+    path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
 
 
 def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
     path = _write(tmp_path, "<<<<<<< ours\n{}\n")
     with pytest.raises(BaselineError):
-        Store(tmp_path).update(DEVICE, SUITE, ENTRIES)
+        BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
     assert path.read_text() == "<<<<<<< ours\n{}\n"
 
 
 def test_a_folder_that_cannot_be_is_told_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    store = Store(tmp_path / "file" / "baselines")
+    store = BaselineStore(tmp_path / "file" / "baselines")
     with pytest.raises(BaselineError, match="--gpu-baseline-dir") as checked:
         store.check_writable()
     with pytest.raises(BaselineError, match="cannot be written") as updated:
@@ -262,14 +262,14 @@ def test_a_folder_that_cannot_be_is_told_in_one_sentence(tmp_path: Path) -> None
 
 def test_checking_leaves_no_file(tmp_path: Path) -> None:
     for _ in ("before", "and when it is there"):
-        Store(tmp_path / "a" / "new").check_writable()
+        BaselineStore(tmp_path / "a" / "new").check_writable()
         assert list((tmp_path / "a" / "new").iterdir()) == []
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
 def test_a_folder_that_takes_no_file_is_told_before_anything_is_measured() -> None:
     with pytest.raises(BaselineError, match=r"cannot be written to /proc/self \(.+\); make it .+ --gpu-baseline-dir$"):
-        Store(Path("/proc/self")).check_writable()
+        BaselineStore(Path("/proc/self")).check_writable()
 
 
 ADD_ENTRIES = """
@@ -277,11 +277,11 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from unit_examples import baseline
-from pytest_gputrain.storage.baselines import Store
+from pytest_gputrain.storage.baselines import BaselineStore
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(12):
-    Store(Path(sys.argv[2])).update("d", "s", {f"{sys.argv[3]}-{number}": baseline()})
+    BaselineStore(Path(sys.argv[2])).update("d", "s", {f"{sys.argv[3]}-{number}": baseline()})
 """
 
 
@@ -304,7 +304,7 @@ def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
         writer.communicate(timeout=60)
         assert writer.returncode == 0
     keys = [f"{writer}-{number}" for writer in range(3) for number in range(12)]
-    store = Store(tmp_path)
+    store = BaselineStore(tmp_path)
     assert [key for key in keys if store.get("d", "s", key) is None] == []
 
 
@@ -314,28 +314,28 @@ def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
 @given(st.data())
 def test_a_truncated_file_is_equal_or_refused(data: st.DataObject) -> None:
     with _folder() as folder:
-        whole = Store(folder).update(DEVICE, SUITE, ENTRIES).read_bytes()
+        whole = BaselineStore(folder).update(DEVICE, SUITE, ENTRIES).read_bytes()
         _write(folder, whole[: data.draw(st.integers(0, len(whole) - 1))])
         try:
-            found = _contents(folder, ENTRIES)
+            contents = _contents(folder, ENTRIES)
         except BaselineError:
             _assert_refused(folder)
         else:
-            assert found == ENTRIES
+            assert contents == ENTRIES
 
 
 @given(st.data())
 @example(None)
 def test_a_file_with_a_byte_changed_is_read_or_refused(data: st.DataObject | None) -> None:
     with _folder() as folder:
-        whole = bytearray(Store(folder).update(DEVICE, SUITE, ENTRIES).read_bytes())
+        whole = bytearray(BaselineStore(folder).update(DEVICE, SUITE, ENTRIES).read_bytes())
         place, byte = whole.index(b"EPYC"), 0xFF
         if data is not None:
             place, byte = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 255))
         whole[place] = byte
         _write(folder, bytes(whole))
         try:
-            Store(folder).get(DEVICE, SUITE, KEY)
+            BaselineStore(folder).get(DEVICE, SUITE, KEY)
         except BaselineError:
             _assert_refused(folder)
 
@@ -356,14 +356,14 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_place_of_the_file_is_told(tmp_path: Path) -> None:
-    Store(tmp_path).path(DEVICE, SUITE).mkdir(parents=True)
+    BaselineStore(tmp_path).path(DEVICE, SUITE).mkdir(parents=True)
     with pytest.raises(BaselineError, match="cannot be read"):
-        Store(tmp_path).get(DEVICE, SUITE, KEY)
+        BaselineStore(tmp_path).get(DEVICE, SUITE, KEY)
 
 
 @pytest.mark.parametrize("marker", ["<<<<<<< HEAD", "=======", ">>>>>>> branch"])
 def test_merge_conflicts_are_told(tmp_path: Path, marker: str) -> None:
-    lines = Store(tmp_path).update(DEVICE, SUITE, ENTRIES).read_text().splitlines()
+    lines = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES).read_text().splitlines()
     _write(tmp_path, "\n".join([*lines[:5], marker, *lines[5:]]))
     _assert_refused(tmp_path, "merge-conflict markers", "resolve them")
 
@@ -517,6 +517,6 @@ def test_what_is_no_report_is_told(tmp_path: Path, text: str) -> None:
 
 
 def test_a_baseline_file_is_no_report(tmp_path: Path) -> None:
-    path = Store(tmp_path).update(DEVICE, SUITE, ENTRIES)
+    path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
     with pytest.raises(BaselineError, match="not a report of --gpu-json"):
         ReportStore(path)

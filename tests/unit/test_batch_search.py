@@ -53,7 +53,7 @@ def test_no_batch_is_tried_twice_or_beyond_the_maximum(memory: int, most: int, b
     machine = Machine(memory, lambda batch: 1 / (1 + abs(batch - best)))
     search = _search(machine, most)
     assert len(set(machine.asked)) == len(machine.asked)
-    assert [one.batch_size for one in search.tries] == machine.asked
+    assert [attempt.batch_size for attempt in search.tries] == machine.asked
     assert all(1 <= batch <= most for batch in machine.asked)
 
 
@@ -67,7 +67,7 @@ def test_the_number_of_tries_is_bounded(memory: int, most: int, best: int) -> No
 @given(st.integers(1, MOST), st.dictionaries(st.integers(1, MOST), st.floats(0.1, 1e6)))
 def test_the_fastest_is_the_best_of_what_was_tried(memory: int, speeds: dict[int, float]) -> None:
     search = _search(Machine(memory, lambda batch: speeds.get(batch, 1.0)))
-    fitting = {one.batch_size: one.samples_per_second for one in search.tries if one.outcome == "fits"}
+    fitting = {attempt.batch_size: attempt.samples_per_second for attempt in search.tries if attempt.outcome == "fits"}
     assert search.fastest is not None
     assert fitting[search.fastest] == max(map(float, filter(None, fitting.values())))
 
@@ -91,7 +91,7 @@ def test_of_equally_fast_batches_the_smallest_is_named() -> None:
 def test_whatever_does_not_fit_bounds_the_search(outcome: str) -> None:
     search = _search(Machine(5, outcome=outcome))
     assert search.largest == 5
-    assert {one.outcome for one in search.tries if one.batch_size > 5} == {outcome}
+    assert {attempt.outcome for attempt in search.tries if attempt.batch_size > 5} == {outcome}
 
 
 def test_nothing_fits() -> None:
@@ -104,5 +104,5 @@ def test_a_crash_ends_the_search(batch: int) -> None:
     machine = Machine(MOST, crashes_at=batch)
     search = _search(machine)
     assert (search.largest, search.fastest) == (None, None)
-    assert [one.outcome for one in search.tries].count("crashed") == 1
+    assert [attempt.outcome for attempt in search.tries].count("crashed") == 1
     assert search.tries[-1].outcome == "crashed"

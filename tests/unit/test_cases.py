@@ -140,7 +140,7 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "found"),
+    ("case", "complaint"),
     [
         (CASE.replace(model=""), f"names no model; known: {', '.join(architectures())}"),
         (CASE.replace(model="lama-3.1-8b"), "unknown model 'lama-3.1-8b' (did you mean 'llama-3.1-8b'?); known: "),
@@ -197,10 +197,10 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CUSTOM.replace(parallel="ps", servers=1), "asks for parallel='ps', which own code does not have"),
     ],
 )
-def test_problem_names_the_field_and_the_remedy(case: Case, found: str) -> None:
+def test_problem_names_the_field_and_the_remedy(case: Case, complaint: str) -> None:
     sentence = problem(case, MARKERS)
     assert sentence is not None
-    assert found in sentence
+    assert complaint in sentence
     assert str(case) in sentence
 
 
@@ -258,7 +258,9 @@ FIELDS = dict.fromkeys(Case.__struct_fields__, ANYTHING)
 SOUND = st.builds(
     Case,
     model=st.sampled_from(
-        sorted(name for name, known in architectures().items() if known.family == "language" and known.lora)
+        sorted(
+            name for name, architecture in architectures().items() if architecture.family == "language" and architecture.lora
+        )
     ),
     method=st.sampled_from(["full", "lora"]),
     precision=st.sampled_from(PRECISIONS),

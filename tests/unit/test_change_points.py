@@ -29,15 +29,15 @@ def test_without_noise_every_level_is_found_exactly(runs: list[int], ratios: lis
     figures: list[float] = []
     for index, length in enumerate(runs):
         figures += [unit * math.prod(ratios[:index])] * length
-    found = levels(figures)
+    series_levels = levels(figures)
     if len(figures) < 2 * LEAST_LENGTH:
-        assert found.starts == (0,)
+        assert series_levels.starts == (0,)
         return
     edges = [sum(runs[:index]) for index in range(len(runs))]
-    assert set(found.starts) <= set(edges)
+    assert set(series_levels.starts) <= set(edges)
     if len(runs) == 2:
-        assert found.starts == tuple(edges)
-        assert found.medians == (figures[0], figures[-1])
+        assert series_levels.starts == tuple(edges)
+        assert series_levels.medians == (figures[0], figures[-1])
 
 
 @pytest.mark.parametrize("at", [4, 30, 100, 170, 196])
@@ -48,9 +48,9 @@ def test_a_step_of_five_percent_is_found_where_it_is(at: int) -> None:
 
 
 def test_a_slowdown_that_was_mended_is_found_with_both_its_ends() -> None:
-    found = levels(noisy((1.0, 240), (1.04, 15), (1.0, 245)))
-    assert found.starts in ((0, 240, 255), (0, 240, 256))
-    assert found.medians == pytest.approx((1.0, 1.04, 1.0), rel=0.005)
+    series_levels = levels(noisy((1.0, 240), (1.04, 15), (1.0, 245)))
+    assert series_levels.starts in ((0, 240, 255), (0, 240, 256))
+    assert series_levels.medians == pytest.approx((1.0, 1.04, 1.0), rel=0.005)
 
 
 def test_a_staircase_is_found_with_all_its_steps() -> None:
@@ -73,8 +73,8 @@ def test_noise_widens_what_it_takes() -> None:
 
 
 def test_the_noise_is_that_of_neighbours_and_not_of_levels() -> None:
-    found = levels(noisy((1.0, 300), (2.0, 300), (1.0, 300), sd=0.02))
-    assert found.sd == pytest.approx(0.02, rel=0.15)
+    series_levels = levels(noisy((1.0, 300), (2.0, 300), (1.0, 300), sd=0.02))
+    assert series_levels.sd == pytest.approx(0.02, rel=0.15)
 
 
 @pytest.mark.parametrize(("runs", "starts"), [(2, (0,)), (3, (0, 60)), (4, (0, 60)), (50, (0, 60))])

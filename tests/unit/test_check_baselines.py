@@ -18,7 +18,7 @@ from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Baseline, Case
 from pytest_gputrain.records.recorded import Recorded
-from pytest_gputrain.storage.baselines import Store
+from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.predictions import PredictionStore
 
 COMMITTED = Path(__file__).parents[2] / "baselines"
@@ -31,7 +31,7 @@ def entry(case: Case) -> Baseline:
 
 
 def record(folder: Path, *cases: Case) -> Path:
-    return Store(folder).update("cpu", "llm", {str(case): entry(case) for case in cases or (CASE, OTHER)})
+    return BaselineStore(folder).update("cpu", "llm", {str(case): entry(case) for case in cases or (CASE, OTHER)})
 
 
 def predict(folder: Path) -> Path:
@@ -108,7 +108,7 @@ def test_a_name_that_its_case_does_not_have_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["-batch_size=3", "-batch_size", "-colour=red", "x", "-batch_size=2x"])
 def test_only_knobs_with_the_values_of_the_case_are_in_its_name(tmp_path: Path, suffix: str) -> None:
-    Store(tmp_path).update("cpu", "llm", {f"{CASE}{suffix}": entry(CASE)})
+    BaselineStore(tmp_path).update("cpu", "llm", {f"{CASE}{suffix}": entry(CASE)})
     assert "is no name of the case in it" in problems(tmp_path)[0]
 
 
@@ -186,13 +186,13 @@ def test_files_where_no_run_looks_are_told(tmp_path: Path, place: str) -> None:
 def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = "nvidia-h100-80gb-hbm3"
     gpu = baseline(*[baseline_run()] * 5, case=Case(**CASE.identity()))
-    path = Store(tmp_path).update(folder, "llm", {str(CASE): gpu})
+    path = BaselineStore(tmp_path).update(folder, "llm", {str(CASE): gpu})
     assert main(["check-baselines", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
         f"{path}:1: warning: all runs of 1 case are of one session each, so they do not tell how much days differ\n"
     )
     several = baseline(*(baseline_run(session=session) for session in "ab"), case=Case(**CASE.identity()))
-    Store(tmp_path).update(folder, "llm", {str(CASE): several})
+    BaselineStore(tmp_path).update(folder, "llm", {str(CASE): several})
     assert problems(tmp_path) == []
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from unit_examples import measurement
 
-from pytest_gputrain.gate.contention import beside, named, no_baseline_of, slowed_down
+from pytest_gputrain.gate.contention import describe_holders, describe_others, describe_throttling, why_not_recorded
 from pytest_gputrain.records import Holder, Measurement, Telemetry
 from pytest_gputrain.utils.units import GiB
 
@@ -27,7 +27,7 @@ def _run(throttled: dict[str, float] | None = None, others: tuple[Holder, ...] =
 
 
 @pytest.mark.parametrize(
-    ("holders", "told"),
+    ("holders", "sentence"),
     [
         ((), ""),
         ((PYTHON,), "python (pid 4711, 12.0 GiB) on GPU 0"),
@@ -40,24 +40,29 @@ def _run(throttled: dict[str, float] | None = None, others: tuple[Holder, ...] =
         ),
     ],
 )
-def test_those_on_a_gpu_are_named(holders: tuple[Holder, ...], told: str) -> None:
-    assert named(holders) == told
+def test_those_on_a_gpu_are_named(holders: tuple[Holder, ...], sentence: str) -> None:
+    assert describe_holders(holders) == sentence
 
 
 def test_who_was_there_before_and_who_came_are_each_named_once() -> None:
     newcomer = Holder(pid=8, gpu=0, name="jupyter")
     runs = [_run(holders=(PYTHON,)), _run(others=(PYTHON, newcomer))]
-    assert beside(runs) == "beside python (pid 4711, 12.0 GiB) on GPU 0 and jupyter (pid 8) on GPU 0"
-    assert beside([_run()]) == beside([measurement()]) == ""
+    assert describe_others(runs) == "beside python (pid 4711, 12.0 GiB) on GPU 0 and jupyter (pid 8) on GPU 0"
+    assert describe_others([_run()]) == describe_others([measurement()]) == ""
 
 
 def test_lowered_clocks_are_told_but_for_the_power_limit() -> None:
     runs = [_run({"SW Power Cap": 0.9, "HW Thermal Slowdown": 0.1}), _run({"HW Thermal Slowdown": 0.4, "HW Slowdown": 0.01})]
-    assert slowed_down(runs) == "its GPUs lowered their clocks (HW Thermal Slowdown for 40.0 % of the time)"
-    assert slowed_down([_run({"PPT": 1.0})]) == slowed_down([_run(None)]) == slowed_down([measurement()]) == ""
+    assert describe_throttling(runs) == "its GPUs lowered their clocks (HW Thermal Slowdown for 40.0 % of the time)"
+    assert (
+        describe_throttling([_run({"PPT": 1.0})])
+        == describe_throttling([_run(None)])
+        == describe_throttling([measurement()])
+        == ""
+    )
 
 
 def test_what_was_measured_beside_others_is_not_recorded() -> None:
-    why = no_baseline_of([_run(holders=(PYTHON,)), _run()], None)
+    why = why_not_recorded([_run(holders=(PYTHON,)), _run()], None)
     assert why.startswith("was measured beside python (pid 4711, 12.0 GiB) on GPU 0, so it is not recorded")
-    assert no_baseline_of([_run(), _run()], None) == ""
+    assert why_not_recorded([_run(), _run()], None) == ""

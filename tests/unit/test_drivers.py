@@ -49,14 +49,14 @@ def _read(at: int) -> Reading:
 
 @machine("nvidia-h100-x2")
 def test_an_nvidia_gpu_tells_all_there_is(on: None) -> None:
-    one, other = drivers.gpus()
-    assert (one.index, one.uuid, other.uuid, one.vendor) == (0, ONE, OTHER, "nvidia")
-    assert (one.driver, one.power_limit_watts, marker_of(one.name)) == ("580.65.06", 700.0, "h100")
+    first, other = drivers.gpus()
+    assert (first.index, first.uuid, other.uuid, first.vendor) == (0, ONE, OTHER, "nvidia")
+    assert (first.driver, first.power_limit_watts, marker_of(first.name)) == ("580.65.06", 700.0, "h100")
     assert _read(0) == Reading(
         energy_joules=1000.0, power_watts=698.0, clock_mhz=1755, utilization=0.99, throttling=frozenset({"SW Power Cap"})
     )
-    assert drivers.paths((one, other)) == (("X", "NV18"), ("NV18", "X"))
-    assert drivers.paths((one,)) == ()
+    assert drivers.paths((first, other)) == (("X", "NV18"), ("NV18", "X"))
+    assert drivers.paths((first,)) == ()
 
 
 @machine("nvidia-h100-x2")
@@ -66,9 +66,9 @@ def test_idling_is_no_reason_for_a_lower_clock(on: None) -> None:
 
 @machine("nvidia-h100-x2")
 def test_who_holds_a_gpu_is_told(on: None) -> None:
-    one, other = drivers.gpus()
-    assert drivers.occupancy([one]).holders == ()
-    free, holders = drivers.occupancy([one, other])
+    first, other = drivers.gpus()
+    assert drivers.occupancy([first]).holders == ()
+    free, holders = drivers.occupancy([first, other])
     assert free == 71672267571
     assert holders == (Holder(pid=4711, gpu=1, bytes=13207024435),)
     assert drivers.occupancy([other], own={4711}).holders == ()
@@ -111,15 +111,15 @@ def test_parts_are_visible_by_their_names(on: None, variable: str, shown: list[s
 
 @machine("amd-mi300x-x2")
 def test_amd_gpus_come_in_hips_order(on: None) -> None:
-    one, other = drivers.gpus()
-    assert (one.index, one.uuid, other.uuid, one.vendor) == (0, FIRST_OF_HIP, SECOND_OF_HIP, "amd")
-    assert (one.name, one.driver, one.power_limit_watts, marker_of(one.name)) == (
+    first, other = drivers.gpus()
+    assert (first.index, first.uuid, other.uuid, first.vendor) == (0, FIRST_OF_HIP, SECOND_OF_HIP, "amd")
+    assert (first.name, first.driver, first.power_limit_watts, marker_of(first.name)) == (
         "AMD Instinct MI300X",
         "6.12.12",
         750.0,
         "mi300x",
     )
-    assert drivers.paths((one, other)) == (("X", "XGMI"), ("XGMI", "X"))
+    assert drivers.paths((first, other)) == (("X", "XGMI"), ("XGMI", "X"))
 
 
 @machine("amd-mi300x-x2")
@@ -136,12 +136,12 @@ def test_an_amd_gpu_tells_what_it_has_and_not_what_is_not_available(on: None) ->
 
 @machine("amd-rocm-6.1")
 def test_an_older_release_of_rocm_has_other_names_for_the_same(on: None) -> None:
-    one, other = drivers.gpus()
+    first, other = drivers.gpus()
     # The order is the kernel's, the UUID the serial number's with its leading zeros, the name the board's.
-    assert (one.uuid, other.uuid) == (FIRST_OF_HIP, "GPU-00b2c3d4e5f60718")
+    assert (first.uuid, other.uuid) == (FIRST_OF_HIP, "GPU-00b2c3d4e5f60718")
     assert (other.name, other.power_limit_watts) == ("AMD Instinct MI250X", 750.0)
     assert _read(0) == Reading(energy_joules=pytest.approx(30_600.0), power_watts=240, clock_mhz=1700, utilization=0.98)
-    assert drivers.paths((one, other)) == (("X", "XGMI"), ("XGMI", "X"))
+    assert drivers.paths((first, other)) == (("X", "XGMI"), ("XGMI", "X"))
 
 
 @machine("amd-mi300x-cpx")
@@ -196,8 +196,8 @@ def test_a_worker_sees_its_amd_gpus_whatever_else_was_chosen(on: None, monkeypat
 @machine("amd-mi300x-x2")
 def test_the_amd_library_is_shut_down_by_its_last_user_only(on: None) -> None:
     library: Any = sys.modules["amdsmi"]
-    with amd.opened() as one, amd.opened() as other:
-        assert one is not None
+    with amd.opened() as first, amd.opened() as other:
+        assert first is not None
         assert other is not None
     assert [call for call in library.asked if "init" in call or "shut" in call] == ["amdsmi_init()", "amdsmi_shut_down()"]
 
@@ -330,14 +330,19 @@ def _library() -> types.SimpleNamespace:
 
 
 def _use(library: Any) -> list[Any]:
-    one, other = library.at(0), library.at(1)
-    found = [library.memory(one).total, library.memory(other).name, library.kind(one, library.Kind.ALIAS), library.LIMIT]
-    found += [library.friendly().pid, library.friendly().used, library.count(), library.count()]
+    first, other = library.at(0), library.at(1)
+    replies = [
+        library.memory(first).total,
+        library.memory(other).name,
+        library.kind(first, library.Kind.ALIAS),
+        library.LIMIT,
+    ]
+    replies += [library.friendly().pid, library.friendly().used, library.count(), library.count()]
     try:
         library.refuse(other)
     except library.NVMLError as error:
-        found.append((error.value, str(error)))
-    return found
+        replies.append((error.value, str(error)))
+    return replies
 
 
 def test_a_replay_says_what_was_recorded() -> None:

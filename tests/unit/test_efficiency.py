@@ -23,8 +23,8 @@ def _run(seconds: float, alone: float | None = 1.0) -> Measurement:
     return measurement(step_seconds=(seconds,) * 3, one_worker_seconds=alone)
 
 
-def _judged(seconds: float, alone: float | None = 1.0, known: Baseline = EIGHTY) -> tuple[Verdict, MetricVerdict | None]:
-    verdict = judge(CASE, [_run(seconds, alone)] * 3, known, WIDE).verdict
+def _judged(seconds: float, alone: float | None = 1.0, stored: Baseline = EIGHTY) -> tuple[Verdict, MetricVerdict | None]:
+    verdict = judge(CASE, [_run(seconds, alone)] * 3, stored, WIDE).verdict
     return verdict, verdict.metric("scaling_efficiency")
 
 
@@ -55,8 +55,8 @@ def test_without_one_worker_there_is_nothing_to_judge() -> None:
 
 
 def test_a_regression_of_another_figure_counts_before_a_missing_efficiency() -> None:
-    known = baseline(baseline_run(step_seconds=(1.0,) * 3), case=CASE)
-    verdict, metric = _judged(1.05, known=known)
+    stored = baseline(baseline_run(step_seconds=(1.0,) * 3), case=CASE)
+    verdict, metric = _judged(1.05, stored=stored)
     assert verdict.status == "new"
     assert verdict.sentence == (
         f"{CASE} has no scaling efficiency in its baseline of 2026-01-31; record it with --gpu-baseline-update"
@@ -64,16 +64,16 @@ def test_a_regression_of_another_figure_counts_before_a_missing_efficiency() -> 
     assert metric == verdict.metrics[-1]
     assert metric is not None
     assert (metric.value, metric.baseline, metric.note) == (pytest.approx(1 / 1.05), None, "the baseline has none")
-    assert _judged(1.25, known=known)[0].status == "regressed"
+    assert _judged(1.25, stored=stored)[0].status == "regressed"
 
 
 @pytest.mark.parametrize("environment", [cpu_environment(), gpu_environment(device_count=8)], ids=["cpu", "eight devices"])
 def test_efficiency_of_other_devices_is_not_compared(environment: object) -> None:
-    known = baseline(baseline_run(environment=environment, one_worker_seconds=5.0), case=CASE)
+    stored = baseline(baseline_run(environment=environment, one_worker_seconds=5.0), case=CASE)
     reply = measurement(one_worker_seconds=1.0, environment=environment)
     if environment != cpu_environment():
         reply = measurement(one_worker_seconds=1.0)
-    metric = judge(CASE, [reply], known, WIDE).verdict.metric("scaling_efficiency")
+    metric = judge(CASE, [reply], stored, WIDE).verdict.metric("scaling_efficiency")
     assert metric is not None
     assert (metric.status, metric.value, metric.baseline) == ("not-comparable", 1.0, 5.0)
     assert metric.note
@@ -91,17 +91,19 @@ def test_too_few_steps_for_an_update_give_no_efficiency() -> None:
 
 
 @given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 64), st.integers(2, 16))
-def test_efficiency_is_throughput_over_that_of_as_many_workers(one: float, several: float, batch: int, workers: int) -> None:
-    alone = measurement(step_seconds=(one,), batch_size=batch)
-    together = measurement(step_seconds=(several,), batch_size=batch * workers, one_worker_seconds=one)
+def test_efficiency_is_throughput_over_that_of_as_many_workers(
+    single: float, several: float, batch: int, workers: int
+) -> None:
+    alone = measurement(step_seconds=(single,), batch_size=batch)
+    together = measurement(step_seconds=(several,), batch_size=batch * workers, one_worker_seconds=single)
     expected = together.samples_per_second / (workers * alone.samples_per_second)
     assert efficiency(CASE, [together]) == pytest.approx(expected)
 
 
 @given(st.floats(0.5, 2), st.floats(0.5, 2))
-def test_a_better_efficiency_is_never_a_worse_verdict(one: float, other: float) -> None:
+def test_a_better_efficiency_is_never_a_worse_verdict(single: float, other: float) -> None:
     order = ("regressed", "pass", "improved")
-    (_, low), (_, high) = (_judged(1.25, alone) for alone in sorted((one, other)))
+    (_, low), (_, high) = (_judged(1.25, alone) for alone in sorted((single, other)))
     assert low is not None
     assert high is not None
     assert order.index(low.status) <= order.index(high.status)

@@ -10,9 +10,9 @@ import pytest
 from unit_examples import CASE, measurement
 
 from pytest_gputrain.execution.fleet.queue import ASK_SECONDS, GRACE_SECONDS, LEAST_WAITING, Fleet
-from pytest_gputrain.execution.fleet.scheduler import DELIVERY, OUTPUT, Doing, Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.execution.fleet.scheduler import DELIVERY, OUTPUT, Doing, Job, JobRefused, QueueFull, Unreachable
 from pytest_gputrain.records import Conditions, Delivery, Host, Lost, Order, Task
-from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.records.node_protocol import write_record
 
 WAIT = 100.0
 NODE = Host(name="n1", platform="h100", device="nvidia-h100-80gb-hbm3", gpus=1)
@@ -70,7 +70,7 @@ class Scheduler:
         self.cancelled.append("closed")
 
     def deliver(self, job: str, delivery: Delivery = DONE) -> None:
-        tell(self.folders[job] / DELIVERY, delivery)
+        write_record(self.folders[job] / DELIVERY, delivery)
         self.says[job] = Job("ended")
 
     def sleep(self, seconds: float) -> None:
@@ -150,11 +150,11 @@ def test_what_is_soon_to_be_asked_for_goes_before_what_was_expected_earlier(flee
 
 
 def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: Scheduler, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+    arrivals: list[tuple[str, int, int]] = []
 
     def tell_of(order: Order) -> None:
-        told.append((order.task.case.model, len(fleet.arrived(order)), fleet.ordered(order)))
-        if len(told) == 1:
+        arrivals.append((order.task.case.model, len(fleet.arrived(order)), fleet.ordered(order)))
+        if len(arrivals) == 1:
             fleet.expect([order], soon=True)
 
     clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
@@ -167,13 +167,13 @@ def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: 
         40: lambda: scheduler.deliver("a"),
     }
     assert fleet.run(order("a")) == DONE
-    assert told == [("b", 0, 2), ("b", 2, 3), ("b", 3, 3)]
+    assert arrivals == [("b", 0, 2), ("b", 2, 3), ("b", 3, 3)]
     assert scheduler.submitted == ["a", "b", "b1", "b2"]
     # A test that asks knows best.
     fleet.expect([order("b")])
     scheduler.deliver("b3")
     assert [fleet.run(order("b")) for _ in range(4)] == [DONE] * 4
-    assert len(told) == 3
+    assert len(arrivals) == 3
 
 
 def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Scheduler) -> None:
@@ -288,7 +288,7 @@ def test_a_job_that_is_held_does_not_profit_from_others(fleet: Fleet, scheduler:
 
 
 def test_a_full_queue_is_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.refusal = NotNow("full")
+    scheduler.refusal = QueueFull("full")
     scheduler.script = {
         0.5 * WAIT: lambda: setattr(scheduler, "refusal", None),
         0.8 * WAIT: lambda: scheduler.deliver("a"),
@@ -298,13 +298,13 @@ def test_a_full_queue_is_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:
 
 def test_a_full_queue_is_waited_for_however_late_the_first_job_is_asked_for(fleet: Fleet, scheduler: Scheduler) -> None:
     scheduler.now = began = 10 * WAIT
-    scheduler.refusal = NotNow("full")
+    scheduler.refusal = QueueFull("full")
     assert lost(fleet.run(order())).cause == "queue_full"
     assert scheduler.now - began >= WAIT
 
 
 def test_all_that_wait_for_a_full_queue_are_lost_together(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.refusal = NotNow("full")
+    scheduler.refusal = QueueFull("full")
     fleet.expect(map(order, "ab"))
     assert lost(fleet.run(order("a"))).cause == "queue_full"
     at = scheduler.now
@@ -314,7 +314,7 @@ def test_all_that_wait_for_a_full_queue_are_lost_together(fleet: Fleet, schedule
 
 
 def test_a_refused_job_is_lost_at_once_and_no_other(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.refusal = NeverSo("no such partition")
+    scheduler.refusal = JobRefused("no such partition")
     outcome = lost(fleet.run(order("a")))
     assert (outcome.cause, outcome.sentence, scheduler.now) == ("not_scheduled", "no such partition; ask otherwise", 0)
     scheduler.refusal = None

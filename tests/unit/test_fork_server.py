@@ -19,7 +19,7 @@ from test_ranks import Answering
 from unit_examples import CASE, crashed, measurement, prediction
 
 from pytest_gputrain.execution.launch import fork_server, launcher, processes
-from pytest_gputrain.execution.launch.fork_server import Preloaded
+from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER
 from pytest_gputrain.records import Event, Task
 
@@ -70,13 +70,13 @@ def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def source() -> Iterator[Preloaded]:
-    made = Preloaded()
+def source() -> Iterator[ForkServer]:
+    made = ForkServer()
     yield made
     made.close()
 
 
-def _fork(source: Preloaded, rank: int = 0, seconds: float = 30, task: Task = TASK, **environment: str) -> Any:
+def _fork(source: ForkServer, rank: int = 0, seconds: float = 30, task: Task = TASK, **environment: str) -> Any:
     return source.fork(task, Path("case"), rank, environment, seconds)
 
 
@@ -84,14 +84,14 @@ def _children() -> list[int]:
     return [child.pid for child in psutil.Process().children()]
 
 
-def test_a_worker_is_forked_as_wished_and_its_end_is_told(wishes: Path, source: Preloaded) -> None:
+def test_a_worker_is_forked_as_wished_and_its_end_is_told(wishes: Path, source: ForkServer) -> None:
     worker = _fork(source)
     worker.wait()
     assert worker.poll() == 5
     assert json.loads(wishes.read_text()) == {"folder": "case", "rank": 0, "cwd": os.getcwd()}
 
 
-def test_workers_of_one_source_are_told_apart(wishes: Path, source: Preloaded) -> None:
+def test_workers_of_one_source_are_told_apart(wishes: Path, source: ForkServer) -> None:
     first, second = _fork(source), _fork(source, STAYS)
     first.wait()
     assert (first.poll(), second.poll()) == (5, None)
@@ -99,7 +99,7 @@ def test_workers_of_one_source_are_told_apart(wishes: Path, source: Preloaded) -
     os.kill(second.pid, signal.SIGKILL)
 
 
-def test_a_source_serves_as_long_as_it_lives_and_its_environment_is_the_same(wishes: Path, source: Preloaded) -> None:
+def test_a_source_serves_as_long_as_it_lives_and_its_environment_is_the_same(wishes: Path, source: ForkServer) -> None:
     def serving(**environment: str) -> int:
         _fork(source, **environment).wait()
         (pid,) = _children()
@@ -117,13 +117,13 @@ def test_a_source_serves_as_long_as_it_lives_and_its_environment_is_the_same(wis
 @pytest.mark.parametrize(
     "fields", [{"case": CASE.replace(code="a.py::b", method="custom")}, {"device_type": "gpu"}], ids=["own code", "gpu"]
 )
-def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes: Path, source: Preloaded, fields: dict[str, Any]) -> None:
+def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes: Path, source: ForkServer, fields: dict[str, Any]) -> None:
     assert _fork(source, task=msgspec.structs.replace(TASK, **fields)) is None
     assert _children() == []
 
 
 @pytest.mark.parametrize(("rank", "seconds"), [(REFUSES, 30), (DIES, 30), (HANGS, 0.3)])
-def test_a_source_that_does_not_fork_is_given_up(wishes: Path, source: Preloaded, rank: int, seconds: float) -> None:
+def test_a_source_that_does_not_fork_is_given_up(wishes: Path, source: ForkServer, rank: int, seconds: float) -> None:
     before = os.listdir("/proc/self/fd")
     began = time.monotonic()
     assert _fork(source, rank, seconds) is None
@@ -133,7 +133,7 @@ def test_a_source_that_does_not_fork_is_given_up(wishes: Path, source: Preloaded
     assert _fork(source) is not None, "the next gets another"
 
 
-def test_a_worker_ends_with_its_source(wishes: Path, source: Preloaded) -> None:
+def test_a_worker_ends_with_its_source(wishes: Path, source: ForkServer) -> None:
     worker = _fork(source, STAYS)
     (pid,) = _children()
     os.kill(pid, signal.SIGKILL)
@@ -216,7 +216,7 @@ def test_a_fresh_process_is_started_where_none_can_be_forked(forked: bool, monke
     started = Started(monkeypatch, crashed())
     asked: list[Any] = []
 
-    class Source(Preloaded):
+    class Source(ForkServer):
         def fork(self, task: Task, folder: Path, rank: int, environment: Any, timeout_seconds: float) -> Any:
             asked.append((task, rank, environment.get(CASE_FOLDER), timeout_seconds))
             return started.start(folder, rank, environment) if forked else None
@@ -224,7 +224,7 @@ def test_a_fresh_process_is_started_where_none_can_be_forked(forked: bool, monke
     for run in (launcher.in_process, launcher.predict):
         fields = {"gpus": ()} if run is launcher.in_process else {}
         task = TASK if fields else msgspec.structs.replace(TASK, target=TARGET)
-        assert run(task, timeout_seconds=60, preloaded=Source(), **fields) == crashed()  # type: ignore[operator]
+        assert run(task, timeout_seconds=60, fork_server=Source(), **fields) == crashed()  # type: ignore[operator]
         assert asked.pop() == (task, 0, None, 60)
         assert CASE_FOLDER in started.environments.pop() or forked
         assert not started.environments

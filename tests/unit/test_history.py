@@ -23,10 +23,10 @@ from pytest_gputrain.records.study import Search
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage import history
 from pytest_gputrain.storage.history import HistoryError, append, read
-from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.git import RunInfo
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trends.md"
-SESSION = Session(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")
+SESSION = RunInfo(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")
 LINE = lines_of([result()], SESSION)[0]
 
 _WRITER = """
@@ -144,7 +144,7 @@ def test_every_key_is_one_column_of_one_type() -> None:
     }
     of = msgspec.inspect
     single = ({of.StrType}, {of.IntType}, {of.FloatType}, {of.BoolType}, {of.LiteralType})
-    assert {name: found for name, found in kinds.items() if found not in single} == {}
+    assert {name: column_type for name, column_type in kinds.items() if column_type not in single} == {}
 
 
 @pytest.mark.parametrize("share", [True, False, 0.5])
@@ -165,9 +165,9 @@ def test_several_processes_append_at_once_and_every_line_is_whole(tmp_path: Path
     writers = [_spawn(_WRITER, str(path), name, "20") for name in "abcd"]
     (tmp_path / "go").touch()
     assert [writer.wait(60) for writer in writers] == [0] * 4
-    found = _sessions(path)
-    assert sorted(found) == sorted(f"{name}-{number}" for name in "abcd" for number in range(20) for _ in range(3))
-    runs = [found[at : at + 3] for at in range(0, len(found), 3)]
+    sessions = _sessions(path)
+    assert sorted(sessions) == sorted(f"{name}-{number}" for name in "abcd" for number in range(20) for _ in range(3))
+    runs = [sessions[at : at + 3] for at in range(0, len(sessions), 3)]
     assert all(len(set(run)) == 1 for run in runs), "the lines of a pytest run stand together"
 
 
@@ -337,15 +337,15 @@ def test_a_detached_head_has_the_branch_that_ci_names(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert Session.begin(repository).branch == "trunk"
+    assert RunInfo.begin(repository).branch == "trunk"
     subprocess.run(["git", "-C", str(repository), "checkout", "-q", "--detach"], check=True)
-    assert Session.begin(repository).branch == branch
+    assert RunInfo.begin(repository).branch == branch
 
 
 def test_outside_of_a_repository_ci_names_no_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_REF_NAME", "main")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert Session.begin(tmp_path).branch == ""
+    assert RunInfo.begin(tmp_path).branch == ""
 
 
 # What is documented
@@ -363,15 +363,19 @@ def documented_keys() -> str:
     record = ast.parse(inspect.getsource(HistoryLine)).body[0]
     assert isinstance(record, ast.ClassDef)
     about: dict[str, str] = {}
-    for one, after in itertools.pairwise([*record.body, ast.Pass()]):
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            text = " ".join(str(after.value.value).split()) if told else ""  # type: ignore[attr-defined]
-            about[one.target.id] = text.replace("``", "`")
+    for field_node, after in itertools.pairwise([*record.body, ast.Pass()]):
+        if isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name):
+            is_documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            text = " ".join(str(after.value.value).split()) if is_documented else ""  # type: ignore[attr-defined]
+            about[field_node.target.id] = text.replace("``", "`")
     rows = ["| key | | |", "|---|---|---|"]
     for field in msgspec.inspect.type_info(HistoryLine).fields:  # type: ignore[attr-defined]
         optional = isinstance(field.type, msgspec.inspect.UnionType)
-        (kind,) = {words[type(one)] for one in (field.type.types if optional else [field.type]) if type(one) in words}
+        (kind,) = {
+            words[type(type_node)]
+            for type_node in (field.type.types if optional else [field.type])
+            if type(type_node) in words
+        }
         rows.append(f"| `{field.name}` | {kind}{' or null' if optional else ''} | {about[field.name]} |")
     return "\n".join(rows)
 

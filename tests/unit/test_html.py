@@ -26,7 +26,7 @@ from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Summary
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage.history import append
-from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.git import RunInfo
 from pytest_gputrain.utils.units import GiB
 
 pytest.importorskip("jinja2", reason="the extra `report` is not installed")
@@ -87,7 +87,7 @@ def history_trends_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.Histo
     path = tmp_path / "history.jsonl"
     for day, results in enumerate(sessions):
         created = f"2026-{1 + day // 28:02}-{1 + day % 28:02}T08:00:00Z"
-        append(path, lines_of(results, Session(id=f"s{day}", created=created, commit=f"c{day}", branch="main")))
+        append(path, lines_of(results, RunInfo(id=f"s{day}", created=created, commit=f"c{day}", branch="main")))
     return page.read_trends([path], lambda _: None)
 
 

@@ -24,7 +24,7 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 from pytest_gputrain.execution.launch import ranks
 from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.merge import merge
-from pytest_gputrain.execution.launch.processes import CASE_FOLDER, Fresh
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess
 from pytest_gputrain.execution.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
@@ -48,12 +48,20 @@ TARGET = Target(marker="h100", kind="cuda", memory_bytes=79 << 30, context_bytes
 
 
 def test_a_worker_knows_nothing_of_a_launcher_or_of_the_running_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
-    for name in (*told, "OF_MINE"):
+    launcher_variables = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    ]
+    for name in (*launcher_variables, "OF_MINE"):
         monkeypatch.setenv(name, "1")
     environment = worker_environment(TASK, ())
     assert environment["OF_MINE"] == "1"
-    assert not environment.keys() & {*told, "PYTEST_CURRENT_TEST"}
+    assert not environment.keys() & {*launcher_variables, "PYTEST_CURRENT_TEST"}
 
 
 def test_what_must_not_vary_is_the_same_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +87,16 @@ def test_own_code_may_reach_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "one"), [({"device_type": "cpu"}, True), ({"target": TARGET}, True), ({}, False)], ids=["cpu", "dry", "gpu"]
+    ("fields", "single_thread"),
+    [({"device_type": "cpu"}, True), ({"target": TARGET}, True), ({}, False)],
+    ids=["cpu", "dry", "gpu"],
 )
-def test_a_cpu_computes_on_one_thread(fields: dict[str, Any], one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_computes_on_one_thread(fields: dict[str, Any], single_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     for name in threads:
         monkeypatch.delenv(name, raising=False)
     environment = worker_environment(msgspec.structs.replace(TASK, **fields), ())
-    assert {name: environment.get(name) for name in threads} == (threads if one else dict.fromkeys(threads))
+    assert {name: environment.get(name) for name in threads} == (threads if single_thread else dict.fromkeys(threads))
 
 
 def test_a_worker_has_the_session_s_environment_with_the_task_s_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +131,7 @@ def test_changes_are_those_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch) -
     for name in unseen:
         monkeypatch.setenv(name, "41")
     assert list(session.changes(TASK).items()) == [("AT_IMPORT", "1"), ("B_NEW", "1"), ("DELETED", None)]
-    assert session.changes(TASK, foreseen=True) == {"AT_IMPORT": "1"}
+    assert session.changes(TASK, prefetched=True) == {"AT_IMPORT": "1"}
     own = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", method="custom"))
     assert session.changes(own).keys() - session.changes(TASK).keys() == {"HF_HUB_OFFLINE"}
     assert session.changes(TASK, inline=True).keys() >= {*unseen} - {"PYTEST_CURRENT_TEST"}
@@ -197,10 +207,10 @@ def test_figures_of_a_case_are_of_the_slowest_the_largest_or_of_all_its_ranks() 
 
 def test_what_no_rank_knows_is_not_known_and_what_one_knows_is() -> None:
     unknown = {"model_bytes": None, "flops_per_step": None, "recomputed_flops_per_step": None, "peak_reserved_bytes": None}
-    silent, known = (msgspec.structs.replace(_of_rank(1), **fields) for fields in (unknown, {}))
+    silent, heard = (msgspec.structs.replace(_of_rank(1), **fields) for fields in (unknown, {}))
     assert {getattr(merge([silent, silent]), name) for name in unknown} == {None}
-    for replies in ([silent, known], [known, silent]):
-        assert all(getattr(merge(replies), name) == getattr(known, name) for name in unknown)
+    for replies in ([silent, heard], [heard, silent]):
+        assert all(getattr(merge(replies), name) == getattr(heard, name) for name in unknown)
 
 
 def test_the_figures_of_a_single_rank_are_left_alone() -> None:
@@ -239,9 +249,9 @@ PROGRESS = _events(Event(phase="build"), Event(phase="measure", step=2))
     [(0, "with exit code 0"), (3, "with exit code 3"), (-11, "by SIGSEGV"), (-1, "by SIGHUP"), (-99, "by signal 99")],
 )
 def test_an_end_without_a_reply_is_told_with_what_was_printed(rank: Any, exit_code: int, said: str) -> None:
-    found = rank(exit_code, progress_jsonl=PROGRESS, stdout_txt=b"out\n", stderr_txt=b"err\n", stacks_txt=b"stacks\n")
-    assert found.failed()
-    assert found.reply() == Crashed(
+    ended_rank = rank(exit_code, progress_jsonl=PROGRESS, stdout_txt=b"out\n", stderr_txt=b"err\n", stacks_txt=b"stacks\n")
+    assert ended_rank.failed()
+    assert ended_rank.reply() == Crashed(
         sentence=f"the worker ended {said} without a reply",
         phase="measure",
         step=2,
@@ -252,15 +262,15 @@ def test_an_end_without_a_reply_is_told_with_what_was_printed(rank: Any, exit_co
 
 
 def test_a_kill_for_memory_is_that_of_the_host(rank: Any) -> None:
-    found = rank(-9, killed=True, progress_jsonl=PROGRESS).reply()
-    assert found == OutOfMemory(where="host", phase="measure", step=2, message="killed by the kernel's OOM killer")
+    reply = rank(-9, killed=True, progress_jsonl=PROGRESS).reply()
+    assert reply == OutOfMemory(where="host", phase="measure", step=2, message="killed by the kernel's OOM killer")
 
 
 def test_the_kernel_s_kills_are_counted_from_before_the_start(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "oom_kills", lambda: 7)
-    found = rank(-9)
-    found.process.killed_for_memory = lambda kills_before: kills_before == 7
-    assert isinstance(found.reply(), OutOfMemory)
+    ended_rank = rank(-9)
+    ended_rank.process.killed_for_memory = lambda kills_before: kills_before == 7
+    assert isinstance(ended_rank.reply(), OutOfMemory)
 
 
 def test_the_end_of_long_stacks_is_kept(rank: Any) -> None:
@@ -268,8 +278,8 @@ def test_the_end_of_long_stacks_is_kept(rank: Any) -> None:
 
 
 def test_a_crash_tells_its_own_words_last(rank: Any) -> None:
-    found = rank(stdout_txt=b"out\n", reply_json=msgspec.json.encode(crashed(detail="traceback"))).reply()
-    assert found == crashed(detail="out\ntraceback")
+    reply = rank(stdout_txt=b"out\n", reply_json=msgspec.json.encode(crashed(detail="traceback"))).reply()
+    assert reply == crashed(detail="out\ntraceback")
 
 
 @pytest.mark.parametrize(
@@ -283,17 +293,17 @@ def test_a_crash_tells_its_own_words_last(rank: Any) -> None:
     ids=["exit", "format", "cut", "unknown"],
 )
 def test_a_reply_that_cannot_be_taken_is_a_crash(rank: Any, reply: bytes, exit_code: int, sentence: str) -> None:
-    found = rank(exit_code, reply_json=reply, progress_jsonl=PROGRESS, stderr_txt=b"err").reply()
-    assert found.sentence.startswith(sentence)
-    assert (found.phase, found.step, found.detail, found.exit_code) == ("measure", 2, "err", exit_code)
+    crash = rank(exit_code, reply_json=reply, progress_jsonl=PROGRESS, stderr_txt=b"err").reply()
+    assert crash.sentence.startswith(sentence)
+    assert (crash.phase, crash.step, crash.detail, crash.exit_code) == ("measure", 2, "err", exit_code)
 
 
-@pytest.mark.parametrize(("free", "told"), [((1 << 20) - 1, True), (1 << 20, False)])
+@pytest.mark.parametrize(("free", "is_told"), [((1 << 20) - 1, True), (1 << 20, False)])
 def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(
-    rank: Any, free: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: Any, free: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}") == told
+    assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}") == is_told
 
 
 def test_a_folder_that_is_gone_leaves_the_end_as_it_is(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,31 +315,31 @@ def test_a_folder_that_is_gone_leaves_the_end_as_it_is(rank: Any, monkeypatch: p
 
 
 def test_lines_of_progress_are_read_once_when_they_are_whole(rank: Any) -> None:
-    found = rank()
-    path = found.folder / "progress.jsonl"
-    assert (found.progress.read(), found.progress.last) == ([], Event(phase="start"))
+    ended_rank = rank()
+    path = ended_rank.folder / "progress.jsonl"
+    assert (ended_rank.progress.read(), ended_rank.progress.last) == ([], Event(phase="start"))
     first, second = Event(phase="build"), Event(phase="count")
     line = _events(second)
     path.write_bytes(_events(first) + line[:5])
-    assert found.progress.read() == [first]
+    assert ended_rank.progress.read() == [first]
     with path.open("ab") as file:
         file.write(line[5:] + b"\xff no event\n")
-    assert (found.progress.read(), found.progress.last) == ([second], second)
-    assert (found.progress.read(), found.progress.last) == ([], second)
+    assert (ended_rank.progress.read(), ended_rank.progress.last) == ([second], second)
+    assert (ended_rank.progress.read(), ended_rank.progress.last) == ([], second)
 
 
 def test_of_what_a_worker_prints_the_end_is_kept_and_the_disk_is_spared(rank: Any) -> None:
-    found = rank(1)
-    path = found.folder / "stdout.txt"
-    found.limit_output()  # not there yet
+    ended_rank = rank(1)
+    path = ended_rank.folder / "stdout.txt"
+    ended_rank.limit_output()  # not there yet
     path.write_bytes(b"x" * (1 << 20))
-    found.limit_output()
+    ended_rank.limit_output()
     assert path.stat().st_size == 1 << 20
     path.write_bytes(b"x" * (1 << 20) + b"end of the first; ")
-    found.limit_output()
+    ended_rank.limit_output()
     assert path.stat().st_size == 0
     path.write_bytes(b"and \xff of the second")
-    detail = found.reply().detail
+    detail = ended_rank.reply().detail
     assert detail.endswith("xx end of the first; and \ufffd of the second".replace("xx ", "x"))
     assert len(detail) == 8000
 
@@ -345,9 +355,14 @@ def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank:
     silent = rank(-9, number=0)
     memory = rank(number=1, reply_json=_replied(out_of_memory()))
     early, late = (rank(number=number, reply_json=_replied(crashed())) for number in (2, 3))
-    for at, one in enumerate((early, late, memory)):
-        os.utime(one.folder / "reply.json", ns=(at, 1_000 + at))
-    assert [one.number for one in sorted([late, early, memory, silent], key=Rank.order)] == [0, 1, 2, 3]
+    for at, each_rank in enumerate((early, late, memory)):
+        os.utime(each_rank.folder / "reply.json", ns=(at, 1_000 + at))
+    assert [each_rank.number for each_rank in sorted([late, early, memory, silent], key=Rank.failure_sort_key)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_the_failed_rank_is_named_where_there_are_several(rank: Any) -> None:
@@ -373,14 +388,14 @@ def test_every_event_of_the_first_rank_is_shown_once(rank: Any) -> None:
 
 def test_events_of_the_last_moment_are_shown(rank: Any) -> None:
     shown: list[Event] = []
-    found = rank(reply_json=_replied(measurement()))
+    ended_rank = rank(reply_json=_replied(measurement()))
 
     def end() -> int:
-        (found.folder / "progress.jsonl").write_bytes(PROGRESS)
+        (ended_rank.folder / "progress.jsonl").write_bytes(PROGRESS)
         return 0
 
-    found.process.poll = end
-    follow([found], 60, shown.append)
+    ended_rank.process.poll = end
+    follow([ended_rank], 60, shown.append)
     assert [event.phase for event in shown] == ["build", "measure"]
 
 
@@ -395,10 +410,10 @@ def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank: Any
 
 def test_stacks_are_asked_for_and_waited_for(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_STACKS_SECONDS", 60)
-    found = rank(polls=10_000)
-    answer = threading.Timer(0.1, (found.folder / "stacks.txt").write_bytes, [b"in build"])
-    found.process.ask_for_stacks = answer.start
-    assert found.stacks() == "in build"
+    ended_rank = rank(polls=10_000)
+    answer = threading.Timer(0.1, (ended_rank.folder / "stacks.txt").write_bytes, [b"in build"])
+    ended_rank.process.ask_for_stacks = answer.start
+    assert ended_rank.stacks() == "in build"
 
 
 # Folders and processes
@@ -463,7 +478,7 @@ def _gone(pid: int) -> bool:
 )
 def test_a_worker_ends_with_what_it_started(script: str) -> None:
     with _family(script) as (worker, child), _family("sleep 600 & echo $!; wait") as (_, other):
-        process = Fresh(worker)
+        process = FreshProcess(worker)
         assert process.poll() is None
         process.end()
         assert process.poll() == -signal.SIGKILL
@@ -486,8 +501,8 @@ def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
 def test_only_a_kill_that_the_kernel_counted_was_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytest_gputrain.execution.launch.processes.oom_kills", lambda: 5)
 
-    def ended(exit_code: int) -> Fresh:
-        return Fresh(SimpleNamespace(pid=0, poll=lambda: exit_code))  # type: ignore[arg-type]
+    def ended(exit_code: int) -> FreshProcess:
+        return FreshProcess(SimpleNamespace(pid=0, poll=lambda: exit_code))  # type: ignore[arg-type]
 
     assert ended(-signal.SIGKILL).killed_for_memory(4)
     assert not ended(-signal.SIGKILL).killed_for_memory(5)

@@ -72,8 +72,8 @@ def _imports_of(module: str) -> Iterator[Import]:
     return walk(ast.parse(SOURCES[module].read_text()), "")
 
 
-IMPORTS = [found for module in SOURCES for found in _imports_of(module)]
-INSIDE = [found for found in IMPORTS if found.imported.split(".")[0] == PACKAGE]
+IMPORTS = [edge for module in SOURCES for edge in _imports_of(module)]
+INSIDE = [edge for edge in IMPORTS if edge.imported.split(".")[0] == PACKAGE]
 
 
 def _layer(module: str) -> str:
@@ -110,11 +110,11 @@ def test_packages_hold_a_docstring_only() -> None:
 def test_imports_go_down_the_packages() -> None:
     height = {layer: at for at, layer in enumerate(reversed(LAYERS))}
     height[""] = len(LAYERS)
-    assert [found for found in INSIDE if height[_layer(found.imported)] > height[_layer(found.importer)]] == []
+    assert [edge for edge in INSIDE if height[_layer(edge.imported)] > height[_layer(edge.importer)]] == []
 
 
 def test_the_public_names_come_from_the_lowest_packages() -> None:
-    assert {_layer(found.imported) for found in INSIDE if found.importer == PACKAGE} <= BELOW_PUBLIC_NAMES
+    assert {_layer(edge.imported) for edge in INSIDE if edge.importer == PACKAGE} <= BELOW_PUBLIC_NAMES
 
 
 def test_only_inline_runs_import_the_worker_from_outside() -> None:
@@ -123,7 +123,7 @@ def test_only_inline_runs_import_the_worker_from_outside() -> None:
 
 
 def test_the_worker_imports_the_lowest_packages_and_itself_only() -> None:
-    assert {_layer(found.imported) for found in INSIDE if _in_worker(found.importer)} == WORKER_IMPORTS
+    assert {_layer(edge.imported) for edge in INSIDE if _in_worker(edge.importer)} == WORKER_IMPORTS
 
 
 def test_the_worker_imports_nothing_of_pytest() -> None:
@@ -133,22 +133,22 @@ def test_the_worker_imports_nothing_of_pytest() -> None:
 
 def test_only_the_worker_inline_runs_and_the_search_for_changes_import_training_libraries() -> None:
     outside = {
-        (found.importer, found.function)
-        for found in IMPORTS
-        if found.imported.split(".")[0] in TRAINING_LIBRARIES and not _in_worker(found.importer)
+        (edge.importer, edge.function)
+        for edge in IMPORTS
+        if edge.imported.split(".")[0] in TRAINING_LIBRARIES and not _in_worker(edge.importer)
     }
     assert outside == {("pytest_gputrain.execution.launch.launcher", "inline"), ("pytest_gputrain.gate.change_points", "")}
 
 
 def test_the_search_for_changes_is_imported_where_it_is_needed() -> None:
-    early = [found for found in INSIDE if found.imported == "pytest_gputrain.gate.change_points" and not found.function]
+    early = [edge for edge in INSIDE if edge.imported == "pytest_gputrain.gate.change_points" and not edge.function]
     assert early == []
 
 
 def test_imports_have_no_cycle() -> None:
     graph: dict[str, set[str]] = {module: set() for module in SOURCES}
-    for found in INSIDE:
-        graph[found.importer].add(found.imported)
+    for edge in INSIDE:
+        graph[edge.importer].add(edge.imported)
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(SOURCES)
 
 
@@ -201,14 +201,14 @@ def test_wall_clocks_are_read_only_for_the_date_of_a_run() -> None:
     """They jump: no duration and no time-out may hang on one."""
     of_walls = {("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "ctime")}
     of_walls |= {(name, method) for name in ("datetime", "date") for method in ("now", "utcnow", "today")}
-    found = set()
+    clocks = set()
     for module, path in SOURCES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
                 owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
                 if (owner, node.attr) in of_walls:
-                    found.add((module, node.attr))
+                    clocks.add((module, node.attr))
             elif isinstance(node, ast.ImportFrom) and node.module == "time":
-                found |= {(module, alias.name) for alias in node.names if ("time", alias.name) in of_walls}
+                clocks |= {(module, alias.name) for alias in node.names if ("time", alias.name) in of_walls}
     # And for the age of a file that may be forgotten.
-    assert found == {("pytest_gputrain.utils.git", "now"), ("pytest_gputrain.session.dry_run.cache", "time")}
+    assert clocks == {("pytest_gputrain.utils.git", "now"), ("pytest_gputrain.session.dry_run.cache", "time")}

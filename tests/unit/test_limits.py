@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory, prediction
 
-from pytest_gputrain.gate.limits import Limited, against, foretold, with_limits
+from pytest_gputrain.gate.limits import JudgedLimits, judge_limits, judge_prediction, with_limits
 from pytest_gputrain.records import Holder, LimitVerdict, Measurement, Reply, Verdict
 from pytest_gputrain.records.tolerance import Cap
 from pytest_gputrain.utils.units import GiB
@@ -22,22 +22,22 @@ def _run(seconds: float = 0.4, gib: float = 20, **fields: Any) -> Measurement:
     return measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=round(gib * GiB), **fields)
 
 
-def _against(cap: Cap, *replies: Reply, case: Any = CASE, most: int = 5, **how: Any) -> Limited:
-    return against([cap], case, replies, **{"scale": "full", "cpu_time": False, "most": most, **how})
+def _against(cap: Cap, *replies: Reply, case: Any = CASE, most: int = 5, **how: Any) -> JudgedLimits:
+    return judge_limits([cap], case, replies, **{"scale": "full", "cpu_time": False, "most": most, **how})
 
 
 @pytest.mark.parametrize(("cap", "over"), [(MEMORY, {"gib": 25}), (STEP, {"seconds": 0.6})])
 def test_three_of_three_processes_over_a_limit_decide(cap: Cap, over: dict[str, float]) -> None:
-    one = _run(**over)
-    assert [_against(cap, *[one] * runs).settled for runs in (1, 2, 3)] == [False, False, True]
-    assert _against(cap, one, one, one).limits[0].status == "over-limit"
-    assert _against(cap, one, _run()) == _against(cap, one, _run())._replace(settled=True)
-    assert _against(cap, one, _run()).limits[0].status == "pass"
+    run = _run(**over)
+    assert [_against(cap, *[run] * runs).settled for runs in (1, 2, 3)] == [False, False, True]
+    assert _against(cap, run, run, run).limits[0].status == "over-limit"
+    assert _against(cap, run, _run()) == _against(cap, run, _run())._replace(settled=True)
+    assert _against(cap, run, _run()).limits[0].status == "pass"
 
 
 def test_one_process_decides_where_there_may_be_no_more() -> None:
-    found = _against(STEP, _run(seconds=0.6), most=1)
-    assert (found.limits[0].status, found.settled) == ("over-limit", True)
+    judged = _against(STEP, _run(seconds=0.6), most=1)
+    assert (judged.limits[0].status, judged.settled) == ("over-limit", True)
 
 
 def test_what_is_exactly_the_limit_passes() -> None:
@@ -45,8 +45,8 @@ def test_what_is_exactly_the_limit_passes() -> None:
 
 
 def test_a_cpu_counts_exactly_so_one_process_decides() -> None:
-    found = _against(MEMORY, _run(gib=25, environment=cpu_environment()))
-    assert (found.limits[0].status, found.settled) == ("over-limit", True)
+    judged = _against(MEMORY, _run(gib=25, environment=cpu_environment()))
+    assert (judged.limits[0].status, judged.settled) == ("over-limit", True)
 
 
 def test_bytes_of_several_threads_are_no_exact_count() -> None:
@@ -56,9 +56,9 @@ def test_bytes_of_several_threads_are_no_exact_count() -> None:
 
 
 def test_a_model_at_tiny_scale_is_not_what_was_limited() -> None:
-    found = _against(MEMORY, _run(gib=25), scale="tiny")
-    assert (found.limits[0].status, found.settled) == ("not-judged", True)
-    assert found.limits[0].note == "it is for the model, and this is the tiny scale"
+    judged = _against(MEMORY, _run(gib=25), scale="tiny")
+    assert (judged.limits[0].status, judged.settled) == ("not-judged", True)
+    assert judged.limits[0].note == "it is for the model, and this is the tiny scale"
 
 
 def test_own_code_has_its_own_size_at_any_scale() -> None:
@@ -81,13 +81,13 @@ def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
 
 
 def test_a_case_without_figures_is_not_within_its_limit() -> None:
-    found = _against(MEMORY, out_of_memory())
-    assert (found.limits[0].status, found.limits[0].note, found.limits[0].value) == (
+    judged = _against(MEMORY, out_of_memory())
+    assert (judged.limits[0].status, judged.limits[0].note, judged.limits[0].value) == (
         "not-judged",
         "there are no figures",
         None,
     )
-    assert found.settled
+    assert judged.settled
 
 
 def test_a_process_that_ran_out_of_memory_is_one_fewer_to_decide_with() -> None:
@@ -101,7 +101,7 @@ def test_after_a_crash_nothing_is_open() -> None:
 
 @pytest.mark.parametrize(("gib", "status"), [(24, "pass"), (25, "over-limit")])
 def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) -> None:
-    memory, time = foretold([MEMORY, STEP], CASE, prediction(peak_allocated_bytes=gib * GiB), scale="full")
+    memory, time = judge_prediction([MEMORY, STEP], CASE, prediction(peak_allocated_bytes=gib * GiB), scale="full")
     assert memory == LimitVerdict(
         metric="peak_allocated_bytes", status=status, value=gib * GiB, limit=24 * GiB, stated=STATED
     )
@@ -111,18 +111,20 @@ def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) ->
 
 
 def test_a_prediction_over_a_limit_is_told_as_one() -> None:
-    verdict = with_limits(CASE, None, foretold([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="full"))
+    verdict = with_limits(
+        CASE, None, judge_prediction([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="full")
+    )
     assert verdict is not None
     assert verdict.sentence.endswith(f"over its limit of 24.0 GiB by prediction ({STATED})")
 
 
 def test_a_tiny_prediction_is_not_what_was_limited() -> None:
-    (found,) = foretold([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="tiny")
-    assert (found.status, found.note) == ("not-judged", "it is for the model, and this is the tiny scale")
+    (limit,) = judge_prediction([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="tiny")
+    assert (limit.status, limit.note) == ("not-judged", "it is for the model, and this is the tiny scale")
 
 
 def test_the_sentence_names_figure_limit_and_where_it_is_stated() -> None:
-    limits = against([MEMORY, STEP], CASE, [_run(0.6, 25)] * 3, scale="full", cpu_time=False, most=5).limits
+    limits = judge_limits([MEMORY, STEP], CASE, [_run(0.6, 25)] * 3, scale="full", cpu_time=False, most=5).limits
     verdict = with_limits(CASE, None, limits)
     assert verdict is not None
     assert verdict.status == "over-limit"

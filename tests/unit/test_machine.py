@@ -204,10 +204,10 @@ def test_one_gpu_never_counts_as_two(driver: Driver, how: dict[str, Any]) -> Non
     """A case of two GPUs would wait for ever for the second lease of the same device."""
     driver(H200)
     try:
-        found = _indices(detect(**how))
+        indices = _indices(detect(**how))
     except HardwareError:
         return
-    assert len(found) == len(set(found))
+    assert len(indices) == len(set(indices))
 
 
 def test_gpus_of_several_kinds_are_told(driver: Driver) -> None:
@@ -383,8 +383,8 @@ def _process(pid: int) -> Any:
 
 def test_occupancy_is_the_least_free_memory_and_the_other_processes(driver: Driver) -> None:
     driver(H200, T4)
-    found = {H200[0]: [_process(7), _process(os.getpid())], T4[0]: [_process(7), _process(8)]}
-    sys.modules["pynvml"].nvmlDeviceGetComputeRunningProcesses = lambda gpu: found[gpu[0]]
+    listed = {H200[0]: [_process(7), _process(os.getpid())], T4[0]: [_process(7), _process(8)]}
+    sys.modules["pynvml"].nvmlDeviceGetComputeRunningProcesses = lambda gpu: listed[gpu[0]]
     both = drivers.gpus()
     free, holders = drivers.occupancy(both)
     assert free == 15 * GiB

@@ -30,8 +30,8 @@ def _counted(processes: int = 1, **phases: int) -> Measurement:
 
 
 def _judged(reply: Measurement, processes: int = 1, **fields: Any) -> Verdict:
-    known = {"peak_allocated_bytes": 40 * GiB, "phase_peak_bytes": PEAKS, "largest": ROWS, **fields}
-    run = baseline_run(environment=cpu_environment(device_count=processes), **known)
+    defaults = {"peak_allocated_bytes": 40 * GiB, "phase_peak_bytes": PEAKS, "largest": ROWS, **fields}
+    run = baseline_run(environment=cpu_environment(device_count=processes), **defaults)
     return judge(CASE, [reply], baseline(run), TOLERANCE).verdict
 
 

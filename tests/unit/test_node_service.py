@@ -12,7 +12,7 @@ from unit_examples import CASE
 from pytest_gputrain.execution.launch.node_service import serve
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.records import Task
-from pytest_gputrain.records.node_protocol import LEFT, NODES, Left, Nodes, seat_folder, tell, told
+from pytest_gputrain.records.node_protocol import LEFT, NODES, Left, Nodes, node_folder, read_record, write_record
 from pytest_gputrain.worker import torchrun_agent
 
 
@@ -21,7 +21,7 @@ def _case(shared: Path, *, nodes: int, device_type: str = "gpu") -> Path:
     folder.mkdir(parents=True)
     task = {"case": CASE, "scale": "full", "device_type": device_type, "processes": 16, "root": "."}
     (folder / "case.json").write_bytes(msgspec.json.encode(msgspec.convert(task, Task)))
-    tell(folder / NODES, Nodes(count=nodes, processes=16, join_seconds=60))
+    write_record(folder / NODES, Nodes(count=nodes, processes=16, join_seconds=60))
     return folder
 
 
@@ -42,7 +42,7 @@ def test_a_node_of_other_gpus_tells_why_it_cannot_take_part(tmp_path: Path, monk
     monkeypatch.setattr(drivers, "gpus", lambda: ())
     folder = _case(tmp_path, nodes=2)
     assert _serve_once(tmp_path, monkeypatch)[1:] == [str(CASE)]
-    left = told(seat_folder(folder, 1) / LEFT, Left)
+    left = read_record(node_folder(folder, 1) / LEFT, Left)
     assert left is not None
     assert left.failure.startswith("node node-2 cannot take part: it has 0 GPUs, and the case takes 8 of every node")
 
@@ -59,7 +59,7 @@ def test_a_case_that_cannot_be_read_is_told_of(tmp_path: Path, monkeypatch: pyte
     folder = _case(tmp_path, nodes=2)
     (folder / "case.json").write_text('{"case": {}, "of_a_later_version": 1}')
     _serve_once(tmp_path, monkeypatch)
-    left = told(seat_folder(folder, 1) / LEFT, Left)
+    left = read_record(node_folder(folder, 1) / LEFT, Left)
     assert left is not None
     assert "cannot take part" in left.failure
 

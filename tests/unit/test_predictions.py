@@ -183,8 +183,8 @@ def test_a_case_that_trains_no_more_is_no_improvement() -> None:
 
 def test_a_build_that_does_not_fit_needs_what_it_takes() -> None:
     peaks = {**prediction().phase_peak_bytes, "build": 120 * GiB}
-    one = unfit(refused=live_tensor(phase="build"), phase_peak_bytes=peaks)
-    assert "it needs 120 GiB" in judged(one).sentence
+    single = unfit(refused=live_tensor(phase="build"), phase_peak_bytes=peaks)
+    assert "it needs 120 GiB" in judged(single).sentence
 
 
 def test_a_tensor_that_shrank_does_not_explain_growth() -> None:
@@ -201,17 +201,17 @@ def test_no_longer_fitting_is_a_regression_and_fitting_again_is_none() -> None:
 
 
 @given(values_of(Prediction))
-def test_any_prediction_equals_itself(one: Prediction) -> None:
-    assume((one.peak_reserved_bytes or 0) >= 0)
-    assert judge(CASE, one, recorded(one), TOLERANCE, "H100").status == "pass"
+def test_any_prediction_equals_itself(single: Prediction) -> None:
+    assume((single.peak_reserved_bytes or 0) >= 0)
+    assert judge(CASE, single, recorded(single), TOLERANCE, "H100").status == "pass"
 
 
 @settings(max_examples=30)
 @given(values_of(Prediction).map(unsigned), values_of(Case))
-def test_any_record_survives_its_file(tmp_path_factory: pytest.TempPathFactory, one: Prediction, case: Case) -> None:
+def test_any_record_survives_its_file(tmp_path_factory: pytest.TempPathFactory, single: Prediction, case: Case) -> None:
     folder = tmp_path_factory.mktemp("baselines")
-    PredictionStore(folder).update("h100", "llm", {"a": recorded(one, case=case)})
-    assert PredictionStore(folder).get("h100", "llm", "a") == recorded(one, case=case)
+    PredictionStore(folder).update("h100", "llm", {"a": recorded(single, case=case)})
+    assert PredictionStore(folder).get("h100", "llm", "a") == recorded(single, case=case)
 
 
 def versions(number: int) -> Prediction:
@@ -225,25 +225,25 @@ def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path: Path)
     a, b = (PredictionStore(tmp_path).get("h100", "llm", key) for key in "ab")
     assert a is not None
     assert b is not None
-    assert {one.packages["torch"]: one.flops_per_step for one in a.predictions} == {"2.2.0": 10**15, "2.1.0": 5}
+    assert {entry.packages["torch"]: entry.flops_per_step for entry in a.predictions} == {"2.2.0": 10**15, "2.1.0": 5}
     assert b.predictions == (versions(1),)
 
 
 def test_the_oldest_conditions_make_room(tmp_path: Path) -> None:
     for number in range(MOST_CONDITIONS + 1):
         PredictionStore(tmp_path).update("h100", "llm", {"a": recorded(versions(number))})
-    known = PredictionStore(tmp_path).get("h100", "llm", "a")
-    assert known is not None
-    assert {one.packages["torch"] for one in known.predictions} == {f"2.{n}.0" for n in range(1, MOST_CONDITIONS + 1)}
+    stored = PredictionStore(tmp_path).get("h100", "llm", "a")
+    assert stored is not None
+    assert {entry.packages["torch"] for entry in stored.predictions} == {f"2.{n}.0" for n in range(1, MOST_CONDITIONS + 1)}
 
 
 def test_predictions_of_another_declaration_go(tmp_path: Path) -> None:
     store = PredictionStore(tmp_path)
     store.update("h100", "llm", {"a": recorded(versions(1))})
     store.update("h100", "llm", {"a": recorded(versions(2), case=CASE.replace(batch_size=4))})
-    known = store.get("h100", "llm", "a")
-    assert known is not None
-    assert known.predictions == (versions(2),)
+    stored = store.get("h100", "llm", "a")
+    assert stored is not None
+    assert stored.predictions == (versions(2),)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ FORETOLD = {
 
 @pytest.fixture
 def forecast(tmp_path: Path) -> Forecast:
-    entries = {str(case_of(name)): recorded(one, case=case_of(name)) for name, one in FORETOLD.items()}
+    entries = {str(case_of(name)): recorded(entry, case=case_of(name)) for name, entry in FORETOLD.items()}
     PredictionStore(tmp_path).update("h100", "llm", entries)
     return Forecast(tmp_path, "h100")
 

@@ -146,9 +146,9 @@ def test_paddlemix_contrast_is_the_one_of_its_figures() -> None:
 
 @_rows("amd-diffusion")
 def test_amd_figures_are_those_of_their_cells(row: Published) -> None:
-    _, one, best = row.cells.values()
+    _, second, best = row.cells.values()
     speed = _as_printed(row.figures["pytorch"].samples_per_second_per_gpu, 1)
-    assert {1: one, 10: best}[row.case.batch_size] == (
+    assert {1: second, 10: best}[row.case.batch_size] == (
         speed if row.case.batch_size == 1 else f"{speed} (micro batch size = 10)"
     )
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, timed_out
 
 from pytest_gputrain import GiB, MiB
-from pytest_gputrain.gate.contention import GPU_MEMORY_FLOOR_BYTES
-from pytest_gputrain.gate.published import reproduce, step_seconds
+from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
+from pytest_gputrain.gate.published import judge_published, step_seconds
 from pytest_gputrain.records import Case, Published, Reply, Verdict
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
@@ -24,7 +24,7 @@ def figure(low: float, high: float | None = None, rounding: float = 0.1) -> Figu
 
 
 def row(*, case: Case = CASE, outcome: Any = "measured", **figures: Figure) -> Published:
-    known = figures or {"step_seconds": figure(1.0)}
+    row_figures = figures or {"step_seconds": figure(1.0)}
     return Published(
         table="a-table",
         suite="llm",
@@ -32,7 +32,7 @@ def row(*, case: Case = CASE, outcome: Any = "measured", **figures: Figure) -> P
         case=case,
         outcome=outcome,
         cells={},
-        figures={"pytorch": Figures(**known)},
+        figures={"pytorch": Figures(**row_figures)},
         made_with="torch 2.5.1 on NVIDIA H100",
     )
 
@@ -41,7 +41,7 @@ def judged(
     published: Published | None, *replies: Reply, case: Case = CASE, time: float = 0.03, memory: float = 0.02, **given: Any
 ) -> Verdict:
     tolerance = Tolerance(time=time, memory=MemoryTolerance(ratio=memory))
-    return reproduce(case, replies or (measurement(),), published, tolerance, **{"scale": "full", **given})
+    return judge_published(case, replies or (measurement(),), published, tolerance, **{"scale": "full", **given})
 
 
 def _timed(seconds: float, published: Published, **given: Any) -> str:
@@ -62,17 +62,17 @@ def test_what_would_be_printed_so_passes(low: float, width: float, rounding: flo
     assert _timed(inside, published) == "pass"
 
 
-@given(base=st.floats(1, 100), one=seconds, other=seconds, tolerance=st.floats(0, 0.5))
-def test_slower_is_never_better(base: float, one: float, other: float, tolerance: float) -> None:
+@given(base=st.floats(1, 100), first=seconds, other=seconds, tolerance=st.floats(0, 0.5))
+def test_slower_is_never_better(base: float, first: float, other: float, tolerance: float) -> None:
     published = row(step_seconds=figure(base))
-    fast, slow = (ORDER.index(_timed(value, published, time=tolerance)) for value in sorted((one, other)))
+    fast, slow = (ORDER.index(_timed(value, published, time=tolerance)) for value in sorted((first, other)))
     assert fast <= slow
 
 
-@given(base=st.integers(1, 100), one=st.integers(0, 2**40), other=st.integers(0, 2**40))
-def test_more_memory_is_never_better(base: int, one: int, other: int) -> None:
+@given(base=st.integers(1, 100), first=st.integers(0, 2**40), other=st.integers(0, 2**40))
+def test_more_memory_is_never_better(base: int, first: int, other: int) -> None:
     published = row(peak_reserved_bytes=figure(base * GiB, rounding=GiB))
-    verdicts = [judged(published, measurement(peak_reserved_bytes=value)) for value in sorted((one, other))]
+    verdicts = [judged(published, measurement(peak_reserved_bytes=value)) for value in sorted((first, other))]
     small, big = (ORDER.index(verdict.status) for verdict in verdicts)
     assert small <= big
 
@@ -90,7 +90,7 @@ def test_a_printed_range_is_taken_from_end_to_end(measured: float, status: str) 
 @pytest.mark.parametrize("name", ["peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"])
 def test_memory_is_compared_with_its_like(name: Any) -> None:
     published = row(**{name: figure(40 * GiB, rounding=GiB)})
-    limit = 40.5 * GiB * 1.02 + GPU_MEMORY_FLOOR_BYTES
+    limit = 40.5 * GiB * 1.02 + GPU_MEMORY_NOISE_BYTES
     others: dict[str, Any] = {"peak_allocated_bytes": GiB, "peak_reserved_bytes": GiB, "device_used_bytes": GiB}
     for value, status in ((int(limit), "pass"), (int(limit) + 1, "regressed")):
         verdict = judged(published, measurement(**{**others, name: value}))
@@ -128,16 +128,16 @@ def test_a_case_whose_only_figure_was_not_measured_is_not_comparable() -> None:
 
 def test_throughput_of_all_gpus_is_of_all_their_samples() -> None:
     case = CASE.replace(parallel="ddp", gpus=8, batch_size=16)
-    known = step_seconds(case, Figures(samples_per_second=figure(64, rounding=1)))
-    assert known is not None
-    assert (known.middle, known.least, known.most) == (2.0, 128 / 64.5, 128 / 63.5)
+    seconds_of_step = step_seconds(case, Figures(samples_per_second=figure(64, rounding=1)))
+    assert seconds_of_step is not None
+    assert (seconds_of_step.middle, seconds_of_step.least, seconds_of_step.most) == (2.0, 128 / 64.5, 128 / 63.5)
 
 
 def test_throughput_of_one_gpu_is_of_its_samples() -> None:
     case = CASE.replace(parallel="fsdp", gpus=8, batch_size=10)
-    known = step_seconds(case, Figures(samples_per_second_per_gpu=figure(4.0)))
-    assert known is not None
-    assert known.middle == 2.5
+    seconds_of_step = step_seconds(case, Figures(samples_per_second_per_gpu=figure(4.0)))
+    assert seconds_of_step is not None
+    assert seconds_of_step.middle == 2.5
 
 
 def test_pytorch_is_the_gate_where_two_frameworks_are_published() -> None:

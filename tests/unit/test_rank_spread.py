@@ -20,20 +20,20 @@ def test_one_process_lies_nowhere_apart() -> None:
 
 
 def test_the_slowest_is_the_one_whose_own_work_takes_longest() -> None:
-    found = widest([measurement(ranks=(_rank(0.3, 0.4, 0.5), _rank(0.5, 0.5, 0.5), _rank(0.4, 0.4, 9.0)))])
-    assert found is not None
-    assert (found.slowest, found.lag, found.lag_seconds) == (1, pytest.approx(0.25), pytest.approx(0.1))
+    spread = widest([measurement(ranks=(_rank(0.3, 0.4, 0.5), _rank(0.5, 0.5, 0.5), _rank(0.4, 0.4, 9.0)))])
+    assert spread is not None
+    assert (spread.slowest, spread.lag, spread.lag_seconds) == (1, pytest.approx(0.25), pytest.approx(0.1))
 
 
 def test_being_late_by_turns_is_no_straggling() -> None:
-    found = widest([measurement(ranks=(_rank(0.4, 0.8, 0.4, 0.8), _rank(0.8, 0.4, 0.8, 0.4)))])
-    assert found is not None
-    assert found.lag == 0
+    spread = widest([measurement(ranks=(_rank(0.4, 0.8, 0.4, 0.8), _rank(0.8, 0.4, 0.8, 0.4)))])
+    assert spread is not None
+    assert spread.lag == 0
 
 
 def test_memory_is_that_of_the_least_and_of_the_most() -> None:
-    found = widest([measurement(ranks=(_rank(peak=20), _rank(peak=10), _rank(peak=30)))])
-    assert found == RankSpread(
+    spread = widest([measurement(ranks=(_rank(peak=20), _rank(peak=10), _rank(peak=30)))])
+    assert spread == RankSpread(
         slowest=None, lag=None, lag_seconds=None, least_peak_allocated_bytes=10, most_peak_allocated_bytes=30
     )
 

@@ -36,18 +36,18 @@ class _Remote:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """Options of every task, and the connection first."""
-    found: list[dict[str, Any]] = []
+    resources: list[dict[str, Any]] = []
 
     def init(**options: Any) -> None:
-        found.append(options)
+        resources.append(options)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
 
     errors = SimpleNamespace(RayError=RuntimeError)
-    module = SimpleNamespace(init=init, remote=lambda function: _Remote(found), exceptions=errors)
+    module = SimpleNamespace(init=init, remote=lambda function: _Remote(resources), exceptions=errors)
     monkeypatch.setitem(sys.modules, "ray", module)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
-    yield found
+    yield resources
     assert signal.getsignal(signal.SIGTERM) is before, "Ray's own would end pytest without a report"
 
 
@@ -99,7 +99,7 @@ def test_a_task_that_hangs_on_its_node_is_ended_some_time_after_the_case_should_
     now, ended, stream = [1000.0], [], _Stream("node7 host7")
     module = sys.modules["ray"]
     module.nodes = lambda: [{"NodeID": "node7", "Alive": True, "Resources": {"CPU": 8, "GPU": 8, "h100": 8}}]
-    module.wait = lambda streams, timeout: ([one for one in streams if one.answers], [])
+    module.wait = lambda streams, timeout: ([stream for stream in streams if stream.answers], [])
     module.get = lambda answer: answer
     module.cancel = lambda task, force=False: ended.append((task, force))
     errors = ("TaskCancelledError", "NodeDiedError")

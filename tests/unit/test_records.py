@@ -112,9 +112,9 @@ def test_one_slow_step_does_not_move_the_step_time() -> None:
 
 
 def test_rates_follow_from_batch_sequence_and_step_time() -> None:
-    known: Measurement = measurement(step_seconds=(0.5,), batch_size=4, sequence_length=100)
-    assert known.samples_per_second == 8
-    assert known.tokens_per_second == 800
+    measured: Measurement = measurement(step_seconds=(0.5,), batch_size=4, sequence_length=100)
+    assert measured.samples_per_second == 8
+    assert measured.tokens_per_second == 800
 
 
 def test_samples_that_are_no_sequences_have_no_token_rate() -> None:

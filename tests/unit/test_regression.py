@@ -23,9 +23,9 @@ from unit_examples import (
     timed_out,
 )
 
-from pytest_gputrain.gate.contention import GPU_MEMORY_FLOOR_BYTES
+from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.messages import describe_failure
-from pytest_gputrain.gate.regression import Circumstances, Judgement, judge
+from pytest_gputrain.gate.regression import Circumstances, GateResult, judge
 from pytest_gputrain.records import (
     Baseline,
     Case,
@@ -48,7 +48,7 @@ BASE_BYTES = 40_000_000_000
 
 def _judge(
     replies: Reply | Sequence[Reply],
-    known: Baseline | None,
+    stored: Baseline | None,
     *,
     case: Case = CASE,
     tolerance: Tolerance = TOLERANCE,
@@ -58,7 +58,7 @@ def _judge(
 ) -> Verdict:
     """Of these replies, or of three processes that all give this one: as many as have to agree."""
     several = list(replies) if isinstance(replies, Sequence) else [replies] * 3
-    return judge(case, several, known, tolerance, hint, no_scaling, Circumstances(most=most)).verdict
+    return judge(case, several, stored, tolerance, hint, no_scaling, Circumstances(most=most)).verdict
 
 
 def _took(seconds: float, **fields: Any) -> Measurement:
@@ -66,15 +66,15 @@ def _took(seconds: float, **fields: Any) -> Measurement:
 
 
 def _time(verdict: Verdict) -> MetricVerdict:
-    found = verdict.metric("step_seconds")
-    assert found is not None
-    return found
+    metric = verdict.metric("step_seconds")
+    assert metric is not None
+    return metric
 
 
 def _memory(verdict: Verdict) -> MetricVerdict:
-    found = verdict.metric("peak_allocated_bytes")
-    assert found is not None
-    return found
+    metric = verdict.metric("peak_allocated_bytes")
+    assert metric is not None
+    return metric
 
 
 def _cpu_baseline(runs: int = 5, environment: Environment | None = None, **fields: Any) -> Baseline:
@@ -124,8 +124,8 @@ def test_time_is_the_median_of_the_runs_medians() -> None:
 
 
 def test_baseline_time_is_the_median_of_its_runs_medians() -> None:
-    known = baseline(*(baseline_run(step_seconds=(seconds, seconds, 99.0)) for seconds in (1.0, 2.0, 8.0)))
-    assert _time(_judge(_took(2.0), known)).baseline == 2.0
+    stored = baseline(*(baseline_run(step_seconds=(seconds, seconds, 99.0)) for seconds in (1.0, 2.0, 8.0)))
+    assert _time(_judge(_took(2.0), stored)).baseline == 2.0
 
 
 # Memory
@@ -141,25 +141,25 @@ def test_baseline_time_is_the_median_of_its_runs_medians() -> None:
     ids=["ratio", "bytes", "none"],
 )
 @pytest.mark.parametrize(
-    ("environment", "floor"), [(gpu_environment(), GPU_MEMORY_FLOOR_BYTES), (cpu_environment(), 0)], ids=["gpu", "cpu"]
+    ("environment", "noise"), [(gpu_environment(), GPU_MEMORY_NOISE_BYTES), (cpu_environment(), 0)], ids=["gpu", "cpu"]
 )
 def test_memory_has_its_limit_at_tolerance_and_floor(
-    memory: MemoryTolerance, slack: int, environment: Environment, floor: int
+    memory: MemoryTolerance, slack: int, environment: Environment, noise: int
 ) -> None:
     tolerance = Tolerance(time=0.03, memory=memory)
-    known = baseline(baseline_run(environment=environment))
-    limit = BASE_BYTES + slack + floor
+    stored = baseline(baseline_run(environment=environment))
+    limit = BASE_BYTES + slack + noise
 
     def status(peak: int) -> str:
         reply = measurement(environment=environment, peak_allocated_bytes=peak)
-        return _memory(_judge(reply, known, tolerance=tolerance)).status
+        return _memory(_judge(reply, stored, tolerance=tolerance)).status
 
     assert status(limit) == "pass"
     assert status(limit + 1) == "regressed"
 
 
 def test_the_floor_of_a_gpu_is_64_mib() -> None:
-    assert 64 * MiB == GPU_MEMORY_FLOOR_BYTES
+    assert 64 * MiB == GPU_MEMORY_NOISE_BYTES
 
 
 @pytest.mark.parametrize(("saved", "status"), [(64 * MiB, "pass"), (64 * MiB + 1, "improved")])
@@ -182,9 +182,9 @@ def test_a_change_within_the_limit_on_a_cpu_is_told() -> None:
 
 def test_what_the_baseline_has_measured_on_a_cpu_is_no_change() -> None:
     peaks = (BASE_BYTES, BASE_BYTES + 500, BASE_BYTES + 1000)
-    known = baseline(*(baseline_run(peak_allocated_bytes=peak, environment=cpu_environment()) for peak in peaks))
+    stored = baseline(*(baseline_run(peak_allocated_bytes=peak, environment=cpu_environment()) for peak in peaks))
     for peak in peaks:
-        metric = _memory(_judge(_on_cpu(peak_allocated_bytes=peak), known))
+        metric = _memory(_judge(_on_cpu(peak_allocated_bytes=peak), stored))
         assert (metric.status, metric.note) == ("pass", "")
 
 
@@ -203,13 +203,13 @@ def test_memory_of_two_runs_is_the_higher() -> None:
 
 
 def test_memory_is_held_against_the_highest_peak_of_the_baseline() -> None:
-    known = baseline(*(baseline_run(peak_allocated_bytes=peak) for peak in (BASE_BYTES, 41_000_000_000)))
-    assert _memory(_judge(measurement(peak_allocated_bytes=41_000_000_000), known, tolerance=EXACT)).status == "pass"
+    stored = baseline(*(baseline_run(peak_allocated_bytes=peak) for peak in (BASE_BYTES, 41_000_000_000)))
+    assert _memory(_judge(measurement(peak_allocated_bytes=41_000_000_000), stored, tolerance=EXACT)).status == "pass"
 
 
 def test_memory_improves_only_below_the_lowest_peak_of_the_baseline() -> None:
-    known = baseline(*(baseline_run(peak_allocated_bytes=peak) for peak in (BASE_BYTES, 80_000_000_000)))
-    assert _memory(_judge(measurement(peak_allocated_bytes=BASE_BYTES), known)).status == "pass"
+    stored = baseline(*(baseline_run(peak_allocated_bytes=peak) for peak in (BASE_BYTES, 80_000_000_000)))
+    assert _memory(_judge(measurement(peak_allocated_bytes=BASE_BYTES), stored)).status == "pass"
 
 
 def test_a_baseline_without_peak_leaves_memory_uncompared() -> None:
@@ -227,9 +227,9 @@ def test_time_on_a_cpu_is_shown_and_not_judged(seconds: float) -> None:
     assert "shown, not judged" in _time(verdict).note
 
 
-@pytest.mark.parametrize("known", [_cpu_baseline(1), _cpu_baseline(environment=cpu_environment(host="node-2"))])
-def test_memory_on_a_cpu_decides_where_time_cannot(known: Baseline) -> None:
-    assert _judge(_on_cpu(peak_allocated_bytes=2 * BASE_BYTES), known).status == "regressed"
+@pytest.mark.parametrize("stored", [_cpu_baseline(1), _cpu_baseline(environment=cpu_environment(host="node-2"))])
+def test_memory_on_a_cpu_decides_where_time_cannot(stored: Baseline) -> None:
+    assert _judge(_on_cpu(peak_allocated_bytes=2 * BASE_BYTES), stored).status == "regressed"
 
 
 def test_the_host_of_a_gpu_does_not_matter() -> None:
@@ -241,7 +241,7 @@ CPU_TIME = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02), cpu_time=Tru
 
 
 @pytest.mark.parametrize(
-    ("known", "status", "note"),
+    ("stored", "status", "note"),
     [
         (_cpu_baseline(), "regressed", ""),
         (_cpu_baseline(4), "not-comparable", "judged against 5 runs or more, the baseline has 4"),
@@ -249,8 +249,8 @@ CPU_TIME = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02), cpu_time=Tru
     ],
     ids=["five runs", "four runs", "another host"],
 )
-def test_time_on_a_cpu_can_be_judged_against_five_runs_of_its_host(known: Baseline, status: str, note: str) -> None:
-    metric = _time(_judge(_on_cpu(1.5), known, tolerance=CPU_TIME))
+def test_time_on_a_cpu_can_be_judged_against_five_runs_of_its_host(stored: Baseline, status: str, note: str) -> None:
+    metric = _time(_judge(_on_cpu(1.5), stored, tolerance=CPU_TIME))
     assert metric.status == status
     assert note in metric.note
 
@@ -258,8 +258,8 @@ def test_time_on_a_cpu_can_be_judged_against_five_runs_of_its_host(known: Baseli
 # Doubt
 
 
-def _judged(replies: Sequence[Reply], known: Baseline, **circumstances: Any) -> Judgement:
-    return judge(CASE, replies, known, TOLERANCE, circumstances=Circumstances(**circumstances))
+def _judged(replies: Sequence[Reply], stored: Baseline, **circumstances: Any) -> GateResult:
+    return judge(CASE, replies, stored, TOLERANCE, circumstances=Circumstances(**circumstances))
 
 
 FIVE = baseline(*(baseline_run(step_seconds=(math.exp(x),)) for x in (-0.02, -0.01, 0.0, 0.01, 0.02)))
@@ -321,9 +321,9 @@ def test_a_pass_tells_which_slowdown_would_have_been_caught() -> None:
 
 
 def test_a_noisier_suite_takes_more_to_fail() -> None:
-    known = baseline()
-    assert _judged([_took(1.1)] * 3, known).verdict.status == "regressed"
-    assert _judged([_took(1.1)] * 3, known, prior=0.05).verdict.status == "inconclusive"
+    stored = baseline()
+    assert _judged([_took(1.1)] * 3, stored).verdict.status == "regressed"
+    assert _judged([_took(1.1)] * 3, stored, prior=0.05).verdict.status == "inconclusive"
 
 
 def test_the_first_run_is_told_for_the_suite_where_time_is_compared() -> None:
@@ -335,16 +335,16 @@ def test_the_first_run_is_told_for_the_suite_where_time_is_compared() -> None:
 
 
 def test_time_on_other_devices_is_not_compared_but_memory_is() -> None:
-    known = baseline(baseline_run(environment=gpu_environment(device_name="NVIDIA H200")))
-    verdict = _judge(_took(9.0), known)
+    stored = baseline(baseline_run(environment=gpu_environment(device_name="NVIDIA H200")))
+    verdict = _judge(_took(9.0), stored)
     assert (verdict.status, _time(verdict).status, _memory(verdict).status) == ("pass", "not-comparable", "pass")
-    assert _judge(_took(9.0, peak_allocated_bytes=2 * BASE_BYTES), known).status == "regressed"
+    assert _judge(_took(9.0, peak_allocated_bytes=2 * BASE_BYTES), stored).status == "regressed"
 
 
 @pytest.mark.parametrize("peak_allocated_bytes", [BASE_BYTES // 2, 2 * BASE_BYTES])
 def test_nothing_is_compared_with_another_number_of_processes(peak_allocated_bytes: int) -> None:
-    known = baseline(baseline_run(environment=gpu_environment(device_count=8)))
-    verdict = _judge(_took(9.0, peak_allocated_bytes=peak_allocated_bytes), known)
+    stored = baseline(baseline_run(environment=gpu_environment(device_count=8)))
+    verdict = _judge(_took(9.0, peak_allocated_bytes=peak_allocated_bytes), stored)
     assert verdict.status == "not-comparable"
     assert {metric.status for metric in verdict.metrics} == {"not-comparable"}
     assert "recorded with 8 processes, here 1" in verdict.sentence
@@ -384,21 +384,24 @@ def test_other_steps_or_platforms_are_the_same_case(change: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("known", "found", "compared"), [(100, 150, True), (None, 150, False), (0, 150, False), (100, None, False)]
+    ("stored_flops", "measured_flops", "compared"),
+    [(100, 150, True), (None, 150, False), (0, 150, False), (100, None, False)],
 )
-def test_flops_that_one_side_does_not_know_are_not_compared(known: int | None, found: int | None, compared: bool) -> None:
-    verdict = _judge(measurement(flops_per_step=found), baseline(baseline_run(flops_per_step=known)))
+def test_flops_that_one_side_does_not_know_are_not_compared(
+    stored_flops: int | None, measured_flops: int | None, compared: bool
+) -> None:
+    verdict = _judge(measurement(flops_per_step=measured_flops), baseline(baseline_run(flops_per_step=stored_flops)))
     assert (verdict.metric("flops_per_step") is not None) == compared
 
 
 def test_flops_of_another_number_of_processes_are_not_compared() -> None:
-    known = baseline(baseline_run(flops_per_step=100, environment=gpu_environment(device_count=8)))
-    assert _judge(measurement(flops_per_step=150), known).metric("flops_per_step") is None
+    stored = baseline(baseline_run(flops_per_step=100, environment=gpu_environment(device_count=8)))
+    assert _judge(measurement(flops_per_step=150), stored).metric("flops_per_step") is None
 
 
 def test_what_is_not_compared_is_shown_with_what_is_known_of_it() -> None:
-    known = baseline(baseline_run(step_seconds=(2.0,), environment=cpu_environment()))
-    verdict = _judge(_took(9.0, peak_allocated_bytes=7), known)
+    stored = baseline(baseline_run(step_seconds=(2.0,), environment=cpu_environment()))
+    verdict = _judge(_took(9.0, peak_allocated_bytes=7), stored)
     why = "recorded on cpu, here NVIDIA H100 80GB HBM3"
     assert _time(verdict) == MetricVerdict(metric="step_seconds", status="not-comparable", value=9.0, baseline=2.0, note=why)
     assert _memory(verdict) == MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=7, note=why)
@@ -454,23 +457,23 @@ def test_without_baseline_a_case_is_new() -> None:
 
 
 def test_a_peak_of_several_threads_is_judged_by_the_tolerance_and_never_called_exact() -> None:
-    known = baseline(baseline_run(environment=cpu_environment(), peak_allocated_bytes=1000 * MiB))
-    one, several = (
+    stored = baseline(baseline_run(environment=cpu_environment(), peak_allocated_bytes=1000 * MiB))
+    single, several = (
         measurement(environment=cpu_environment(), peak_allocated_bytes=1001 * MiB, counted_threads=threads)
         for threads in (1, 2)
     )
-    assert _memory(_judge(one, known)).note == "changed by +1,048,576 bytes, within the limit"
-    assert _memory(_judge(several, known)).note == ""
+    assert _memory(_judge(single, stored)).note == "changed by +1,048,576 bytes, within the limit"
+    assert _memory(_judge(several, stored)).note == ""
     above = msgspec.structs.replace(several, peak_allocated_bytes=1030 * MiB)
-    assert not judge(CASE, [above], known, TOLERANCE).settled
-    assert _judge(above, known).status == "regressed"
+    assert not judge(CASE, [above], stored, TOLERANCE).settled
+    assert _judge(above, stored).status == "regressed"
 
 
 @pytest.mark.parametrize(("ratio", "status"), [(1.08, "pass"), (0.93, "pass"), (1.12, "regressed"), (0.88, "improved")])
 def test_memory_of_several_processes_on_a_cpu_has_a_wider_limit(ratio: float, status: str) -> None:
     environment = cpu_environment(device_count=2)
-    known = baseline(baseline_run(environment=environment))
-    verdict = _judge(measurement(environment=environment, peak_allocated_bytes=round(BASE_BYTES * ratio)), known)
+    stored = baseline(baseline_run(environment=environment))
+    verdict = _judge(measurement(environment=environment, peak_allocated_bytes=round(BASE_BYTES * ratio)), stored)
     assert _memory(verdict).status == status
     assert _memory(verdict).note == ""
 
@@ -495,15 +498,15 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("known", BASELINES.values(), ids=BASELINES)
+@pytest.mark.parametrize("stored", BASELINES.values(), ids=BASELINES)
 @pytest.mark.parametrize("reply", [crashed(), timed_out()], ids=["crashed", "timed out"])
-def test_a_case_without_outcome_fails_whatever_the_baseline(reply: Reply, known: Baseline | None) -> None:
-    assert _judge(reply, known).status == "failed"
-    assert _judge([measurement(), measurement(), reply], known).status == "failed"
+def test_a_case_without_outcome_fails_whatever_the_baseline(reply: Reply, stored: Baseline | None) -> None:
+    assert _judge(reply, stored).status == "failed"
+    assert _judge([measurement(), measurement(), reply], stored).status == "failed"
 
 
 @pytest.mark.parametrize(
-    ("reply", "known", "status"),
+    ("reply", "stored_outcome", "status"),
     [
         (measurement(), "fits", "pass"),
         (measurement(), "oom", "improved"),
@@ -512,8 +515,8 @@ def test_a_case_without_outcome_fails_whatever_the_baseline(reply: Reply, known:
         (out_of_memory(), "none", "failed"),
     ],
 )
-def test_out_of_memory_is_an_outcome(reply: Reply, known: str, status: str) -> None:
-    assert _judge(reply, BASELINES[known]).status == status
+def test_out_of_memory_is_an_outcome(reply: Reply, stored_outcome: str, status: str) -> None:
+    assert _judge(reply, BASELINES[stored_outcome]).status == status
 
 
 @pytest.mark.parametrize(
@@ -529,12 +532,12 @@ def test_running_out_of_memory_is_a_regression_where_two_of_three_do(fitting: in
 
 @pytest.mark.parametrize(("fitting", "failing"), [(4, 1), (1, 1), (1, 2)])
 def test_a_baseline_that_did_not_always_fit_is_what_most_runs_were(fitting: int, failing: int) -> None:
-    known = baseline(*[baseline_run()] * fitting, *[oom_run()] * failing)
+    stored = baseline(*[baseline_run()] * fitting, *[oom_run()] * failing)
     fits = fitting >= failing
-    assert _judge(out_of_memory(), known).status == ("regressed" if fits else "pass")
-    assert _judge(measurement(), known).status == ("pass" if fits else "improved")
+    assert _judge(out_of_memory(), stored).status == ("regressed" if fits else "pass")
+    assert _judge(measurement(), stored).status == ("pass" if fits else "improved")
     slower = [_took(1.5, peak_allocated_bytes=2 * BASE_BYTES)] * 3
-    assert _judge(slower, known).status == ("regressed" if fits else "improved")
+    assert _judge(slower, stored).status == ("regressed" if fits else "improved")
 
 
 def test_what_fits_or_does_not_as_before_or_newly_is_told_in_full() -> None:
@@ -588,8 +591,8 @@ def test_a_changed_topology_is_told_in_words() -> None:
 
 
 def test_a_larger_case_is_told_with_all_that_matters() -> None:
-    known = baseline(baseline_run(peak_allocated_bytes=40 * GiB))
-    verdict = _judge(measurement(peak_allocated_bytes=50 * GiB), known)
+    stored = baseline(baseline_run(peak_allocated_bytes=40 * GiB))
+    verdict = _judge(measurement(peak_allocated_bytes=50 * GiB), stored)
     for part in (str(CASE), "25.0 %", "10.0 GiB", "50.0 GiB against 40.0 GiB", "limit 40.9 GiB", "same environment"):
         assert part in verdict.sentence
     assert "\n" not in verdict.sentence
@@ -602,14 +605,14 @@ def test_both_regressions_are_told() -> None:
 
 
 def test_a_changed_model_is_told_from_a_slower_one() -> None:
-    known = baseline(baseline_run(flops_per_step=100, model_bytes=GiB))
-    sentence = _judge(_took(1.5, flops_per_step=102, model_bytes=2 * GiB), known).sentence
+    stored = baseline(baseline_run(flops_per_step=100, model_bytes=GiB))
+    sentence = _judge(_took(1.5, flops_per_step=102, model_bytes=2 * GiB), stored).sentence
     assert "+2.0 % FLOPs per step" in sentence
     assert "model memory 1.00 GiB -> 2.00 GiB" in sentence
 
 
 @pytest.mark.parametrize(
-    ("flops", "status", "told"),
+    ("flops", "status", "sentence"),
     [
         (150, "regressed", "computes 50.0 % more: 150 FLOP against 100 FLOP a step; limit 3.0 %"),
         (102, "pass", "changed by +2.0 %, within the limit"),
@@ -617,11 +620,11 @@ def test_a_changed_model_is_told_from_a_slower_one() -> None:
         (100, "pass", "within its limits"),
     ],
 )
-def test_flops_are_gated_where_time_is_not(flops: int, status: str, told: str) -> None:
-    known = baseline(baseline_run(flops_per_step=100, environment=cpu_environment()))
-    verdict = _judge(measurement(flops_per_step=flops, environment=cpu_environment()), known)
+def test_flops_are_gated_where_time_is_not(flops: int, status: str, sentence: str) -> None:
+    stored = baseline(baseline_run(flops_per_step=100, environment=cpu_environment()))
+    verdict = _judge(measurement(flops_per_step=flops, environment=cpu_environment()), stored)
     assert verdict.status == status
-    assert told in verdict.sentence
+    assert sentence in verdict.sentence
     assert verdict.sentence.count("FLOP") <= 2
     metric = verdict.metric("flops_per_step")
     assert metric is not None
@@ -629,18 +632,18 @@ def test_flops_are_gated_where_time_is_not(flops: int, status: str, told: str) -
 
 
 def test_the_same_flops_pass_without_tolerance() -> None:
-    known = baseline(baseline_run(flops_per_step=100))
-    assert _judge(measurement(flops_per_step=100), known, tolerance=EXACT).status == "pass"
+    stored = baseline(baseline_run(flops_per_step=100))
+    assert _judge(measurement(flops_per_step=100), stored, tolerance=EXACT).status == "pass"
 
 
 def test_flops_alone_do_not_make_a_case_comparable() -> None:
-    known = baseline(baseline_run(flops_per_step=100, environment=cpu_environment()))
-    assert _judge(measurement(flops_per_step=100), known).status == "not-comparable"
+    stored = baseline(baseline_run(flops_per_step=100, environment=cpu_environment()))
+    assert _judge(measurement(flops_per_step=100), stored).status == "not-comparable"
 
 
 def test_running_out_of_memory_is_told_with_what_fitted_before() -> None:
-    known = baseline(baseline_run(peak_allocated_bytes=40 * GiB, environment=gpu_environment(driver="570.1")))
-    sentence = _judge(out_of_memory(), known).sentence
+    stored = baseline(baseline_run(peak_allocated_bytes=40 * GiB, environment=gpu_environment(driver="570.1")))
+    sentence = _judge(out_of_memory(), stored).sentence
     for part in (str(CASE), "ran out of device memory", "40.0 GiB", "2026-01-31", "driver 570.1 -> 580.10"):
         assert part in sentence
 
@@ -652,7 +655,7 @@ def test_an_improvement_says_how_to_keep_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "found"),
+    ("reply", "sentence"),
     [
         (crashed(phase="measure", step=2), "(measure in step 3): ValueError: loss is NaN"),
         (crashed(phase="build", step=None), "(build): ValueError: loss is NaN"),
@@ -660,8 +663,8 @@ def test_an_improvement_says_how_to_keep_it() -> None:
         (out_of_memory(where="host"), "ran out of host memory (measure in step 2): CUDA out of memory."),
     ],
 )
-def test_a_failure_is_told_with_its_place(reply: Reply, found: str) -> None:
-    assert found in _judge(reply, None).sentence
+def test_a_failure_is_told_with_its_place(reply: Reply, sentence: str) -> None:
+    assert sentence in _judge(reply, None).sentence
 
 
 # For any figures
@@ -690,34 +693,34 @@ BADNESS = {"improved": 0, "pass": 1, "inconclusive": 2, "regressed": 3}
 
 
 @given(SECONDS, SECONDS, SECONDS)
-def test_more_time_is_never_a_better_verdict(base: float, one: float, other: float) -> None:
-    known = baseline(baseline_run(step_seconds=(base,)))
-    less, more = (_judge(_took(seconds), known).status for seconds in sorted([one, other]))
+def test_more_time_is_never_a_better_verdict(base: float, first: float, other: float) -> None:
+    stored = baseline(baseline_run(step_seconds=(base,)))
+    less, more = (_judge(_took(seconds), stored).status for seconds in sorted([first, other]))
     assert BADNESS[less] <= BADNESS[more]
 
 
 @example((571.0,), [(1.0,), (1.0,), (755.0,), (2168.0,), (755.0,)], 2.0)
 @given(STEPS, st.lists(STEPS, min_size=1, max_size=5), st.floats(1, 3))
 def test_a_slower_step_is_never_a_better_verdict(base: Any, runs: list[Any], factor: float) -> None:
-    known = baseline(baseline_run(step_seconds=base))
+    stored = baseline(baseline_run(step_seconds=base))
     slower = [tuple(factor * seconds for seconds in steps) for steps in runs]
-    before, after = (_judge([measurement(step_seconds=s) for s in steps], known).status for steps in (runs, slower))
+    before, after = (_judge([measurement(step_seconds=s) for s in steps], stored).status for steps in (runs, slower))
     assert BADNESS[before] <= BADNESS[after]
 
 
 @given(PEAKS, PEAKS, PEAKS, st.sampled_from([gpu_environment(), cpu_environment()]))
-def test_more_memory_is_never_a_better_verdict(base: int, one: int, other: int, environment: Environment) -> None:
-    known = baseline(baseline_run(peak_allocated_bytes=base, environment=environment))
+def test_more_memory_is_never_a_better_verdict(base: int, first: int, other: int, environment: Environment) -> None:
+    stored = baseline(baseline_run(peak_allocated_bytes=base, environment=environment))
     less, more = (
-        _judge(measurement(peak_allocated_bytes=peak, environment=environment), known).status
-        for peak in sorted([one, other])
+        _judge(measurement(peak_allocated_bytes=peak, environment=environment), stored).status
+        for peak in sorted([first, other])
     )
     assert BADNESS[less] <= BADNESS[more]
 
 
 @given(SECONDS, st.floats(0, 0.9), st.floats(0, 0.9))
-def test_a_wider_tolerance_never_fails_what_passed(seconds: float, one: float, other: float) -> None:
-    narrow, wide = sorted([one, other])
+def test_a_wider_tolerance_never_fails_what_passed(seconds: float, first: float, other: float) -> None:
+    narrow, wide = sorted([first, other])
     verdicts = [
         _judge(_took(seconds), baseline(), tolerance=Tolerance(time=ratio, memory=MemoryTolerance())).status
         for ratio in (narrow, wide)
@@ -726,20 +729,20 @@ def test_a_wider_tolerance_never_fails_what_passed(seconds: float, one: float, o
 
 
 @given(REPLIES, KNOWN)
-def test_the_same_figures_get_the_same_verdict(replies: list[Reply], known: Baseline | None) -> None:
-    assert _judge(replies, known) == _judge(replies, known)
+def test_the_same_figures_get_the_same_verdict(replies: list[Reply], stored: Baseline | None) -> None:
+    assert _judge(replies, stored) == _judge(replies, stored)
 
 
 @given(REPLIES, KNOWN)
-def test_any_verdict_is_one_line_that_names_the_case(replies: list[Reply], known: Baseline | None) -> None:
-    verdict = _judge(replies, known)
+def test_any_verdict_is_one_line_that_names_the_case(replies: list[Reply], stored: Baseline | None) -> None:
+    verdict = _judge(replies, stored)
     assert verdict.sentence.startswith(str(CASE))
     assert len(verdict.sentence.splitlines()) == 1
 
 
 @given(REPLIES, KNOWN, st.randoms(use_true_random=False))
-def test_the_order_of_the_baseline_runs_does_not_matter(replies: list[Reply], known: Baseline | None, random: Any) -> None:
-    if known is not None:
-        shuffled = list(known.runs)
+def test_the_order_of_the_baseline_runs_does_not_matter(replies: list[Reply], stored: Baseline | None, random: Any) -> None:
+    if stored is not None:
+        shuffled = list(stored.runs)
         random.shuffle(shuffled)
-        assert _judge(replies, baseline(*shuffled)).status == _judge(replies, known).status
+        assert _judge(replies, baseline(*shuffled)).status == _judge(replies, stored).status

@@ -38,9 +38,9 @@ def _handlers(monkeypatch: pytest.MonkeyPatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    found = {number: signal.getsignal(number) for number in ENDING}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     yield
-    assert {number: signal.getsignal(number) for number in ENDING} == found
+    assert {number: signal.getsignal(number) for number in ENDING} == handlers
     for number, handler in before.items():
         signal.signal(number, handler)
 

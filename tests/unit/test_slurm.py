@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from unit_examples import CASE
 
-from pytest_gputrain.execution.fleet.executor import engine_of
-from pytest_gputrain.execution.fleet.scheduler import Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.execution.fleet.executor import scheduler_of
+from pytest_gputrain.execution.fleet.scheduler import Job, JobRefused, QueueFull, Unreachable
 from pytest_gputrain.execution.fleet.slurm import Slurm, _job
 from pytest_gputrain.records import Conditions, Order, Task
 
@@ -67,8 +67,8 @@ class Commands:
         self._answers.write_text(json.dumps(self._known))
 
     def calls(self, name: str) -> list[list[str]]:
-        known = [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
-        return [words[1:] for words in known if words[0] == name]
+        calls_made = [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+        return [words[1:] for words in calls_made if words[0] == name]
 
 
 @pytest.fixture
@@ -126,17 +126,17 @@ def test_a_silent_controller_is_no_news_of_the_jobs(commands: Commands) -> None:
 @pytest.mark.parametrize(
     ("complaint", "kind", "says"),
     [
-        ("sbatch: error: Batch job submission failed: Invalid feature specification", NeverSo, "Invalid feature"),
+        ("sbatch: error: Batch job submission failed: Invalid feature specification", JobRefused, "Invalid feature"),
         (
             "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: No",
-            NeverSo,
+            JobRefused,
             ": x Batch",
         ),
         (f"sbatch: error: Batch job submission failed: {SILENT}", Unreachable, "connect failure"),
         (
             "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size "
             "and/or time limits)",
-            NotNow,
+            QueueFull,
             "job submit limit",
         ),
     ],
@@ -154,7 +154,7 @@ def test_an_sbatch_that_waits_for_a_full_queue_is_ended(commands: Commands, tmp_
     commands.answer("sbatch", "18\n", FULL, seconds=60)
     commands.answer("squeue", "")
     began = time.monotonic()
-    with pytest.raises(NotNow, match="temporarily unable"):
+    with pytest.raises(QueueFull, match="temporarily unable"):
         Slurm(()).submit(order(), tmp_path / "1")
     assert time.monotonic() - began < 30
 
@@ -205,7 +205,7 @@ def test_a_site_may_count_cores_in_its_own_way(commands: Commands, tmp_path: Pat
 
 def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Path) -> None:
     given = (("", ("--account=x",)), ("h100", ("--partition=a",)), ("a100", ("--partition=b",)))
-    engine = engine_of(SimpleNamespace(fleet="slurm", fleet_args=given), "h100")  # type: ignore[arg-type]
+    engine = scheduler_of(SimpleNamespace(fleet="slurm", fleet_args=given), "h100")  # type: ignore[arg-type]
     commands.answer("sbatch", "17\n")
     engine.submit(order(), tmp_path / "1")
     (words,) = commands.calls("sbatch")

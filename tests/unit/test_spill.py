@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gputrain.utils import spill
-from pytest_gputrain.utils.spill import Cabinet, Picked, Shelf
+from pytest_gputrain.utils.spill import SelectedRecords, SpilledDict, SpilledList
 
 
 @given(
@@ -19,49 +19,49 @@ from pytest_gputrain.utils.spill import Cabinet, Picked, Shelf
     st.integers(0, 200),
     st.slices(20),
 )
-def test_a_shelf_is_the_list_of_its_records(
-    records: list[list[float]], changes: list[tuple[int, list[float]]], room: int, some: slice
+def test_a_spilled_list_is_the_list_of_its_records(
+    records: list[list[float]], changes: list[tuple[int, list[float]]], memory_bytes: int, some: slice
 ) -> None:
     """Wherever they are kept: some in memory, some in the file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spill, "_MEMORY_BYTES", room)
-        made: Shelf[list[float]] = Shelf(list[float])
-    known = []
+        patch.setattr(spill, "_MEMORY_BYTES", memory_bytes)
+        made: SpilledList[list[float]] = SpilledList(list[float])
+    expected = []
     for record in records:
         made.append(record)
-        known.append(record)
+        expected.append(record)
     for place, record in changes:
-        if place < len(known):
-            made[place] = known[place] = record
-    assert list(made) == known
-    assert list(made[some]) == known[some]
-    backwards = Picked(made, range(len(known))[::-1])
-    assert list(backwards[some]) == known[::-1][some]
-    assert list(backwards.those(bool)) == [*filter(bool, known[::-1])]
+        if place < len(expected):
+            made[place] = expected[place] = record
+    assert list(made) == expected
+    assert list(made[some]) == expected[some]
+    backwards = SelectedRecords(made, range(len(expected))[::-1])
+    assert list(backwards[some]) == expected[::-1][some]
+    assert list(backwards.those(bool)) == [*filter(bool, expected[::-1])]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers()))))
-def test_a_cabinet_is_the_dictionary_of_its_records(changes: list[tuple[int, list[int]]]) -> None:
-    made: Cabinet[int, list[int]] = Cabinet(list[int])
-    known = {}
+def test_a_spilled_dict_is_the_dictionary_of_its_records(changes: list[tuple[int, list[int]]]) -> None:
+    made: SpilledDict[int, list[int]] = SpilledDict(list[int])
+    expected = {}
     for key, record in changes:
-        made[key] = known[key] = record
-    assert dict(made) == known
-    assert list(made) == list(known)
-    assert [key in made for key in range(7)] == [key in known for key in range(7)]
-    for key in list(known)[::2]:
-        del made[key], known[key]
-    assert dict(made) == known
+        made[key] = expected[key] = record
+    assert dict(made) == expected
+    assert list(made) == list(expected)
+    assert [key in made for key in range(7)] == [key in expected for key in range(7)]
+    for key in list(expected)[::2]:
+        del made[key], expected[key]
+    assert dict(made) == expected
     assert made.get(9) is None
 
 
 def test_records_are_in_memory_only_while_they_are_looked_at() -> None:
-    made: Shelf[list[float]] = Shelf(list[float])
+    made: SpilledList[list[float]] = SpilledList(list[float])
     record = [number / 7 for number in range(10_000)]
     tracemalloc.start()
     for _ in range(100):
         made.append(record)
-    assert all(len(found) == len(record) for found in made)
+    assert all(len(record_) == len(record) for record_ in made)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 * spill._MEMORY_BYTES, "100 records of 90 kB are 9 MB"
@@ -69,7 +69,7 @@ def test_records_are_in_memory_only_while_they_are_looked_at() -> None:
 
 def test_what_the_disk_does_not_take_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "_MEMORY_BYTES", 0)
-    made: Shelf[list[int]] = Shelf(list[int])
+    made: SpilledList[list[int]] = SpilledList(list[int])
     made.append([1])
     full = OSError(28, "No space left on device")
     for answer in (lambda *_: 1, _raiser(full)):  # a disk takes a part of it, or nothing

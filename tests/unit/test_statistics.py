@@ -52,30 +52,30 @@ def _in_turn(stream: Sequence[float], base: Sequence[float] = STEADY, **options:
 def test_limit_and_sd_are_those_of_the_formula_by_hand() -> None:
     """Baseline of deviations -2, -1, 0, 1, 2 %, first run at 3 %."""
     base = [math.exp(x / 100) for x in (-2, -1, 0, 1, 2)]
-    found = _decide([math.exp(0.03)], base)
+    decision = _decide([math.exp(0.03)], base)
     first = math.sqrt((4 * 0.01**2 + 5 * (1.4826 * 0.01) ** 2) / 9)
     assert 3 * first > 0.02  # so nothing is cut off
     sd = math.sqrt((4 * 0.01**2 + 2 * 0.01**2 + 2 * 0.02**2) / 8)
-    assert found.sd == pytest.approx(sd)
-    assert found.limit == pytest.approx(2.6 * sd * math.sqrt(0.65 + 1.15 / 5))
-    assert found.sensitivity == pytest.approx(found.limit + 2.7 * sd * math.sqrt(0.29 + 1.15 / 5))
-    assert found.ratios == pytest.approx([0.03])
+    assert decision.sd == pytest.approx(sd)
+    assert decision.limit == pytest.approx(2.6 * sd * math.sqrt(0.65 + 1.15 / 5))
+    assert decision.sensitivity == pytest.approx(decision.limit + 2.7 * sd * math.sqrt(0.29 + 1.15 / 5))
+    assert decision.ratios == pytest.approx([0.03])
     # The same with two runs more, at 1 and 12 %: deviations 0, 2 and 9 % from their median, the last cut off at 3 s1.
-    found = _decide([math.exp(x / 100) for x in (3, 1, 12)], base)
+    decision = _decide([math.exp(x / 100) for x in (3, 1, 12)], base)
     first = math.sqrt((4 * 0.01**2 + 8 * (1.4826 * 0.015) ** 2) / 12)
     assert 0.02 < 3 * first < 0.09
     total = 4 * 0.01**2 + 10 * 0.01**2 + 0.02**2 + (3 * first) ** 2
-    assert found.sd == pytest.approx(math.sqrt(total / 10))
+    assert decision.sd == pytest.approx(math.sqrt(total / 10))
 
 
 def test_one_known_run_leaves_the_prior() -> None:
-    found = _decide([1.0], [1.0])
-    assert (found.sd, found.limit) == (PRIOR_SD, pytest.approx(LIMIT_SDS * PRIOR_SD * math.sqrt(1.8)))
+    decision = _decide([1.0], [1.0])
+    assert (decision.sd, decision.limit) == (PRIOR_SD, pytest.approx(LIMIT_SDS * PRIOR_SD * math.sqrt(1.8)))
 
 
-@pytest.mark.parametrize(("known", "bad", "shift"), [(5, 1, 0.0), (20, 1, 0.0), (4, 1, 0.0), (3, 1, 0.0)])
-def test_one_bad_process_does_not_move_the_baseline(known: int, bad: int, shift: float) -> None:
-    assert _decide([1.0], [1.5] * bad + [1.0] * (known - bad)).ratios == pytest.approx([shift])
+@pytest.mark.parametrize(("base_runs", "bad", "shift"), [(5, 1, 0.0), (20, 1, 0.0), (4, 1, 0.0), (3, 1, 0.0)])
+def test_one_bad_process_does_not_move_the_baseline(base_runs: int, bad: int, shift: float) -> None:
+    assert _decide([1.0], [1.5] * bad + [1.0] * (base_runs - bad)).ratios == pytest.approx([shift])
 
 
 @pytest.mark.parametrize("side", ["base", "new"])
@@ -87,8 +87,8 @@ def test_a_run_alone_deviates_from_nothing(side: str) -> None:
 
 
 def test_two_runs_deviate_from_their_middle() -> None:
-    found = _decide([1.0, math.exp(0.02)], [math.exp(-0.01), math.exp(0.03)])
-    assert found.sd == pytest.approx(math.sqrt((4 * 0.01**2 + 2 * 0.02**2 + 2 * 0.01**2) / 6))
+    decision = _decide([1.0, math.exp(0.02)], [math.exp(-0.01), math.exp(0.03)])
+    assert decision.sd == pytest.approx(math.sqrt((4 * 0.01**2 + 2 * 0.02**2 + 2 * 0.01**2) / 6))
 
 
 def test_the_centre_is_a_median_until_the_fastest_and_the_slowest_can_be_left_out() -> None:
@@ -152,8 +152,8 @@ def test_without_re_measurement_one_run_is_held_against_a_wider_limit() -> None:
 
 
 def test_three_runs_are_enough_for_the_narrower_limit() -> None:
-    found = _decide([1.0], most=3)
-    assert _decide([1.0], tolerance=0.0, most=3).limit == pytest.approx(LIMIT_SDS * found.sd * math.sqrt(0.88))
+    decision = _decide([1.0], most=3)
+    assert _decide([1.0], tolerance=0.0, most=3).limit == pytest.approx(LIMIT_SDS * decision.sd * math.sqrt(0.88))
 
 
 def test_two_runs_at_most_have_to_agree() -> None:
@@ -212,7 +212,7 @@ def test_a_slow_day_is_no_reason_to_doubt_what_is_within_the_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peaks", "most", "found"),
+    ("peaks", "most", "expected"),
     [
         ([5], 5, False),
         ([11], 5, None),
@@ -227,12 +227,14 @@ def test_a_slow_day_is_no_reason_to_doubt_what_is_within_the_noise() -> None:
         ([11, 11], 2, True),
     ],
 )
-def test_memory_regresses_only_if_every_one_of_three_processes_does(peaks: list[int], most: int, found: bool | None) -> None:
-    assert exceeds(peaks, 10, most) is found
+def test_memory_regresses_only_if_every_one_of_three_processes_does(
+    peaks: list[int], most: int, expected: bool | None
+) -> None:
+    assert exceeds(peaks, 10, most) is expected
 
 
 @pytest.mark.parametrize(
-    ("out", "runs", "most", "found"),
+    ("out", "runs", "most", "expected"),
     [
         (1, 1, 5, None),
         (2, 2, 5, True),
@@ -245,8 +247,8 @@ def test_memory_regresses_only_if_every_one_of_three_processes_does(peaks: list[
         (3, 5, 5, True),
     ],
 )
-def test_running_out_of_memory_takes_two_of_three(out: int, runs: int, most: int, found: bool | None) -> None:
-    assert runs_out(out, runs, most) is found
+def test_running_out_of_memory_takes_two_of_three(out: int, runs: int, most: int, expected: bool | None) -> None:
+    assert runs_out(out, runs, most) is expected
 
 
 # For any figures
@@ -304,8 +306,8 @@ def test_a_slower_step_is_never_a_better_outcome(base: list[float], logs: list[f
 
 
 @given(BASES, st.floats(-0.3, 0.3), st.floats(-0.3, 0.3))
-def test_a_steadily_slower_step_is_never_a_better_outcome(base: list[float], one: float, other: float) -> None:
-    less, more = (_in_turn([base[0] * math.exp(x)] * 5, base)[0].outcome for x in sorted([one, other]))
+def test_a_steadily_slower_step_is_never_a_better_outcome(base: list[float], first: float, other: float) -> None:
+    less, more = (_in_turn([base[0] * math.exp(x)] * 5, base)[0].outcome for x in sorted([first, other]))
     assert BADNESS[less] <= BADNESS[more]
 
 
@@ -331,6 +333,6 @@ def test_the_order_of_runs_does_not_matter(base: list[float], logs: list[float],
 
 
 @given(SECONDS, st.integers(1, 20))
-def test_what_never_varies_passes_even_without_tolerance(seconds: float, known: int) -> None:
-    assert _in_turn([seconds] * 5, [seconds] * known, tolerance=0.0, prior=0.0)[0].outcome == "pass"
-    assert _in_turn([seconds * 1.001] * 5, [seconds] * known, tolerance=0.0, prior=0.0)[0].outcome == "regressed"
+def test_what_never_varies_passes_even_without_tolerance(seconds: float, base_runs: int) -> None:
+    assert _in_turn([seconds] * 5, [seconds] * base_runs, tolerance=0.0, prior=0.0)[0].outcome == "pass"
+    assert _in_turn([seconds * 1.001] * 5, [seconds] * base_runs, tolerance=0.0, prior=0.0)[0].outcome == "regressed"

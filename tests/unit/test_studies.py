@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
 
-from pytest_gputrain.gate.loss_trend import diverged, failed_curves
+from pytest_gputrain.gate.loss_trend import describe_divergence, describe_failed_curves
 from pytest_gputrain.records import Reply, Result, Task
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import studies as shown
@@ -39,8 +39,8 @@ def _curves(losses: dict[str, Any], *, precision: str = "bf16", platform: str = 
     def launch(task: Task) -> Reply:
         assert task.curve
         assert (task.case.steps, task.case.warmup) == (40, 0)
-        found = losses[task.case.precision]
-        return measurement(losses=found) if isinstance(found, tuple) else found
+        losses_of_task = losses[task.case.precision]
+        return measurement(losses=losses_of_task) if isinstance(losses_of_task, tuple) else losses_of_task
 
     case = CASE.replace(precision=precision)
     return record_losses(Task(case=case, scale="full", device_type="gpu", root="."), 40, platform, launch)
@@ -71,7 +71,7 @@ def test_a_search_has_the_figures_of_the_fastest_and_all_tries() -> None:
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
     assert (study.replies[0].batch_size, study.task.case.batch_size) == (11, 11)
-    assert [one.batch_size for one in study.search.tries] == [task.case.batch_size for task in launched]
+    assert [attempt.batch_size for attempt in study.search.tries] == [task.case.batch_size for task in launched]
     assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
 
 
@@ -101,7 +101,7 @@ def test_a_time_out_keeps_its_reason() -> None:
 def test_a_stand_in_that_trains_on_fewer_samples_bounds_the_search() -> None:
     study = search_batch(TASK, 64, lambda task: measurement(batch_size=min(task.case.batch_size, 6)))
     assert study.search.largest == 6
-    assert {one.outcome for one in study.search.tries if one.batch_size > 6} == {"capped"}
+    assert {attempt.outcome for attempt in study.search.tries if attempt.batch_size > 6} == {"capped"}
 
 
 # Loss curves
@@ -130,7 +130,7 @@ def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
     study = _curves({"fp32": FALLING, "fp16": FALLING}, precision="fp16", platform="v100")
     assert [curve.outcome for curve in study.loss_curves] == ["recorded", "left_out", "recorded"]
     assert shown.explain([result(loss_curves=study.loss_curves)]) == ["bf16-amp left out: V100 has no bf16 arithmetic"]
-    assert failed_curves(CASE, study.loss_curves) is None
+    assert describe_failed_curves(CASE, study.loss_curves) is None
 
 
 @pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
@@ -141,7 +141,7 @@ def test_nothing_is_left_out_where_nothing_is_known_to_lack(platform: str) -> No
 
 def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
     study = _curves({"fp32": out_of_memory(), "bf16-amp": FALLING, "fp16": crashed(), "bf16": FALLING})
-    assert failed_curves(CASE, study.loss_curves) == (
+    assert describe_failed_curves(CASE, study.loss_curves) == (
         f"{CASE} in fp16 gave no measurement (measure in step 1): ValueError: loss is NaN"
     )
     assert [curve.trend for curve in study.loss_curves] == [None, "converging", None, "converging"]
@@ -149,23 +149,23 @@ def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
 
 def test_divergence_counts_where_fp32_does_not_diverge() -> None:
     worse = _curve("fp16", trend="diverging", losses=FALLING[:7], non_finite_step=8)
-    assert diverged(CASE, [_curve("fp32"), worse]) == (
+    assert describe_divergence(CASE, [_curve("fp32"), worse]) == (
         f"{CASE} diverges in fp16 (its loss is not finite in step 8), but not in fp32"
     )
-    assert diverged(CASE, [_curve("fp32", trend="diverging"), worse]) is None
-    assert diverged(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
+    assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), worse]) is None
+    assert describe_divergence(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
 
 
 def test_a_case_whose_own_loss_is_not_finite_diverges_whatever_fp32_does() -> None:
     own = _curve(CASE.precision, trend="diverging", losses=FALLING[:7], non_finite_step=8)
     expected = f"{CASE} diverges: its loss is not finite in step 8"
-    assert diverged(CASE, [_curve("fp32", trend="diverging"), own]) == expected
-    assert diverged(CASE, [_curve("fp32"), own]) == expected
+    assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), own]) == expected
+    assert describe_divergence(CASE, [_curve("fp32"), own]) == expected
 
 
 def test_a_case_without_room_for_its_own_precision_has_no_curve() -> None:
     study = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16": FALLING, "bf16": out_of_memory()})
-    assert failed_curves(CASE, study.loss_curves) == (
+    assert describe_failed_curves(CASE, study.loss_curves) == (
         f"{CASE} in bf16 ran out of device memory (measure in step 2): CUDA out of memory."
     )
 
@@ -224,8 +224,8 @@ def test_a_recipe_that_diverges_in_fp32_is_told() -> None:
     assert shown.explain([row]) == [f"{CASE} diverges in fp32 already: its recipe does, whatever the precision"]
 
 
-@given(values_of(Result).filter(lambda found: found.replies and (found.search or found.loss_curves)))
-def test_any_findings_can_be_shown(found: Result) -> None:
-    if all(getattr(reply, "step_seconds", True) for reply in found.replies):
-        assert render([found], width=80, colour=False)
-        assert isinstance(shown.explain([found]), list)
+@given(values_of(Result).filter(lambda outcome: outcome.replies and (outcome.search or outcome.loss_curves)))
+def test_any_findings_can_be_shown(outcome: Result) -> None:
+    if all(getattr(reply, "step_seconds", True) for reply in outcome.replies):
+        assert render([outcome], width=80, colour=False)
+        assert isinstance(shown.explain([outcome]), list)

@@ -32,9 +32,9 @@ KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "n
     ],
 )
 def test_values_have_the_type_of_their_field(text: str, values: tuple[Any, ...]) -> None:
-    ((_, found),) = parse_axes(text)
-    assert found == values
-    assert list(map(type, found)) == list(map(type, values))
+    ((_, knob_values),) = parse_axes(text)
+    assert knob_values == values
+    assert list(map(type, knob_values)) == list(map(type, values))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_any_value_is_of_its_type_or_refused(knob: str, text: str) -> None:
         axes = parse_axes(f"{knob}={text}")
     except ValueError:
         return
-    for found, values in axes:
-        assert found == knob
+    for parsed_knob, values in axes:
+        assert parsed_knob == knob
         for value in values:
             msgspec.convert(msgspec.structs.asdict(Case(**{knob: value})), Case)
 

@@ -36,8 +36,8 @@ class Machine:
     def __init__(self, matrix: Sequence[Sequence[str]], *, switched: bool = False, knows_types: bool = True) -> None:
         self._switched, self._knows_types = switched, knows_types
         self._ancestors = {
-            (one, other): LEVELS.get(path, LEVELS["SYS"]) if path != "N/A" else None
-            for one, row in enumerate(matrix)
+            (row_gpu, other): LEVELS.get(path, LEVELS["SYS"]) if path != "N/A" else None
+            for row_gpu, row in enumerate(matrix)
             for other, path in enumerate(row)
         }
         links = [[int(path[2:]) if path.startswith("NV") else 0 for path in row] for row in matrix]
@@ -82,8 +82,8 @@ class Machine:
             raise NVMLError("Function Not Found")
         return 2 if self._switched else 0
 
-    def _ancestor(self, one: int, other: int) -> int:
-        level = self._ancestors[one, other]
+    def _ancestor(self, first: int, other: int) -> int:
+        level = self._ancestors[first, other]
         if level is None:
             raise NVMLError("Not Supported")
         return level
@@ -109,21 +109,21 @@ def _document() -> list[list[str]]:
 @pytest.mark.parametrize("knows_types", [True, False], ids=["", "a driver that tells no types"])
 def test_the_machine_of_the_document_is_as_its_matrix(machine: Any, knows_types: bool) -> None:
     machine(_document(), knows_types=knows_types)
-    found = paths(_gpus(*range(8)))
-    assert [list(row) for row in found] == _document()
-    assert format_topology(found) == "8 x NV1, 8 x NV2, 12 x NODE"
+    measured_paths = paths(_gpus(*range(8)))
+    assert [list(row) for row in measured_paths] == _document()
+    assert format_topology(measured_paths) == "8 x NV1, 8 x NV2, 12 x NODE"
 
 
 def _all(path: str, count: int) -> list[list[str]]:
-    return [["X" if one == other else path for other in range(count)] for one in range(count)]
+    return [["X" if row == other else path for other in range(count)] for row in range(count)]
 
 
 @pytest.mark.parametrize(("count", "links"), [(8, 18), (8, 12), (2, 18)])
 def test_switches_link_all_gpus_alike(machine: Any, count: int, links: int) -> None:
     machine(_all(f"NV{links}", count), switched=True)
-    found = paths(_gpus(*range(count)))
-    assert [list(row) for row in found] == _all(f"NV{links}", count)
-    assert format_topology(found) == f"NV{links}"
+    measured_paths = paths(_gpus(*range(count)))
+    assert [list(row) for row in measured_paths] == _all(f"NV{links}", count)
+    assert format_topology(measured_paths) == f"NV{links}"
 
 
 def test_a_gpu_that_lost_links_into_the_switches_is_seen(machine: Any) -> None:
@@ -145,7 +145,7 @@ def test_rows_are_in_the_order_of_the_case_s_gpus(machine: Any) -> None:
     machine(_document())
     lent = (6, 0, 3)
     matrix = _document()
-    assert paths(_gpus(*lent)) == tuple(tuple(matrix[one][other] for other in lent) for one in lent)
+    assert paths(_gpus(*lent)) == tuple(tuple(matrix[row_gpu][other] for other in lent) for row_gpu in lent)
 
 
 def test_one_gpu_has_no_topology_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,5 +162,5 @@ def test_every_pair_counts_once() -> None:
     rows = [["X", "NV2", "SYS"], ["NV2", "X", "SYS"], ["SYS", "SYS", "X"]]
     assert format_topology(rows) == "1 x NV2, 2 x SYS"
     for order in itertools.permutations(range(3)):
-        assert format_topology([[rows[one][other] for other in order] for one in order]) == "1 x NV2, 2 x SYS"
+        assert format_topology([[rows[row_gpu][other] for other in order] for row_gpu in order]) == "1 x NV2, 2 x SYS"
     assert format_topology(()) == "unknown"

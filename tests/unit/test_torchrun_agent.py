@@ -26,9 +26,9 @@ from pytest_gputrain.records.node_protocol import (
     Nodes,
     RankExit,
     Word,
-    seat_folder,
-    tell,
-    told,
+    node_folder,
+    read_record,
+    write_record,
 )
 from pytest_gputrain.utils.linux import PARENT
 
@@ -66,15 +66,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
     """Stands for those that pytest or a node would start."""
-    found = Agent()
-    found.started = []  # type: ignore[attr-defined]
+    started = Agent()
+    started.started = []  # type: ignore[attr-defined]
 
     def start(*arguments: Any, **options: Any) -> Agent:
-        found.started.append((*arguments, *options.values()))  # type: ignore[attr-defined]
-        return found
+        started.started.append((*arguments, *options.values()))  # type: ignore[attr-defined]
+        return started
 
     monkeypatch.setattr(torchrun, "run_module", start)
-    return found
+    return started
 
 
 def _agents(folder: Path, nodes: int = 2, rendezvous: str = "first:29500") -> Any:
@@ -83,8 +83,8 @@ def _agents(folder: Path, nodes: int = 2, rendezvous: str = "first:29500") -> An
 
 
 def _join(folder: Path, seat: int, host: str) -> None:
-    seat_folder(folder, seat).mkdir(exist_ok=True)
-    tell(seat_folder(folder, seat) / JOINED, Joined(host=host))
+    node_folder(folder, seat).mkdir(exist_ok=True)
+    write_record(node_folder(folder, seat) / JOINED, Joined(host=host))
 
 
 def test_the_agent_of_this_node_gets_the_first_seat_and_all_others_are_told(
@@ -94,8 +94,8 @@ def test_the_agent_of_this_node_gets_the_first_seat_and_all_others_are_told(
     ((module, arguments, environment, *_),) = agent.started
     assert (module, arguments) == ("pytest_gputrain.worker.torchrun_agent", [str(tmp_path), "0", "first:29500"])
     assert environment == {"A": "1", PARENT: "7"}
-    assert told(tmp_path / NODES, Nodes) == Nodes(count=2, processes=4, join_seconds=10)
-    assert told(tmp_path / WORD, Word) == Word(number=1, wish="train")
+    assert read_record(tmp_path / NODES, Nodes) == Nodes(count=2, processes=4, join_seconds=10)
+    assert read_record(tmp_path / WORD, Word) == Word(number=1, wish="train")
     assert (tmp_path / "node0" / OUTPUT).exists()
 
 
@@ -111,14 +111,14 @@ def test_the_agents_hear_again_and_again_that_pytest_lives(tmp_path: Path, agent
     agents = _agents(tmp_path)
     agents.start()
     assert agents.trouble() is None
-    assert told(tmp_path / WORD, Word) == Word(number=1, wish="train")
+    assert read_record(tmp_path / WORD, Word) == Word(number=1, wish="train")
     clock[0] += torchrun.WORD_EVERY_SECONDS
     assert agents.trouble() is None
-    assert told(tmp_path / WORD, Word) == Word(number=2, wish="train")
+    assert read_record(tmp_path / WORD, Word) == Word(number=2, wish="train")
     agents.ask_for_stacks()
-    assert told(tmp_path / WORD, Word) == Word(number=3, wish="stacks")
+    assert read_record(tmp_path / WORD, Word) == Word(number=3, wish="stacks")
     assert agents.trouble() is None
-    assert told(tmp_path / WORD, Word) == Word(number=3, wish="stacks")
+    assert read_record(tmp_path / WORD, Word) == Word(number=3, wish="stacks")
 
 
 def test_nodes_that_do_not_come_in_time_are_missed(tmp_path: Path, agent: Any, clock: list[float]) -> None:
@@ -151,9 +151,9 @@ def test_an_agent_that_fails_or_is_gone_ends_the_case_with_what_agents_printed(
         detail="of the first; of the second",
         exit_code=3,
     )
-    tell(tmp_path / "node0" / LEFT, Left())  # not without a word: its ranks tell the rest
+    write_record(tmp_path / "node0" / LEFT, Left())  # not without a word: its ranks tell the rest
     assert agents.trouble() is None
-    tell(tmp_path / "node1" / LEFT, Left(failure="node second is on fire"))
+    write_record(tmp_path / "node1" / LEFT, Left(failure="node second is on fire"))
     assert (agents.trouble().sentence, agents.trouble().exit_code) == ("node second is on fire", None)
 
 
@@ -163,10 +163,10 @@ def test_agents_are_told_that_the_case_is_over_and_waited_for(tmp_path: Path, ag
     _join(tmp_path, 1, "second")
     agent.exit_code = 0
     agents.close()
-    assert told(tmp_path / WORD, Word) == Word(number=2, wish="over")
+    assert read_record(tmp_path / WORD, Word) == Word(number=2, wish="over")
     assert clock[0] == pytest.approx(1000 + torchrun._CLOSING_SECONDS, abs=0.2)  # for the second, in vain
     assert agent.ended == 1
-    tell(tmp_path / "node1" / LEFT, Left())
+    write_record(tmp_path / "node1" / LEFT, Left())
     before = clock[0]
     agents.close()
     assert clock[0] == before
@@ -201,12 +201,12 @@ def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agen
     assert (process.poll(), process.killed_for_memory(0)) == (None, False)
     (folder / "reply.json").write_bytes(b"{}")
     assert (process.poll(), process.killed_for_memory(0)) == (0, False)
-    tell(folder / EXIT, RankExit(exit_code=-9, killed_for_memory=True))
+    write_record(folder / EXIT, RankExit(exit_code=-9, killed_for_memory=True))
     assert (process.poll(), process.killed_for_memory(0)) == (-9, True)
-    tell(folder / EXIT, RankExit(exit_code=3, killed_for_memory=False))
+    write_record(folder / EXIT, RankExit(exit_code=3, killed_for_memory=False))
     assert (process.poll(), process.killed_for_memory(0)) == (3, False)
     process.ask_for_stacks()
-    assert told(tmp_path / WORD, Word) == Word(number=1, wish="stacks")
+    assert read_record(tmp_path / WORD, Word) == Word(number=1, wish="stacks")
 
 
 # Slurm
@@ -303,12 +303,12 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
 # The other nodes
 
 
-def _seat(folder: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> node_service._Seat:
+def _seat(folder: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> node_service._NodeOfCase:
     (folder / "case.json").write_bytes(msgspec.json.encode(TASK))
-    tell(folder / NODES, Nodes(count=2, processes=4, join_seconds=60))
-    seat_folder(folder, 1).mkdir()
+    write_record(folder / NODES, Nodes(count=2, processes=4, join_seconds=60))
+    node_folder(folder, 1).mkdir()
     monkeypatch.setattr(node_service, "start_agent", torchrun.start_agent)
-    return node_service._Seat(folder, 1, "second")
+    return node_service._NodeOfCase(folder, 1, "second")
 
 
 def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(
@@ -321,29 +321,29 @@ def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(
     ((_, arguments, environment, *_),) = agent.started
     assert arguments == [str(folder), "1", "second"]
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert seat.is_taken()
+    assert seat.is_running()
     agent.exit_code = -signal.SIGKILL
-    assert seat.is_taken(), "the case is still there"
+    assert seat.is_running(), "the case is still there"
     left = folder / "node1" / LEFT
     gone = Left(failure="the agent of node second ended by SIGKILL before the case was over")
-    assert told(left, Left) == gone
+    assert read_record(left, Left) == gone
     left.unlink()
-    assert seat.is_taken()
+    assert seat.is_running()
     assert not left.exists(), "told once"
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     folder.rmdir()
-    assert not seat.is_taken()
+    assert not seat.is_running()
 
 
 def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(
     tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seat = _seat(tmp_path, monkeypatch, agent)
-    tell(tmp_path / "node1" / LEFT, Left(failure="its own words"))
+    write_record(tmp_path / "node1" / LEFT, Left(failure="its own words"))
     agent.exit_code = 1
-    seat.is_taken()
-    assert told(tmp_path / "node1" / LEFT, Left) == Left(failure="its own words")
+    seat.is_running()
+    assert read_record(tmp_path / "node1" / LEFT, Left) == Left(failure="its own words")
 
 
 def test_a_node_that_is_ended_tells_so_and_ends_its_agent(
@@ -351,13 +351,13 @@ def test_a_node_that_is_ended_tells_so_and_ends_its_agent(
 ) -> None:
     _seat(tmp_path, monkeypatch, agent).leave()
     assert agent.ended == 1
-    assert told(tmp_path / "node1" / LEFT, Left) == Left(
+    assert read_record(tmp_path / "node1" / LEFT, Left) == Left(
         failure="`gputrain node` on node second was ended before the case was over"
     )
 
 
 def test_a_seat_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
-    seat = node_service._Seat(tmp_path / "case", 1, "second")
+    seat = node_service._NodeOfCase(tmp_path / "case", 1, "second")
     assert seat.title == "a case that is over (case)"
-    assert not seat.is_taken()
+    assert not seat.is_running()
     seat.leave()

@@ -21,9 +21,9 @@ from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.trend.reading import METRICS, Filter, History
 from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER
 from pytest_gputrain.storage.history import append
-from pytest_gputrain.utils.git import Session
+from pytest_gputrain.utils.git import RunInfo
 
-LINE = lines_of([result()], Session(id="s", created="2026-01-01T00:00:00Z", commit="c", branch="main"))[0]
+LINE = lines_of([result()], RunInfo(id="s", created="2026-01-01T00:00:00Z", commit="c", branch="main"))[0]
 
 Run = Callable[..., tuple[int, str, str]]
 

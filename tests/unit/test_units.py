@@ -104,8 +104,8 @@ def test_shown_percent_reads_back(ratio: float) -> None:
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12))
-def test_the_larger_amount_never_reads_smaller_in_the_same_unit(one: float, other: float) -> None:
-    small, large = sorted([one, other])
+def test_the_larger_amount_never_reads_smaller_in_the_same_unit(first: float, other: float) -> None:
+    small, large = sorted([first, other])
     shown = [format_bytes(small).split(" "), format_bytes(large).split(" ")]
     assume(shown[0][1] == shown[1][1])
     assert float(shown[0][0].replace(",", "")) <= float(shown[1][0].replace(",", ""))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pytest_gputrain.hardware import drivers, watch
 from pytest_gputrain.hardware.devices import Reading
-from pytest_gputrain.hardware.recording import Said, replayed
+from pytest_gputrain.hardware.recording import RecordedReply, replayed
 from pytest_gputrain.hardware.watch import LEAST_READINGS, Sample, between, watching
 from pytest_gputrain.records import Event, Holder
 
@@ -47,26 +47,26 @@ def test_energy_is_power_times_the_time_between_the_moments(moments: list[int], 
     seconds = [moment / 10_000 for moment in sorted(moments)]
     samples = [_sample(at, *[Reading(energy_joules=7 + watts * at, power_watts=watts)] * gpus) for at in seconds]
     begin, end = (seconds[0] + seconds[1]) / 2, (seconds[-2] + seconds[-1]) / 2
-    found = between(samples, begin, end)
-    assert found is not None
-    assert found.energy_joules == pytest.approx(watts * (end - begin) * gpus, rel=1e-6, abs=1e-6)
-    assert found.power_watts == pytest.approx(watts * gpus)
-    assert found.readings == len(moments) - 2
+    telemetry = between(samples, begin, end)
+    assert telemetry is not None
+    assert telemetry.energy_joules == pytest.approx(watts * (end - begin) * gpus, rel=1e-6, abs=1e-6)
+    assert telemetry.power_watts == pytest.approx(watts * gpus)
+    assert telemetry.readings == len(moments) - 2
 
 
 def test_what_the_counters_do_not_enclose_is_not_extrapolated() -> None:
     samples = [_sample(at, Reading(energy_joules=at, clock_mhz=1000)) for at in (1.0, 2.0, 3.0)]
     for begin, end in ((0.5, 3.0), (1.0, 3.5)):
-        found = between(samples, begin, end)
-        assert found is not None
-        assert (found.energy_joules, found.clock_mhz) == (None, 1000)
+        telemetry = between(samples, begin, end)
+        assert telemetry is not None
+        assert (telemetry.energy_joules, telemetry.clock_mhz) == (None, 1000)
 
 
 def test_a_counter_that_began_anew_is_no_energy() -> None:
     samples = [_sample(at, Reading(energy_joules=joules)) for at, joules in ((1, 50.0), (2, 60.0), (3, 2.0), (4, 12.0))]
-    found = between(samples, 1, 4)
-    assert found is not None
-    assert found.energy_joules is None
+    telemetry = between(samples, 1, 4)
+    assert telemetry is not None
+    assert telemetry.energy_joules is None
 
 
 def test_too_few_readings_tell_nothing() -> None:
@@ -78,9 +78,14 @@ def test_too_few_readings_tell_nothing() -> None:
 
 def test_one_gpu_that_tells_nothing_leaves_no_total() -> None:
     samples = [_sample(at, Reading(energy_joules=at, power_watts=1.0), Reading()) for at in (0.0, 1.0, 2.0)]
-    found = between(samples, 0, 2)
-    assert found is not None
-    assert (found.energy_joules, found.power_watts, found.clock_mhz, found.throttled) == (None, None, None, None)
+    telemetry = between(samples, 0, 2)
+    assert telemetry is not None
+    assert (telemetry.energy_joules, telemetry.power_watts, telemetry.clock_mhz, telemetry.throttled) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_slowest_gpu_and_the_most_lowered_clock_count() -> None:
@@ -91,10 +96,10 @@ def test_the_slowest_gpu_and_the_most_lowered_clock_count() -> None:
         _sample(2, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=900, throttling=frozenset())),
         _sample(3, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=1500, throttling=frozenset())),
     ]
-    found = between(samples, 0, 3)
-    assert found is not None
-    assert found.clock_mhz == 1500
-    assert found.throttled == {"SW Power Cap": 1.0, "HW Slowdown": 0.25}
+    telemetry = between(samples, 0, 3)
+    assert telemetry is not None
+    assert telemetry.clock_mhz == 1500
+    assert telemetry.throttled == {"SW Power Cap": 1.0, "HW Slowdown": 0.25}
 
 
 def _timed(watched: watch.Watch, seconds: float) -> None:
@@ -111,13 +116,13 @@ def test_a_watch_reads_while_the_steps_are_timed() -> None:
     gpus = drivers.gpus()
     with watching(gpus, set) as watched:
         _timed(watched, 0.3)
-    found = watched.telemetry()
-    assert found is not None
-    assert found.readings >= LEAST_READINGS
-    assert (found.power_watts, found.clock_mhz) == (818.0, 345)
-    assert found.utilization == pytest.approx(0.495)
-    assert found.throttled is not None
-    assert "SW Power Cap" in found.throttled
+    telemetry = watched.telemetry()
+    assert telemetry is not None
+    assert telemetry.readings >= LEAST_READINGS
+    assert (telemetry.power_watts, telemetry.clock_mhz) == (818.0, 345)
+    assert telemetry.utilization == pytest.approx(0.495)
+    assert telemetry.throttled is not None
+    assert "SW Power Cap" in telemetry.throttled
 
 
 @pytest.mark.usefixtures("h100s")
@@ -136,7 +141,7 @@ def test_who_comes_meanwhile_is_seen_where_one_knows_oneself() -> None:
     mine = {"fields": {"pid": 99_999_999, "usedGpuMemory": 1}}
     theirs = library._calls[key][0].reply[0]
     for own, others in (({99_999_999}, (stranger,)), ({4711, 99_999_999}, ()), ({1}, ())):
-        library._left[key] = [Said(reply=[mine, theirs])]
+        library._left[key] = [RecordedReply(reply=[mine, theirs])]
         with watching([gpu], lambda own=own: own) as watched:  # type: ignore[misc]
             _timed(watched, 0.2)
         assert watched.others == others
@@ -147,7 +152,7 @@ def test_a_driver_that_fails_meanwhile_costs_no_case(monkeypatch: pytest.MonkeyP
         gpus = drivers.gpus()
         library: Any = sys.modules["pynvml"]
         key = next(key for key in library._calls if key.startswith("nvmlDeviceGetPowerUsage"))
-        library._left[key] = [Said(error=15, says="GPU is lost")]
+        library._left[key] = [RecordedReply(error=15, says="GPU is lost")]
         with watching(gpus, set) as watched:
             _timed(watched, 0.1)
         assert watched.telemetry() is None

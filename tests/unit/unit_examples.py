@@ -107,8 +107,8 @@ def oom_run(**fields: Any) -> BaselineRun:
 
 
 def baseline(*runs: BaselineRun, case: Case = CASE, **fields: Any) -> Baseline:
-    known = {"device": "nvidia-h100-80gb-hbm3", "scale": "full", **fields}
-    return Baseline(case=case, runs=runs or (baseline_run(),), **known)
+    defaults = {"device": "nvidia-h100-80gb-hbm3", "scale": "full", **fields}
+    return Baseline(case=case, runs=runs or (baseline_run(),), **defaults)
 
 
 def live_tensor(**fields: Any) -> LiveTensor:
@@ -171,8 +171,8 @@ def result(case: Case = CASE, **fields: Any) -> Result:
 
 
 def report(*results: Result, **fields: Any) -> Report:
-    known = {"generator": "pytest-gputrain 0.1.0", "created": "2026-02-01T00:00:00Z", "session": "s1", "commit": "c0ffee"}
-    return Report(**{**known, **fields}, results=results)
+    defaults = {"generator": "pytest-gputrain 0.1.0", "created": "2026-02-01T00:00:00Z", "session": "s1", "commit": "c0ffee"}
+    return Report(**{**defaults, **fields}, results=results)
 
 
 def values_of(type_: Any) -> st.SearchStrategy[Any]:

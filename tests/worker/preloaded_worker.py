@@ -1,17 +1,17 @@
 """Real worker processes for tests that look at what is computed, without waiting for imports each time."""
 
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.execution.launch.fork_server import Preloaded
+from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.records import Measurement, Task
 
-PRELOADED = Preloaded()
+PRELOADED = ForkServer()
 
 
 def run(case, *, processes=None, timeout_seconds=300.0, watch=lambda event: None, preloaded=PRELOADED):
     """The reply of a case of the zoo from as many processes as it has GPUs, and its servers."""
     processes = case.gpus if processes is None else processes
     task = Task(case=case, scale="tiny", device_type="cpu", processes=processes, servers=case.servers, root=".")
-    return launcher.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch, preloaded=preloaded)
+    return launcher.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch, fork_server=preloaded)
 
 
 def measured(case, **options):

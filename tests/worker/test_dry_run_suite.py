@@ -16,7 +16,7 @@ from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Prediction, Target, Task
-from pytest_gputrain.storage.baselines import Store
+from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils.units import GiB
 from pytest_gputrain.worker.dry_run.predict import predict
@@ -24,7 +24,7 @@ from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.progress import Progress
 
 ROOT = Path(__file__).parents[2]
-STORE = Store(ROOT / "baselines")
+STORE = BaselineStore(ROOT / "baselines")
 CPU = Target(marker="cpu", kind="cpu")
 H100 = Target(marker="h100", kind="cuda", memory_bytes=80 * GiB)
 

@@ -10,7 +10,7 @@ from preloaded_worker import PRELOADED
 
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.execution.launch.fork_server import Preloaded
+from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.records import Crashed, Measurement, Task, TimedOut
 
 CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=50, optimizer="adam", steps=2, warmup=1)
@@ -21,14 +21,14 @@ LLAMA = Case(model="llama-3.1-8b", method="lora", precision="bf16", batch_size=2
 @pytest.fixture(scope="module")
 def preloaded():
     PRELOADED.close()  # tests here count this process's children
-    source = Preloaded()
+    source = ForkServer()
     yield source
     source.close()
 
 
 def run(case, preloaded, *, timeout_seconds=120.0, watch=lambda event: None, root="."):
     task = Task(case=case, scale="tiny", device_type="cpu", processes=case.gpus, root=str(root))
-    return launcher.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch, preloaded=preloaded)
+    return launcher.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch, fork_server=preloaded)
 
 
 def children():
@@ -80,7 +80,7 @@ def test_the_source_has_the_environment_of_the_task(monkeypatch, preloaded):
     monkeypatch.setenv("OF_ANOTHER_TEST", "1")
     for variables in ({"OMP_PLACES": "cores"}, {}):
         task = Task(case=CLICKS, scale="tiny", device_type="cpu", root=".", variables=variables)
-        reply = launcher.in_process(task, gpus=(), timeout_seconds=120, preloaded=preloaded, environ=began)
+        reply = launcher.in_process(task, gpus=(), timeout_seconds=120, fork_server=preloaded, environ=began)
         assert isinstance(reply, Measurement)
         (source,) = children()
         assert source.environ().get("OMP_PLACES") == variables.get("OMP_PLACES")

@@ -1,4 +1,4 @@
-"""About how long a run of a case trains: as its history has it, or at least, as its prediction has it."""
+"""Estimates how long a run of a case trains, from its history or else, as a lower bound, from its prediction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Line(Struct):
 
 
 class Durations:
-    """Seconds of the steps of a task, warm-up included; what comes before them is not known.
+    """Estimates the seconds of the steps of a task, warm-up included; what comes before them is not known.
 
     Args:
         platform: catalog marker that the cases run on.
@@ -39,10 +39,10 @@ class Durations:
                     self._steps[line.suite, line.key] = line.median_step_seconds
 
     def of(self, suite: str, task: Task) -> float:
-        """Of the latest run, or else the least that is predicted; 0 where nothing is known."""
+        """The seconds of the latest run, or else the least that is predicted; 0 where nothing is known."""
         case = task.case
         seconds = self._steps.get((suite, key_of(case, task.scale)))
         if seconds is None and self._forecast is not None and task.scale == "full":
-            known = self._forecast.of(suite, case)
-            seconds = known.roofline_seconds if known else None
+            prediction = self._forecast.of(suite, case)
+            seconds = prediction.roofline_seconds if prediction else None
         return (seconds or 0.0) * (case.steps + case.warmup)

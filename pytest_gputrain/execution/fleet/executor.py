@@ -1,4 +1,4 @@
-"""Cases that run in a fleet, for a pytest process that stays where it was started."""
+"""Runs cases as jobs of a fleet's scheduler, for a pytest process that stays where it was started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.cases.identity import identity_of
-from pytest_gputrain.execution.executor import Bench, conditions_of
+from pytest_gputrain.execution.executor import Executor, conditions_of
 from pytest_gputrain.execution.fleet.queue import Fleet
-from pytest_gputrain.execution.fleet.scheduler import Engine
-from pytest_gputrain.execution.resume import Resumption, Taken
+from pytest_gputrain.execution.fleet.scheduler import Scheduler
+from pytest_gputrain.execution.resume import ResumedReplies, ResumedReport
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.records import Case, Delivery, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
@@ -21,16 +21,16 @@ from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
 
 CPUS_OF_A_GPU: Final = 4
-"""That are asked for each process that trains on one: it loads, launches kernels and compiles on more than one thread."""
+"""CPUs that are requested for each process that trains on a GPU: it loads and compiles on more than one thread."""
 
 
-def engine_of(settings: Settings, platform: str) -> Engine:
-    """The engine of ``--gpu-fleet``.
+def scheduler_of(settings: Settings, platform: str) -> Scheduler:
+    """The scheduler of ``--gpu-fleet``.
 
     Raises:
         ValueError: it is not there; the sentence to say so.
     """
-    arguments = [one for of, some in settings.fleet_args if of in ("", platform) for one in some]
+    arguments = [argument for marker, group in settings.fleet_args if marker in ("", platform) for argument in group]
     if settings.fleet == "ray":
         from pytest_gputrain.execution.fleet.ray import Ray
 
@@ -40,7 +40,7 @@ def engine_of(settings: Settings, platform: str) -> Engine:
     return Slurm(arguments)
 
 
-class FleetBench(Bench):
+class FleetExecutor(Executor):
     """Has every run of a case done somewhere in a fleet.
 
     Args:
@@ -52,19 +52,19 @@ class FleetBench(Bench):
         self,
         settings: Settings,
         platform: str,
-        engine: Engine,
+        scheduler: Scheduler,
         seconds_of: Callable[[str, Task], float] = lambda suite, task: 0.0,
-        resumption: Resumption | None = None,
+        resumed_report: ResumedReport | None = None,
     ) -> None:
-        super().__init__(settings, resumption)
+        super().__init__(settings, resumed_report)
         self._began = False
         self._seconds_of = seconds_of
         gpus = 0 if platform == catalog.CPU else settings.fleet_gpus
         # What kind of H100 it is, its delivery will tell.
-        self._asked = Host(name="", platform=platform, device=catalog.slug(platform), gpus=gpus)
+        self._requested = Host(name="", platform=platform, device=catalog.slug(platform), gpus=gpus)
         self._conditions = msgspec.structs.replace(conditions_of(settings), platform=platform)
         self._fleet = Fleet(
-            engine,
+            scheduler,
             settings.shared,
             most_jobs=settings.fleet_jobs,
             wait_seconds=settings.fleet_wait_seconds,
@@ -80,13 +80,13 @@ class FleetBench(Bench):
 
     @property
     def host(self) -> Host:
-        return self._asked
+        return self._requested
 
-    def place(self, task: Task, inline: bool = False) -> Host:
+    def host_of(self, task: Task, inline: bool = False) -> Host:
         if inline:
             raise BadCase(f"{task.case} runs inline, in the pytest process, and --gpu-fleet elsewhere; deselect its test")
         self.measure(task, False, None, 1)
-        return self._hosts.get(identity_of(task), self._asked)
+        return self._hosts.get(identity_of(task), self._requested)
 
     def expect(self, task: Task, runs: int, *, soon: bool = False) -> None:
         if all(isinstance(reply, Measurement | OutOfMemory) for reply in self.measure(task, False, None, 1)):
@@ -99,18 +99,18 @@ class FleetBench(Bench):
     def only(self, tasks: Iterable[Task]) -> None:
         self._fleet.only(map(self._order, tasks))
 
-    def taken(self, task: Task, inline: bool, builder: Any = None) -> Taken:
-        taken = super().taken(task, inline, builder)
-        if taken.host is not None:
-            self._hosts.setdefault(identity_of(task), taken.host)
-        return taken
+    def resumed(self, task: Task, inline: bool, builder: Any = None) -> ResumedReplies:
+        resumed = super().resumed(task, inline, builder)
+        if resumed.host is not None:
+            self._hosts.setdefault(identity_of(task), resumed.host)
+        return resumed
 
-    def beside_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
+    def with_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
         if all(isinstance(reply, Measurement) for reply in replies):
-            rest = len(replies) - len(self.taken(task, False).one_worker_seconds)
+            rest = len(replies) - len(self.resumed(task, False).one_worker_seconds)
             with _shared():
                 self._fleet.expect(self._missing(self.alone(task), rest), soon=True)
-        beside, why_not = super().beside_one_worker(task, replies)
+        beside, why_not = super().with_one_worker(task, replies)
         alone = self._hosts.get(identity_of(self.alone(task)))
         if not why_not and alone is not None:
             self._check_device(task.case, self._hosts[identity_of(task)], alone)
@@ -156,14 +156,16 @@ class FleetBench(Bench):
             return
         self._began = True
         orders: list[tuple[float, int, Order]] = []
-        foreseen = list(self.ahead())
-        for suite, task, runs, _ in foreseen:
+        prefetched = list(self.expected_runs())
+        for suite, task, runs, _ in prefetched:
             seconds = self._seconds_of(suite, task)
             # Several runs of a case count as long as those that are left, which spreads them among those of other cases.
-            orders += [(left * seconds, left, order) for left, order in enumerate(self._missing(task, runs), 1)]
-        self._fleet.expect(order for _, _, order in sorted(orders, key=lambda known: known[:2], reverse=True))
-        for _, task, _, _ in foreseen:
-            if self.taken(task, False).replies:
+            orders += [
+                (runs_left * seconds, runs_left, order) for runs_left, order in enumerate(self._missing(task, runs), 1)
+            ]
+        self._fleet.expect(order for _, _, order in sorted(orders, key=lambda entry: entry[:2], reverse=True))
+        for _, task, _, _ in prefetched:
+            if self.resumed(task, False).replies:
                 self._look_ahead(self._order(task))
 
     def _look_ahead(self, order: Order, *asked: Reply) -> None:
@@ -172,30 +174,34 @@ class FleetBench(Bench):
         Args:
             asked: what came of one that a test has asked for, and does not have yet.
         """
-        taken, arrived = self.taken(order.task, False), self._fleet.arrived(order)
-        first = next((one.host for one in arrived if isinstance(one, Delivery)), self._asked)
+        resumed, outcomes = self.resumed(order.task, False), self._fleet.arrived(order)
+        first = next((outcome.host for outcome in outcomes if isinstance(outcome, Delivery)), self._requested)
         host = self._hosts.get(identity_of(order.task), first)
-        replies = [*taken.replies, *asked, *(one.reply if isinstance(one, Delivery) else one for one in arrived)]
+        replies = [
+            *resumed.replies,
+            *asked,
+            *(outcome.reply if isinstance(outcome, Delivery) else outcome for outcome in outcomes),
+        ]
         if not replies:  # a later run came before the first
             return
         figures = [reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)]
         if len(figures) < len(replies):  # no test asks for more
             self._fleet.drop(order)
             figures = []
-        for _, task, runs, soon in self.foresee(order.task, figures, host):
+        for _, task, runs, soon in self.further_runs(order.task, figures, host):
             self._fleet.expect(self._missing(task, runs), soon=soon)
 
     def _missing(self, task: Task, runs: int) -> list[Order]:
         """Orders of the runs that are neither there nor under way."""
         order = self._order(task)
-        return [order] * (runs - len(self.taken(task, False).replies) - self._fleet.ordered(order))
+        return [order] * (runs - len(self.resumed(task, False).replies) - self._fleet.ordered(order))
 
     def _order(self, task: Task) -> Order:
         # Figures are shared by what a task is; so must the runs be, by whichever of its names it is asked for.
         task = self._firsts.setdefault(identity_of(task), task)
         nodes = self.nodes(task.case)
         processes = math.ceil((task.processes + task.servers) / nodes)
-        gpus = min(task.case.gpus, self._asked.gpus)
+        gpus = min(task.case.gpus, self._requested.gpus)
         return Order(
             task=task,
             conditions=self._conditions,
@@ -211,7 +217,7 @@ class FleetBench(Bench):
         if first.device != other.device:
             raise BadCase(
                 f"{case} ran on {first.device} ({first.name}) and on {other.device} ({other.name}), whose figures say "
-                f"nothing of each other; have --gpu-fleet-args ask for one kind of {self._asked.platform}"
+                f"nothing of each other; have --gpu-fleet-args ask for one kind of {self._requested.platform}"
             )
 
 

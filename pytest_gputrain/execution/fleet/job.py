@@ -1,5 +1,5 @@
-"""``python -m pytest_gputrain.execution.fleet.job FOLDER [HOST [seat]]``: does the order in a folder, and leaves the
-delivery there.
+"""Runs the order in a folder and leaves the delivery there:
+``python -m pytest_gputrain.execution.fleet.job FOLDER [HOST [seat]]``.
 
 HOST is this node as the others reach it, where the scheduler starts no agents; ``seat`` makes it one of the others.
 """
@@ -16,16 +16,16 @@ import msgspec
 
 from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER
 from pytest_gputrain.execution.launch.node_service import serve
-from pytest_gputrain.execution.local import Here, refused
+from pytest_gputrain.execution.local import LocalMachine, describe_refusal
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.records import Delivery, Host, Order
-from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.linux import die_with_parent
 
 
 def deliver(folder: Path, rendezvous: str = "") -> None:
-    """Do the order in ``folder``.
+    """Run the order in ``folder``.
 
     Args:
         rendezvous: this node as the others of the case reach it, where no scheduler starts their agents.
@@ -34,28 +34,28 @@ def deliver(folder: Path, rendezvous: str = "") -> None:
         OSError, msgspec.DecodeError: the order cannot be read, or the delivery not be written.
     """
     order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
-    delivery = _done(order, folder, rendezvous)
+    delivery = _run_order(order, folder, rendezvous)
     with contextlib.suppress(FileNotFoundError):  # nobody waits any more
-        tell(folder / DELIVERY, delivery)
+        write_record(folder / DELIVERY, delivery)
 
 
-def _done(order: Order, folder: Path, rendezvous: str) -> Delivery:
+def _run_order(order: Order, folder: Path, rendezvous: str) -> Delivery:
     conditions = order.conditions
     conditions = msgspec.structs.replace(conditions, shared=str(folder), rendezvous=rendezvous or conditions.rendezvous)
-    here = Here(conditions)
+    local = LocalMachine(conditions)
     unknown = Host(name=socket.gethostname(), platform=conditions.platform or "unknown", device="", gpus=0)
     try:
-        host = here.machine.host
+        host = local.machine.host
     except HardwareError as error:
         return Delivery(host=unknown, unfit=str(error))
     if host.gpus < order.gpus:
         return Delivery(host=host, unfit=f"the case takes {order.gpus} GPUs of a node, and it sees {host.gpus}")
     try:
-        return Delivery(host=host, reply=here.run(order.task, nodes=order.nodes, watch=lambda event: None))
+        return Delivery(host=host, reply=local.run(order.task, nodes=order.nodes, watch=lambda event: None))
     except BadCase as error:
         return Delivery(host=host, refusal=str(error))
     except OSError as error:
-        return Delivery(host=host, refusal=refused(order.task.case, error))
+        return Delivery(host=host, refusal=describe_refusal(order.task.case, error))
 
 
 def main(folder: Path, host: str = "", seat: str = "") -> None:

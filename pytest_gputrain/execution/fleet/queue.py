@@ -1,4 +1,4 @@
-"""The jobs of one pytest process: submitted in the order of the tests' need, watched, and told apart when they fail."""
+"""Queues the jobs of one pytest process: submits them in the order in which tests need them, and sees how each ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER, OUTPUT, Engine, Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.execution.fleet.scheduler import (
+    DELIVERY,
+    ORDER,
+    OUTPUT,
+    Job,
+    JobRefused,
+    QueueFull,
+    Scheduler,
+    Unreachable,
+)
 from pytest_gputrain.records import Cause, Delivery, Lost, Order
-from pytest_gputrain.records.node_protocol import tell
+from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.files import UNREADABLE
 from pytest_gputrain.utils.signals import undisturbed
 from pytest_gputrain.utils.units import format_seconds
@@ -58,7 +67,7 @@ class _Ticket:
 
 
 class Fleet:
-    """Runs orders through an engine, as many at once as the scheduler should hold.
+    """Runs orders through a scheduler, as many at once as that should hold.
 
     Args:
         shared: folder that all machines see.
@@ -70,7 +79,7 @@ class Fleet:
 
     def __init__(
         self,
-        engine: Engine,
+        scheduler: Scheduler,
         shared: Path,
         *,
         most_jobs: int,
@@ -79,7 +88,7 @@ class Fleet:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._engine = engine
+        self._scheduler = scheduler
         self._shared = shared
         self._folder: Path | None = None
         self._most_jobs = most_jobs
@@ -89,7 +98,7 @@ class Fleet:
         self._sleep = sleep
         self._open: dict[bytes, deque[_Ticket]] = {}
         """Tickets that no test has asked for yet, by order."""
-        self._asked: Counter[bytes] = Counter()
+        self._requested: Counter[bytes] = Counter()
         """Tickets that a test has asked for, likewise."""
         self._arrivals: deque[Order] = deque()
         self._to_submit: deque[_Ticket] = deque()
@@ -98,18 +107,18 @@ class Fleet:
         """Jobs that were to be cancelled."""
         self._progress = now()
         """When a job last began, ended, or was taken by the scheduler."""
-        self._refused: NotNow | Unreachable | None = None
+        self._refused: QueueFull | Unreachable | None = None
         self._silent_since: float | None = None
         self._ask_at = self._submit_at = -math.inf
         self._number = 0
 
     def expect(self, orders: Iterable[Order], *, soon: bool = False) -> None:
-        """Have these done, one after the other as there is room for them; `run` will ask for them.
+        """Submit these, one after the other as the scheduler's queue has space for them; `run` will ask for them.
 
         Args:
             soon: before those that were expected earlier.
         """
-        tickets = [self._ticket(order) for order in orders]
+        tickets = [self._new_ticket(order) for order in orders]
         if soon:
             self._to_submit.extendleft(reversed(tickets))
         else:
@@ -119,7 +128,7 @@ class Fleet:
     def ordered(self, order: Order) -> int:
         """How often it was expected, or asked for; not what was dropped."""
         key = _key(order)
-        return self._asked[key] + len(self._open.get(key, ()))
+        return self._requested[key] + len(self._open.get(key, ()))
 
     def arrived(self, order: Order) -> list[Delivery | Lost]:
         """What came of those that no test has asked for, up to the first of which that is not known."""
@@ -134,9 +143,9 @@ class Fleet:
         """What comes of an order; waits until that is known."""
         key = _key(order)
         if not self._open.get(key):
-            self._ticket(order)
+            self._new_ticket(order)
         ticket = self._open[key].popleft()
-        self._asked[key] += 1
+        self._requested[key] += 1
         if not ticket.job and ticket.outcome is None:
             with contextlib.suppress(ValueError):
                 self._to_submit.remove(ticket)
@@ -144,7 +153,7 @@ class Fleet:
         while True:
             self.step()
             while self._arrivals:
-                if not self._asked[_key(arrival := self._arrivals.popleft())]:
+                if not self._requested[_key(arrival := self._arrivals.popleft())]:
                     self._on_arrival(arrival)
             if ticket.outcome is None and ticket.job:
                 self._collect(ticket)
@@ -164,15 +173,15 @@ class Fleet:
     def _drop(self, keys: Iterable[bytes]) -> None:
         dropped = set[_Ticket]()
         for key in keys:
-            known = self._open.pop(key, deque())
-            self._open[key] = deque(ticket for ticket in known if ticket.outcome is not None)
-            dropped.update(ticket for ticket in known if ticket.outcome is None)
+            tickets = self._open.pop(key, deque())
+            self._open[key] = deque(ticket for ticket in tickets if ticket.outcome is not None)
+            dropped.update(ticket for ticket in tickets if ticket.outcome is None)
         if dropped:
             jobs = [ticket.job for ticket in dropped if ticket.job]
             self._dropped += jobs
             self._to_submit = deque(ticket for ticket in self._to_submit if ticket not in dropped)
             self._live = [ticket for ticket in self._live if ticket not in dropped]
-            self._engine.cancel(jobs)
+            self._scheduler.cancel(jobs)
 
     def close(self) -> None:
         """Cancel what has not ended, and what was dropped once more: Ctrl-C or a silent scheduler may have kept it."""
@@ -180,21 +189,21 @@ class Fleet:
         self._to_submit.clear()
         self._open.clear()
         if jobs:
-            self._engine.cancel(jobs)
-        self._engine.close()
+            self._scheduler.cancel(jobs)
+        self._scheduler.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def step(self) -> None:
-        """Submit what there is room for, and see what has become of the rest."""
+        """Submit what the scheduler's queue has space for, and see what has become of the rest."""
         now = self._now()
         if now >= self._ask_at:
-            self._ask_at = now + min(ASK_SECONDS, self._engine.ask_seconds)
+            self._ask_at = now + min(ASK_SECONDS, self._scheduler.ask_seconds)
             self._ask()
         if now >= self._submit_at:
             self._submit()
 
-    def _ticket(self, order: Order) -> _Ticket:
+    def _new_ticket(self, order: Order) -> _Ticket:
         self._number += 1
         if self._folder is None:
             self._shared.mkdir(parents=True, exist_ok=True)
@@ -205,30 +214,30 @@ class Fleet:
         return ticket
 
     def _submit(self) -> None:
-        while self._to_submit and self._has_room():
+        while self._to_submit and self._has_capacity():
             ticket = self._to_submit[0]
             try:
                 with undisturbed():  # what the scheduler has taken has to be known, or nobody cancels it
                     ticket.folder.mkdir(exist_ok=True)
-                    tell(ticket.folder / ORDER, ticket.order)
-                    ticket.job = self._engine.submit(ticket.order, ticket.folder)
+                    write_record(ticket.folder / ORDER, ticket.order)
+                    ticket.job = self._scheduler.submit(ticket.order, ticket.folder)
                     self._live.append(ticket)
             except OSError as error:
                 self._to_submit.popleft()
                 self._lose(ticket, "not_scheduled", f"its order cannot be written: {error}; see the folder of --gpu-shared")
                 continue
-            except NeverSo as refusal:
+            except JobRefused as refusal:
                 self._to_submit.popleft()
-                self._lose(ticket, "not_scheduled", f"{refusal}; {self._engine.remedies['refused']}")
+                self._lose(ticket, "not_scheduled", f"{refusal}; {self._scheduler.remedies['refused']}")
                 continue
-            except (NotNow, Unreachable) as refusal:
+            except (QueueFull, Unreachable) as refusal:
                 self._put_off(refusal)
                 return
             self._to_submit.popleft()
             self._refused = None
             ticket.since = self._progress = self._now()
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         """Whether the scheduler's queue should hold another job.
 
         As many may wait as run: that keeps the machines busy. With more, a test that asks for a further run would wait for
@@ -238,7 +247,7 @@ class Fleet:
         most = doing["held"] + doing["running"] + max(doing["running"], LEAST_WAITING)
         return len(self._live) < min(self._most_jobs, most)
 
-    def _put_off(self, refusal: NotNow | Unreachable) -> None:
+    def _put_off(self, refusal: QueueFull | Unreachable) -> None:
         """Try again later, unless nothing has got on for too long: all that wait have waited as long then."""
         now = self._now()
         self._submit_at = now + ASK_SECONDS
@@ -247,12 +256,12 @@ class Fleet:
         self._refused = refusal
         if now - self._progress < self._wait_seconds:
             return
-        cause: Cause = "queue_full" if isinstance(refusal, NotNow) else "unreachable"
-        what = "takes no further job" if isinstance(refusal, NotNow) else "does not answer"
-        remedy = "--gpu-fleet-jobs asks for fewer at once" if isinstance(refusal, NotNow) else self._unreachable
+        cause: Cause = "queue_full" if isinstance(refusal, QueueFull) else "unreachable"
+        what = "takes no further job" if isinstance(refusal, QueueFull) else "does not answer"
+        remedy = "--gpu-fleet-jobs asks for fewer at once" if isinstance(refusal, QueueFull) else self._unreachable
         while self._to_submit:
             ticket = self._to_submit.popleft()
-            self._lose(ticket, cause, f"{self._engine.name} {what} for {self._waited} ({refusal}); {remedy}")
+            self._lose(ticket, cause, f"{self._scheduler.name} {what} for {self._waited} ({refusal}); {remedy}")
 
     @property
     def _waited(self) -> str:
@@ -260,7 +269,7 @@ class Fleet:
 
     @property
     def _unreachable(self) -> str:
-        return self._engine.remedies["unreachable"]
+        return self._scheduler.remedies["unreachable"]
 
     def _ask(self) -> None:
         """See what the scheduler says of the jobs."""
@@ -268,37 +277,37 @@ class Fleet:
             return
         now = self._now()
         try:
-            jobs = self._engine.jobs([ticket.job for ticket in self._live])
+            jobs = self._scheduler.jobs([ticket.job for ticket in self._live])
         except Unreachable as silence:
             self._silent_since = now if self._silent_since is None else self._silent_since
             if now - self._silent_since >= self._wait_seconds:
                 for ticket in list(self._live):
-                    sentence = f"{self._engine.name} does not answer for {self._waited} ({silence}); {self._unreachable}"
+                    sentence = f"{self._scheduler.name} does not answer for {self._waited} ({silence}); {self._unreachable}"
                     self._lose(ticket, "unreachable", sentence)
         else:
             self._silent_since = None
             for ticket in list(self._live):
-                self._heed(ticket, jobs.get(ticket.job, Job("forgotten")))
+                self._handle(ticket, jobs.get(ticket.job, Job("forgotten")))
 
-    def _heed(self, ticket: _Ticket, job: Job) -> None:
-        """Draw the conclusion from what a job does."""
+    def _handle(self, ticket: _Ticket, job: Job) -> None:
+        """Decide what follows from what a job does."""
         now, before = self._now(), ticket.seen
         if before is None or before.doing != job.doing:
             self._progress = now if job.doing not in _NOT_BEGUN else self._progress
             had_begun = before is not None and before.doing not in _NOT_BEGUN
             ticket.since = now if had_begun else ticket.since
         ticket.seen = job if job.host or before is None else job._replace(host=before.host)
-        scheduler, named = self._engine.name, f"{self._engine.name}'s job {ticket.job}"
+        scheduler, named = self._scheduler.name, f"{self._scheduler.name}'s job {ticket.job}"
         why = f" ({job.why})" if job.why else ""
         on = f" on {ticket.seen.host}" if ticket.seen.host else ""
-        told = ", ".join(filter(None, (ticket.seen.host, job.why)))
-        there = f" ({told})" if told else ""
+        host_and_reason = ", ".join(filter(None, (ticket.seen.host, job.why)))
+        in_brackets = f" ({host_and_reason})" if host_and_reason else ""
         if job.doing in _NOT_BEGUN:
             # What waits for its turn waits for others of this fleet, too, as long as these get on.
             if now - (max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since) < self._wait_seconds:
                 return
-            self._engine.cancel([ticket.job])
-            held = self._engine.remedies["held"]
+            self._scheduler.cancel([ticket.job])
+            held = self._scheduler.remedies["held"]
             self._lose(ticket, "not_scheduled", f"{scheduler} did not start it within {self._waited}{why}; {held}")
         elif job.doing != "running":
             self._collect(ticket)
@@ -306,7 +315,7 @@ class Fleet:
                 return
             ticket.ended = now if ticket.ended is None else ticket.ended
             if job.doing == "node_died":
-                self._lose(ticket, "node_died", f"the node died that {named} ran on{there}; {_AGAIN}")
+                self._lose(ticket, "node_died", f"the node died that {named} ran on{in_brackets}; {_AGAIN}")
             elif job.doing == "preempted":
                 self._lose(ticket, "preempted", f"{named} was ended for the sake of another{on}{why}; {_AGAIN}")
             elif job.doing == "cancelled":
@@ -319,7 +328,7 @@ class Fleet:
                     f"{scheduler} does not know its job {ticket.job}{on} any more; {unknown}; {_AGAIN}",
                 )
             elif job.doing == "ended" and (job.final or now - ticket.ended >= GRACE_SECONDS):
-                remedy = self._engine.remedies["undelivered"]
+                remedy = self._scheduler.remedies["undelivered"]
                 self._lose(ticket, "no_delivery", f"{named} ended{on}{why} without a delivery; {remedy}")
 
     def _collect(self, ticket: _Ticket) -> None:
@@ -334,7 +343,7 @@ class Fleet:
         self._progress = self._now()
         if delivery.unfit:
             sentence = f"the node {delivery.host.name} is not fit for it: {delivery.unfit}"
-            self._lose(ticket, "unfit_node", f"{sentence}; {self._engine.remedies['refused']}")
+            self._lose(ticket, "unfit_node", f"{sentence}; {self._scheduler.remedies['refused']}")
         else:
             self._settle(ticket, delivery)
 

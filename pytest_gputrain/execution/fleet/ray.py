@@ -53,7 +53,8 @@ class _Run:
 
 
 class Ray:
-    """
+    """Runs orders as tasks of a Ray cluster.
+
     Args:
         arguments: resources of each node, as ``h100=8``, in place of the default of that name, or of the platform's;
             ``{gpus}``, ``{cpus}`` and ``{nodes}`` stand for what a case takes. Or ``--address=HOST:PORT`` of the cluster.
@@ -87,7 +88,7 @@ class Ray:
         self._numbers = itertools.count(1)
 
     def submit(self, order: Order, folder: Path) -> str:
-        asked = self._asked(order)
+        asked = self._requested(order)
         group, seats = None, []
         shared = str(folder) if order.nodes > 1 else ""
         with self._answering():
@@ -171,7 +172,7 @@ class Ray:
         except self._ray.exceptions.RayError as error:
             raise Unreachable(_first_line(error)) from None
 
-    def _asked(self, order: Order) -> Mapping[str, float]:
+    def _requested(self, order: Order) -> Mapping[str, float]:
         """Resources of each node: ours, and in their place those that the site asks for."""
         site = _amounts(self._arguments, gpus=order.gpus, cpus=order.cpus, nodes=order.nodes)
         asked: dict[str, float] = {"CPU": order.cpus, "GPU": order.gpus}
@@ -195,7 +196,9 @@ class Ray:
             return Job(doing, why, run.host, final=len(run.got) > 1 or lost_for >= _NODE_SECONDS)
         if run.host:
             return Job("running", "", run.host)
-        fitting = sum(all(of.get(name, 0) >= amount for name, amount in run.asked.items()) for of in alive.values())
+        fitting = sum(
+            all(resources.get(name, 0) >= amount for name, amount in run.asked.items()) for resources in alive.values()
+        )
         if fitting < run.nodes:
             asked = ", ".join(f"{name} {amount:g}" for name, amount in run.asked.items())
             has = "no node has" if run.nodes == 1 else f"{fitting} nodes have, of {run.nodes} that it takes,"
@@ -259,17 +262,17 @@ def _amounts(arguments: Sequence[str], **values: int) -> dict[str, float]:
     Raises:
         ValueError: an argument is none.
     """
-    found = {}
+    amounts = {}
     for argument in arguments:
         name, _, amount = argument.partition("=")
         try:
-            found[name] = float(amount.format(**values))
+            amounts[name] = float(amount.format(**values))
         except (KeyError, IndexError, ValueError):
             raise ValueError(
                 f"--gpu-fleet-args: {argument!r} is neither a resource of Ray's with an amount, as h100={{gpus}}, nor "
                 f"{_ADDRESS}HOST:PORT"
             ) from None
-    return found
+    return amounts
 
 
 def _options(asked: Mapping[str, float]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What Ray runs on a node: the very command of every engine, in a process of its own. Texts and bytes go in and come out."""
+"""The tasks that Ray runs on a node: each starts the command that every scheduler starts, in a process of its own."""
 
 from __future__ import annotations
 

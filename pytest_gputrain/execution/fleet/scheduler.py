@@ -1,4 +1,4 @@
-"""What a fleet asks of a scheduler. Each engine translates its own words once, here everything is the same for all."""
+"""Defines what a fleet asks of a scheduler. Each scheduler translates its own words into these once."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Job(NamedTuple):
     """Of one that ended: whether a delivery that is not there will not come any more."""
 
 
-class NotNow(Exception):
+class QueueFull(Exception):
     """The scheduler takes no job at the moment, because its queue is full; its own words."""
 
 
-class NeverSo(Exception):
+class JobRefused(Exception):
     """The scheduler will not take this job as it is asked for; its own words."""
 
 
@@ -49,13 +49,13 @@ class Unreachable(Exception):
     """The scheduler does not answer; what happened instead."""
 
 
-class Engine(Protocol):
+class Scheduler(Protocol):
     """A scheduler of one kind. It is asked from one thread."""
 
     name: str
     """As sentences call it."""
     ask_seconds: float
-    """Between questions, at least: what the scheduler bears."""
+    """Least time between questions: how often the scheduler may be asked."""
     remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str]
     """What to do about jobs that do not start, are not taken, nobody answers for, or end without a delivery: ends of
     sentences."""
@@ -72,7 +72,7 @@ class Engine(Protocol):
             What the scheduler calls the job.
 
         Raises:
-            NotNow, NeverSo, Unreachable: the job was not taken.
+            QueueFull, JobRefused, Unreachable: the job was not taken.
         """
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, Job]:

@@ -1,4 +1,4 @@
-"""Slurm, through its own commands: sbatch, squeue, scancel. Accounting (sacct) is not needed."""
+"""Submits and watches jobs of Slurm by its own commands: sbatch, squeue, scancel. Accounting (sacct) is not needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pytest_gputrain.execution.fleet.scheduler import OUTPUT, SPARE_SECONDS, Doing, Job, NeverSo, NotNow, Unreachable
+from pytest_gputrain.execution.fleet.scheduler import OUTPUT, SPARE_SECONDS, Doing, Job, JobRefused, QueueFull, Unreachable
 from pytest_gputrain.execution.launch.environment import CHOOSING
 from pytest_gputrain.records import Order
 from pytest_gputrain.utils.linux import PARENT
@@ -48,7 +48,8 @@ _STATES: Final[Mapping[str, Doing]] = {
 
 
 class Slurm:
-    """
+    """Runs orders as jobs of Slurm.
+
     Args:
         arguments: of sbatch, for this site: ``{gpus}``, ``{cpus}`` and ``{nodes}`` stand for what a case takes, the first
             two of each node.
@@ -98,7 +99,7 @@ class Slurm:
         name = f"gputrain-{folder.parent.name}"
         command = ["sbatch", "--parsable", "--no-requeue", f"--job-name={name}", f"--output={folder / OUTPUT}"]
         python = [sys.executable, "-P", "-m", "pytest_gputrain.execution.fleet.job"]
-        command += [*self._asked(order), str(script), *python, str(folder)]
+        command += [*self._requested(order), str(script), *python, str(folder)]
         with subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -131,12 +132,12 @@ class Slurm:
                 return job
         words = " ".join(complaint.replace("sbatch: ", "").replace("error: ", "").split()) or f"sbatch: {process.returncode}"
         if _has(complaint, _QUEUE_FULL):
-            raise NotNow(words)
+            raise QueueFull(words)
         if process.returncode < 0 or _has(complaint, _NO_ANSWER):
             raise Unreachable(words)
-        raise NeverSo(f"Slurm refuses it: {words}")
+        raise JobRefused(f"Slurm refuses it: {words}")
 
-    def _asked(self, order: Order) -> list[str]:
+    def _requested(self, order: Order) -> list[str]:
         """Options of sbatch for what the order takes: ours, without those that the site asks for in its own words."""
         minutes = math.ceil((order.conditions.timeout_seconds + SPARE_SECONDS) / 60)
         site = " ".join(self._arguments)
@@ -149,16 +150,16 @@ class Slurm:
         return [*asked, *(argument.format(**values) for argument in self._arguments)]
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, Job]:
-        found: dict[str, Job] = {}
-        for at in range(0, len(ids), _MOST_IDS):
-            some = ids[at : at + _MOST_IDS]
-            found |= _read(self._squeue(f"--jobs={','.join(some)}"))
-        return found
+        jobs: dict[str, Job] = {}
+        for begin in range(0, len(ids), _MOST_IDS):
+            chunk = ids[begin : begin + _MOST_IDS]
+            jobs |= _read(self._squeue(f"--jobs={','.join(chunk)}"))
+        return jobs
 
     def cancel(self, ids: Sequence[str]) -> None:
-        for at in range(0, len(ids), _MOST_IDS):
+        for begin in range(0, len(ids), _MOST_IDS):
             with contextlib.suppress(Unreachable, OSError):
-                self._run(["scancel", "--quiet", *ids[at : at + _MOST_IDS]])
+                self._run(["scancel", "--quiet", *ids[begin : begin + _MOST_IDS]])
 
     def close(self) -> None:
         """There is nothing to leave."""

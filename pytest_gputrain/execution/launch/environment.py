@@ -1,4 +1,4 @@
-"""Environment variables of the processes of a case."""
+"""Builds the environment variables of the processes of a case, and notices what tests change in those of pytest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gputrain.records import Task
 from pytest_gputrain.utils.linux import PARENT
 
 CHOOSING: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-"""Which GPUs a process sees, for the vendors' runtimes."""
+"""Variables that choose which GPUs a process sees, for the vendors' runtimes."""
 
 _OF_LAUNCHERS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Left over from a launcher that pytest itself runs under, they would confuse the ranks."""
@@ -39,14 +39,14 @@ class SessionEnvironment:
         """Take the variables of this moment for those that tests will find, as far as anybody knows before they run."""
         self._collected = dict(os.environ)
 
-    def changes(self, task: Task, *, inline: bool = False, foreseen: bool = False) -> dict[str, str | None]:
+    def changes(self, task: Task, *, inline: bool = False, prefetched: bool = False) -> dict[str, str | None]:
         """The variables that are others now, by name; None for one that is there no more.
 
         Args:
             inline: the task runs in this process; a worker does not see what launching sets or drops.
-            foreseen: no test has asked for the task yet, and the running one is none of its own.
+            prefetched: no test has asked for the task yet, and the running one is none of its own.
         """
-        now: Mapping[str, str] = self._collected if foreseen else os.environ
+        now: Mapping[str, str] = self._collected if prefetched else os.environ
         own = () if inline else (*CHOOSING, PARENT, *_fixed(task))
         return {
             name: now.get(name)
@@ -107,7 +107,7 @@ def _fixed(task: Task) -> dict[str, str]:
 
 
 def _visible(gpus: Sequence[Gpu], environment: dict[str, str]) -> dict[str, str]:
-    """The variables that show ``gpus`` to the vendor's runtime, and nothing else to any."""
+    """The variables that show ``gpus`` to the vendor's runtime, and no other GPU to any runtime."""
     names = ",".join(gpu.uuid for gpu in gpus)
     # HIP's own choose among what ROCm's leaves, by numbers of another list; empty ones it takes for unset.
     for name in CHOOSING:

@@ -1,4 +1,4 @@
-"""Workers forked from a process that has imported their libraries: most of a tiny case's time is imports.
+"""Forks workers from a process that has imported their libraries: most of a tiny case's time is imports.
 
 Only for the zoo's cases on a CPU. A process that has used OpenMP or a GPU must not be forked; the one here does nothing but
 import, and refuses to fork should it ever have a second thread.
@@ -15,22 +15,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_gputrain.execution.launch.processes import Local
+from pytest_gputrain.execution.launch.processes import LocalProcess
 from pytest_gputrain.records import Task
 
 _POLL_SECONDS: Final = 0.01
 
 
-class Preloaded:
-    """The process that is forked: started when first needed, and anew where it has ended or its environment is another."""
+class ForkServer:
+    """The process that workers are forked from: started when needed, and again where it ended or its environment changed."""
 
     def __init__(self) -> None:
-        self._source: _Source | None = None
+        self._source: _ForkingProcess | None = None
 
     def fork(
         self, task: Task, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
-    ) -> Forked | None:
-        """Rank ``rank`` of the case in ``folder``; None where only a fresh interpreter will do.
+    ) -> ForkedProcess | None:
+        """Fork rank ``rank`` of the case in ``folder``; None where only a fresh interpreter will do.
 
         Args:
             timeout_seconds: imports that take longer are given up.
@@ -39,7 +39,7 @@ class Preloaded:
             return None
         if self._source is None or not self._source.serves(environment):
             self.close()
-            self._source = _Source(environment)
+            self._source = _ForkingProcess(environment)
         forked = None
         try:
             forked = self._source.fork(folder, rank, timeout_seconds)
@@ -55,24 +55,24 @@ class Preloaded:
         self._source = None
 
 
-class _Source:
+class _ForkingProcess:
     """A running process of `worker.preload`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
-        asked, self._wishes = os.pipe()
-        self._answers, told = os.pipe()
+        wishes_end, self._wishes = os.pipe()
+        self._answers, answers_end = os.pipe()
         os.set_blocking(self._answers, False)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pytest_gputrain.worker.preload"],
-            stdin=asked,
-            stdout=told,
+            stdin=wishes_end,
+            stdout=answers_end,
             stderr=subprocess.DEVNULL,
             env=self._environment,
             start_new_session=True,
         )
-        os.close(asked)
-        os.close(told)
+        os.close(wishes_end)
+        os.close(answers_end)
         self._unread = b""
         self._forked: list[int] = []
         self._ended: dict[int, int] = {}
@@ -80,7 +80,7 @@ class _Source:
     def serves(self, environment: Mapping[str, str]) -> bool:
         return self._process.poll() is None and self._environment == environment
 
-    def fork(self, folder: Path, rank: int, timeout_seconds: float) -> Forked | None:
+    def fork(self, folder: Path, rank: int, timeout_seconds: float) -> ForkedProcess | None:
         deadline = time.monotonic() + timeout_seconds
         wish = {"folder": str(folder), "rank": rank, "cwd": os.getcwd()}
         try:
@@ -93,10 +93,10 @@ class _Source:
             time.sleep(_POLL_SECONDS)
             self._listen()
         pid = self._forked.pop()
-        return Forked(self, pid) if pid else None
+        return ForkedProcess(self, pid) if pid else None
 
     def exit_code(self, pid: int) -> int | None:
-        """Of a process forked here; None while it runs."""
+        """The exit code of a process forked here; None while it runs."""
         self._listen()
         ended_with_source = self._process.poll()
         return self._ended.get(pid, ended_with_source)
@@ -124,10 +124,10 @@ class _Source:
             self._ended[said["ended"]] = said["exit_code"]
 
 
-class Forked(Local):
+class ForkedProcess(LocalProcess):
     """A worker whose parent is the preloaded process, which tells of its end."""
 
-    def __init__(self, source: _Source, pid: int) -> None:
+    def __init__(self, source: _ForkingProcess, pid: int) -> None:
         self.pid = pid
         self._source = source
 

@@ -1,4 +1,4 @@
-"""A task in, a reply out: the case runs in processes of its own, and whatever becomes of them is a reply.
+"""Runs a task in processes of its own and gives its reply: whatever becomes of the processes is a reply.
 
 The ranks of a case on this node are started directly: that gives a true exit code for each, and half the start-up time of
 torchrun. They meet through a file in the case's folder, so no port is taken that another case might want. A case that takes
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pytest_gputrain.execution.launch.environment import refuse_recursion, worker_environment
-from pytest_gputrain.execution.launch.fork_server import Preloaded
+from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER, Process, start
 from pytest_gputrain.execution.launch.ranks import Rank, folder_of, follow
 from pytest_gputrain.hardware.devices import Gpu
@@ -30,7 +30,7 @@ def in_process(
     gpus: Sequence[Gpu],
     timeout_seconds: float,
     watch: Watch = lambda event: None,
-    preloaded: Preloaded | None = None,
+    fork_server: ForkServer | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Reply:
     """Run ``task`` in processes of its own, one a rank.
@@ -39,10 +39,10 @@ def in_process(
         gpus: the only GPUs the processes will see; none hides them all.
         timeout_seconds: the processes and their children are killed after this time.
         watch: called with every progress event of the first rank, on this thread.
-        preloaded: where the processes are forked from; fresh interpreters without it.
+        fork_server: where the processes are forked from; fresh interpreters without it.
         environ: variables of the processes, with those that the task changes; by default those of this one.
     """
-    reply = _launched(task, gpus, timeout_seconds, watch, preloaded, environ)
+    reply = _run_processes(task, gpus, timeout_seconds, watch, fork_server, environ)
     assert not isinstance(reply, Prediction), "nobody asked for one"
     return reply
 
@@ -52,36 +52,36 @@ def predict(
     *,
     timeout_seconds: float,
     watch: Watch = lambda event: None,
-    preloaded: Preloaded | None = None,
+    fork_server: ForkServer | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Prediction | OutOfMemory | Crashed | TimedOut:
     """Run ``task``, which names a target, on fake tensors in a process of its own: it may abort, and it patches libraries.
 
     Args:
-        timeout_seconds, watch, preloaded, environ: as in `in_process`.
+        timeout_seconds, watch, fork_server, environ: as in `in_process`.
 
     Returns:
         The prediction; another reply where there is none.
     """
     assert task.target is not None, "a prediction is for a device"
-    reply = _launched(task, (), timeout_seconds, watch, preloaded, environ)
+    reply = _run_processes(task, (), timeout_seconds, watch, fork_server, environ)
     assert not isinstance(reply, Measurement | Lost), "nothing was trained, and not by a fleet"
     return reply
 
 
-def _launched(
+def _run_processes(
     task: Task,
     gpus: Sequence[Gpu],
     timeout_seconds: float,
     watch: Watch,
-    preloaded: Preloaded | None,
+    fork_server: ForkServer | None,
     environ: Mapping[str, str] | None,
 ) -> Prediction | Reply:
     refuse_recursion()
     environment = worker_environment(task, gpus, environ)
 
     def process(folder: Path, rank: int) -> Process:
-        forked = preloaded.fork(task, folder, rank, environment, timeout_seconds) if preloaded else None
+        forked = fork_server.fork(task, folder, rank, environment, timeout_seconds) if fork_server else None
         return forked or start(folder, rank, {**environment, CASE_FOLDER: str(folder)})
 
     with folder_of(task) as folder:

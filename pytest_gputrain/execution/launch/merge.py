@@ -1,4 +1,4 @@
-"""What the ranks of a case measured, as the case's own figures."""
+"""Merges what the ranks of a case measured into the case's own figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_gputrain.records import Measurement, Prediction, Rank, Reply, Served
 
 
 def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
-    """The figures of all ranks, in their order, as the case's."""
+    """Merge the figures of all ranks, in their order, into the case's."""
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     figures = [reply for reply in replies if isinstance(reply, Measurement | Served)]
     if len(figures) == 1:
@@ -20,8 +20,10 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
     slowest = zip(*(reply.step_seconds for reply in measured), strict=True)
     slowest_warmup = zip(*(reply.warmup_seconds for reply in measured), strict=True)
     highest = {
-        phase: max((one for one in measured if phase in one.phase_peak_bytes), key=lambda one: one.phase_peak_bytes[phase])
-        for phase in dict.fromkeys(phase for one in measured for phase in one.phase_peak_bytes)
+        phase: max(
+            (reply for reply in measured if phase in reply.phase_peak_bytes), key=lambda reply: reply.phase_peak_bytes[phase]
+        )
+        for phase in dict.fromkeys(phase for reply in measured for phase in reply.phase_peak_bytes)
     }
     return msgspec.structs.replace(
         first,
@@ -33,8 +35,8 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
         batch_size=sum(reply.batch_size for reply in measured),
         model_bytes=_largest(reply.model_bytes for reply in figures),
         peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in figures),
-        phase_peak_bytes={phase: one.phase_peak_bytes[phase] for phase, one in highest.items()},
-        largest={phase: one.largest[phase] for phase, one in highest.items() if phase in one.largest},
+        phase_peak_bytes={phase: reply.phase_peak_bytes[phase] for phase, reply in highest.items()},
+        largest={phase: reply.largest[phase] for phase, reply in highest.items() if phase in reply.largest},
         peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
         device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
         peak_host_bytes=sum(reply.peak_host_bytes for reply in figures),
@@ -71,5 +73,5 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 
 def _total(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None

@@ -1,4 +1,4 @@
-"""``gputrain node``: this machine's part in the cases that pytest spreads over several nodes from another one."""
+"""Serves ``gputrain node``: runs this machine's ranks of the cases that pytest spreads over several nodes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.execution.launch.environment import refuse_recursion, worker_environment
-from pytest_gputrain.execution.launch.processes import Fresh
+from pytest_gputrain.execution.launch.processes import FreshProcess
 from pytest_gputrain.execution.launch.ranks import exit_text
 from pytest_gputrain.execution.launch.torchrun import start_agent
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.machine import detect
 from pytest_gputrain.records import Task
-from pytest_gputrain.records.node_protocol import LEFT, NODES, Left, Nodes, seat_folder, tell, told
+from pytest_gputrain.records.node_protocol import LEFT, NODES, Left, Nodes, node_folder, read_record, write_record
 from pytest_gputrain.utils.files import UNREADABLE
 
 _POLL_SECONDS: Final = 0.2
@@ -39,54 +39,54 @@ def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
     shared.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=shared) as own:
         owner = os.stat(own).st_uid  # the file server may give files other owners than the process has
-    seats: dict[Path, _Seat] = {}
+    nodes_of_cases: dict[Path, _NodeOfCase] = {}
     say(f"{host} waits for cases in {shared}; Ctrl-C ends it")
     try:
         while True:
             for folder in (file.parent for file in shared.glob(f"*/{NODES}")):
-                if folder not in seats and _is_of(folder, owner) and (number := _take_seat(folder)) is not None:
-                    seats[folder] = _Seat(folder, number, host)
-                    say(seats[folder].title)
-            seats = {folder: seat for folder, seat in seats.items() if seat.is_taken()}
+                if folder not in nodes_of_cases and _is_of(folder, owner) and (number := _claim_node(folder)) is not None:
+                    nodes_of_cases[folder] = _NodeOfCase(folder, number, host)
+                    say(nodes_of_cases[folder].title)
+            nodes_of_cases = {folder: seat for folder, seat in nodes_of_cases.items() if seat.is_running()}
             time.sleep(_POLL_SECONDS)
     finally:
-        for seat in seats.values():
+        for seat in nodes_of_cases.values():
             seat.leave()
 
 
 def _is_of(folder: Path, owner: int) -> bool:
     """Whether nobody but ``owner`` can have made the folder and what is in it."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == owner and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == owner and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _take_seat(folder: Path) -> int | None:
+def _claim_node(folder: Path) -> int | None:
     """A seat of the case in ``folder`` that is nobody else's now; None where there is none. The first is pytest's own."""
     with contextlib.suppress(FileNotFoundError):
-        nodes = told(folder / NODES, Nodes)
+        nodes = read_record(folder / NODES, Nodes)
         for seat in range(1, nodes.count if nodes else 0):
             with contextlib.suppress(FileExistsError):
-                seat_folder(folder, seat).mkdir()
+                node_folder(folder, seat).mkdir()
                 return seat
     return None
 
 
-class _Seat:
+class _NodeOfCase:
     """This node in one case."""
 
     def __init__(self, folder: Path, number: int, host: str) -> None:
         self._folder = folder
-        self._left = seat_folder(folder, number) / LEFT
+        self._left = node_folder(folder, number) / LEFT
         self._host = host
-        self._agent: Fresh | None = None
+        self._agent: FreshProcess | None = None
         self.title = f"a case that is over ({folder.name})"
         try:
             task = msgspec.json.decode((folder / "case.json").read_bytes(), type=Task)
             self.title = str(task.case)
-            nodes = told(folder / NODES, Nodes)
+            nodes = read_record(folder / NODES, Nodes)
             environment = worker_environment(task, _gpus(task, nodes.processes_of(number) if nodes else 0))
             self._agent = start_agent(folder, number, host, environment)
         except FileNotFoundError:
@@ -94,7 +94,7 @@ class _Seat:
         except (HardwareError, *UNREADABLE) as error:
             self._tell(f"node {host} cannot take part: {error}")
 
-    def is_taken(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the case is still there; tells it of an agent that has ended without a word."""
         if self._agent and (exit_code := self._agent.poll()) is not None:
             self._agent = None
@@ -111,7 +111,7 @@ class _Seat:
 
     def _tell(self, failure: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            tell(self._left, Left(failure=failure))
+            write_record(self._left, Left(failure=failure))
 
 
 def _gpus(task: Task, count: int) -> tuple[Gpu, ...]:

@@ -1,4 +1,4 @@
-"""Worker processes: started, asked for their stacks, ended with all that they started."""
+"""Starts worker processes, asks them for their stacks, and ends them with all that they started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_gputrain.hardware.lease import held_locks
 from pytest_gputrain.utils.linux import oom_kills
 
 CASE_FOLDER: Final = "GPUTRAIN_CASE_FOLDER"
-"""Environment variable by which whatever a fresh worker started is known, wherever it has gone."""
+"""Environment variable that marks whatever a fresh worker started, so that it can be found and ended."""
 
 
 class Process(abc.ABC):
@@ -43,14 +43,14 @@ class Process(abc.ABC):
         """Kill the worker and what it started."""
 
 
-class Local(Process):
+class LocalProcess(Process):
     """A worker on this machine, leader of a process group of its own."""
 
     pid: int
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Until the process has ended."""
+        """Wait until the process has ended."""
 
     def killed_for_memory(self, kills_before: int) -> bool:
         return self.poll() == -signal.SIGKILL and oom_kills() > kills_before
@@ -60,7 +60,10 @@ class Local(Process):
             os.kill(self.pid, signal.SIGUSR1)
 
     def end(self) -> None:
-        """Not covered: a grandchild in a session of its own whose parent, the worker, has ended by itself (`end_all_of`)."""
+        """Kill the worker and its descendants.
+
+        Not covered: a grandchild in a session of its own whose parent, the worker, has ended by itself (`end_all_of`).
+        """
         import psutil
 
         family: list[Any] = []
@@ -75,7 +78,7 @@ class Local(Process):
         self.wait()
 
 
-class Fresh(Local):
+class FreshProcess(LocalProcess):
     """An interpreter of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -98,8 +101,8 @@ def end_all_of(folder: Path) -> None:
                 os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
-def start(folder: Path, rank: int, environment: Mapping[str, str]) -> Fresh:
-    """A fresh interpreter that runs rank ``rank`` of the case in ``folder``."""
+def start(folder: Path, rank: int, environment: Mapping[str, str]) -> FreshProcess:
+    """Start a fresh interpreter that runs rank ``rank`` of the case in ``folder``."""
     own = folder / f"rank{rank}"
     # To append: these files are cut while the worker writes to them.
     with open(own / "stdout.txt", "ab") as stdout, open(own / "stderr.txt", "ab") as stderr:
@@ -113,8 +116,8 @@ def run_module(
     stdout: IO[bytes],
     stderr: IO[bytes],
     below: Sequence[str] = (),
-) -> Fresh:
-    """A fresh interpreter that runs ``module``.
+) -> FreshProcess:
+    """Start a fresh interpreter that runs ``module``.
 
     Args:
         below: the command, with its arguments, that starts the interpreter; none does by default.
@@ -130,4 +133,4 @@ def run_module(
         # Should pytest be killed, its devices are lent to others only when this worker has left them.
         pass_fds=held_locks(),
     )
-    return Fresh(process)
+    return FreshProcess(process)

@@ -1,4 +1,4 @@
-"""The ranks of a case: what each leaves in its folder while it runs and when it has ended."""
+"""Follows the ranks of a case until they have ended, and reads what each leaves in its folder as the case's reply."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class Rank:
         """Whether the ended process left no figures."""
         return not isinstance(self.reply(), Measurement | Served | Prediction)
 
-    def order(self) -> tuple[bool, bool, int]:
-        """Sorts failed ranks by how likely each is the cause of the others' failures.
+    def failure_sort_key(self) -> tuple[bool, bool, int]:
+        """The key that sorts failed ranks by how likely each is the cause of the others' failures.
 
         A rank that died without a word comes first, then one out of memory: others, who lose their partner, reply with an
         exception. Among equals the earlier.
@@ -117,14 +117,14 @@ class Rank:
         return bool(written), not isinstance(self.reply(), OutOfMemory), written
 
     def reply(self) -> Reply | Served | Prediction:
-        """What the ended process left behind."""
+        """Read the reply that the ended process left behind, or make one from how it ended."""
         self.progress.read()
         killed_for_memory = self.process.killed_for_memory(self._kills_before)
         output = "".join([*(output.end() for output in self._outputs), tail(self.folder / "stacks.txt")])
         return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory, output)
 
     def figures(self) -> Measurement | Served | None:
-        """What it measured, though it may have failed since; None where it has not got so far."""
+        """Read what the rank measured, though it may have failed since; None where it has not got so far."""
         with contextlib.suppress(*UNREADABLE, FileNotFoundError):
             return msgspec.json.decode((self.folder / "figures.json").read_bytes(), type=Measurement | Served)
         return None
@@ -154,7 +154,7 @@ def follow(
     trouble: Callable[[], Crashed | None] = lambda: None,
     grace_seconds: float = 0.0,
 ) -> Prediction | Reply:
-    """The case's reply, once its ranks have ended. One rank's failure is the case's: the others would wait for it.
+    """Wait until the ranks have ended, and give the case's reply. If one fails the case does: the others would wait for it.
 
     Args:
         timeout_seconds: from now on.
@@ -189,7 +189,7 @@ def follow(
     if cause and len(ended) < len(ranks):
         return _with_figures(cause, ranks)
     if failed:
-        first = min(failed, key=Rank.order)
+        first = min(failed, key=Rank.failure_sort_key)
         reply = first.reply()
         assert not isinstance(reply, Served | Prediction)
         return _with_figures(reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number), ranks)
@@ -200,8 +200,8 @@ def follow(
 def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
     """The reply of a case that failed, with what was measured where all of its ranks had been by then."""
     figures = [rank.figures() for rank in ranks] if isinstance(reply, Crashed | TimedOut) else []
-    known = [one for one in figures if one is not None]
-    return msgspec.structs.replace(reply, measured=merge(known)) if known and len(known) == len(ranks) else reply
+    measured = [rank_figures for rank_figures in figures if rank_figures is not None]
+    return msgspec.structs.replace(reply, measured=merge(measured)) if measured and len(measured) == len(ranks) else reply
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
@@ -218,7 +218,7 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
 def _read_reply(
     folder: Path, exit_code: int, last: Event, killed_for_memory: bool, output: str
 ) -> Reply | Served | Prediction:
-    """What the ended process left behind, as a reply.
+    """Read what the ended process left behind, as a reply.
 
     Args:
         output: the end of what it printed.
@@ -231,10 +231,10 @@ def _read_reply(
     if reply_file.exists():
         try:
             data = reply_file.read_bytes()
-            if (found := msgspec.json.decode(data, type=_Versioned).format) != FORMAT:
+            if (version := msgspec.json.decode(data, type=_Versioned).format) != FORMAT:
                 return crashed(
-                    f"the worker's reply has format {found}, this version reads format {FORMAT}: the worker imports another "
-                    "pytest-gputrain than pytest does; look at PYTHONPATH"
+                    f"the worker's reply has format {version}, this version reads format {FORMAT}: the worker imports "
+                    "another pytest-gputrain than pytest does; look at PYTHONPATH"
                 )
             reply = msgspec.json.decode(data, type=Reply | Served | Prediction)
         except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""Cases over several nodes: torch's elastic agent on each, which starts that node's ranks (torchrun).
+"""Runs cases over several nodes: torch's elastic agent on each starts that node's ranks (torchrun).
 
 The nodes share a folder: the case's lies in it, and pytest and the agents talk through files there (see
 `pytest_gputrain.records.node_protocol`). Inside a Slurm allocation srun starts the agents; elsewhere pytest starts that of
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from pytest_gputrain.execution.launch.environment import CHOOSING, refuse_recursion, worker_environment
-from pytest_gputrain.execution.launch.processes import Fresh, Process, run_module
+from pytest_gputrain.execution.launch.processes import FreshProcess, Process, run_module
 from pytest_gputrain.execution.launch.ranks import Rank, exit_text, folder_of, follow, tail
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Crashed, Event, Prediction, Reply, Task
@@ -34,9 +34,9 @@ from pytest_gputrain.records.node_protocol import (
     Nodes,
     RankExit,
     Word,
-    seat_folder,
-    tell,
-    told,
+    node_folder,
+    read_record,
+    write_record,
 )
 from pytest_gputrain.utils.linux import PARENT
 
@@ -120,8 +120,8 @@ class _Agents:
         self._nodes = nodes
         self._cluster = cluster
         self._environment = environment
-        self._seats = [seat_folder(folder, seat) for seat in range(nodes.count)]
-        self._process: Fresh | None = None
+        self._node_folders = [node_folder(folder, seat) for seat in range(nodes.count)]
+        self._process: FreshProcess | None = None
         self._word = Word(number=0, wish="train")
         self._spoke = self._began = time.monotonic()
 
@@ -132,31 +132,31 @@ class _Agents:
         if self._cluster.by_slurm:
             self._process = _start_by_slurm(self._folder, self._nodes.count, self._environment)
         else:
-            self._seats[0].mkdir()
+            self._node_folders[0].mkdir()
             host = self._cluster.rendezvous or socket.gethostname()
             self._process = start_agent(self._folder, 0, host, self._environment)
         # Whoever waits for cases finds everything else in place.
-        tell(self._folder / NODES, self._nodes)
+        write_record(self._folder / NODES, self._nodes)
 
     def rank(self, folder: Path, number: int) -> Process:
         """A rank of the case, which one of the agents starts."""
-        return _Distant(folder / f"rank{number}", self)
+        return _RemoteProcess(folder / f"rank{number}", self)
 
     def trouble(self) -> Crashed | None:
         """What ends the case although no rank tells of it. Asked again and again: it also tells the agents to go on."""
         if time.monotonic() - self._spoke >= WORD_EVERY_SECONDS:
             self._say(self._word.wish)
-        left = [told(seat / LEFT, Left) for seat in self._seats]
-        for agent in left:
+        departures = [read_record(seat / LEFT, Left) for seat in self._node_folders]
+        for agent in departures:
             if agent and agent.failure:
                 return self._crashed(agent.failure)
         exit_code = self._process.poll() if self._process else None
-        if exit_code is not None and (self._cluster.by_slurm or left[0] is None):
+        if exit_code is not None and (self._cluster.by_slurm or departures[0] is None):
             what = "srun" if self._cluster.by_slurm else "the agent of this node"
             return self._crashed(f"{what} ended {exit_text(exit_code)} before the case was over", exit_code)
         if time.monotonic() - self._began < self._nodes.join_seconds:
             return None
-        hosts = [joined.host for joined in (told(seat / JOINED, Joined) for seat in self._seats) if joined]
+        hosts = [joined.host for joined in (read_record(seat / JOINED, Joined) for seat in self._node_folders) if joined]
         missing = self._nodes.count - len(hosts)
         if not missing:
             return None
@@ -185,7 +185,7 @@ class _Agents:
             self._process.end()
 
     def _gone(self) -> bool:
-        taken = [seat for seat in self._seats if seat.exists()]
+        taken = [seat for seat in self._node_folders if seat.exists()]
         ended = self._process is None or self._process.poll() is not None
         # The agent of this node may have been killed without a word; srun has waited for those that it started.
         told_by = [] if self._cluster.by_slurm else taken[1:]
@@ -194,14 +194,14 @@ class _Agents:
     def _say(self, wish: Literal["train", "stacks", "over"]) -> None:
         self._word = Word(number=self._word.number + 1, wish=wish)
         self._spoke = time.monotonic()
-        tell(self._folder / WORD, self._word)
+        write_record(self._folder / WORD, self._word)
 
     def _crashed(self, sentence: str, exit_code: int | None = None) -> Crashed:
         output = "".join(map(tail, sorted(self._folder.glob(f"**/{OUTPUT}"))))
         return Crashed(sentence=sentence, phase="start", detail=output, exit_code=exit_code)
 
 
-class _Distant(Process):
+class _RemoteProcess(Process):
     """A worker that an agent started, perhaps on another node: known by what lies in its folder."""
 
     def __init__(self, folder: Path, agents: _Agents) -> None:
@@ -209,13 +209,13 @@ class _Distant(Process):
         self._agents = agents
 
     def poll(self) -> int | None:
-        how = told(self._folder / EXIT, RankExit)
+        how = read_record(self._folder / EXIT, RankExit)
         if how is not None:
             return how.exit_code
         return 0 if (self._folder / "reply.json").exists() else None
 
     def killed_for_memory(self, kills_before: int) -> bool:
-        how = told(self._folder / EXIT, RankExit)
+        how = read_record(self._folder / EXIT, RankExit)
         return how is not None and how.killed_for_memory
 
     def ask_for_stacks(self) -> None:
@@ -225,13 +225,13 @@ class _Distant(Process):
         """Its agent does it."""
 
 
-def start_agent(folder: Path, seat: int, host: str, environment: Mapping[str, str]) -> Fresh:
+def start_agent(folder: Path, seat: int, host: str, environment: Mapping[str, str]) -> FreshProcess:
     """The agent of this node for the case in ``folder``, whose seat has been taken."""
-    with open(seat_folder(folder, seat) / OUTPUT, "wb") as output:
+    with open(node_folder(folder, seat) / OUTPUT, "wb") as output:
         return run_module(_AGENT, [str(folder), str(seat), host], environment, output, output)
 
 
-def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) -> Fresh:
+def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) -> FreshProcess:
     """One agent on each of ``count`` nodes of the allocation."""
     environment = {name: value for name, value in environment.items() if name != PARENT}
     if any(environment.get(name) for name in CHOOSING):

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.gate.loss_trend import failed_curves
+from pytest_gputrain.gate.loss_trend import describe_failed_curves
 from pytest_gputrain.gate.summary import detail_of, failure_of
 from pytest_gputrain.records import Case, Environment, Measurement, MetricName, Report, Result, knob_text
 from pytest_gputrain.report.results import latest, verdict_of
@@ -117,7 +117,7 @@ def _latest(results: Sequence[Result]) -> Iterator[Result]:
 
 def _verdict(result: Result) -> str:
     if result.loss_curves:
-        return "failed" if failed_curves(result.case, result.loss_curves) else "loss curves"
+        return "failed" if describe_failed_curves(result.case, result.loss_curves) else "loss curves"
     if result.search is not None:
         return "failed" if result.search.fastest is None else "searched"
     return verdict_of(result)

@@ -1,4 +1,4 @@
-"""Predictions that were made before, in pytest's cache folder."""
+"""Caches predictions in pytest's cache folder, named by all that they depend on."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Cache:
         if path is None:
             return None
         try:
-            known = msgspec.json.decode(path.read_bytes(), type=Prediction)
+            prediction = msgspec.json.decode(path.read_bytes(), type=Prediction)
             os.utime(path)
         except (OSError, *UNREADABLE):
             return None
-        return known
+        return prediction
 
     def put(self, task: Task, prediction: Prediction) -> None:
         path = self._path(task)
@@ -57,7 +57,7 @@ class Cache:
 
     @staticmethod
     def _forget_old(folder: Path) -> None:
-        """Those of code and libraries that nobody has any more."""
+        """Delete predictions of code and libraries that nobody has any more."""
         now = time.time()
         for path in folder.glob("*.json"):
             if now - path.stat().st_mtime > KEPT_SECONDS:

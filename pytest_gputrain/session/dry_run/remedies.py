@@ -1,4 +1,4 @@
-"""What makes a case fit that does not: tried, cheapest first, by predicting it."""
+"""Finds the change that makes a case fit which does not, by predicting candidates, the cheapest first."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def remedy(case: Case, prediction: Prediction, predict: Predict) -> str:
         changed = predict(case.replace(**change))
         if changed is None:
             continue
-        told = ", ".join(f"{knob}={str(value).lower()}" for knob, value in change.items())
+        change_text = ", ".join(f"{knob}={str(value).lower()}" for knob, value in change.items())
         needed = needed_bytes(changed)
         if changed.fits:
-            return f"{told} makes it fit, in {format_bytes(needed)}{'' if 'loss_chunks' in change else hint}"
-        tried.append((told, needed))
+            return f"{change_text} makes it fit, in {format_bytes(needed)}{'' if 'loss_chunks' in change else hint}"
+        tried.append((change_text, needed))
     spread = "spread it over more GPUs" + ("" if case.parallel in ("fsdp", "zero3") else " (parallel=fsdp)")
     if not tried:
         return f"{spread}{hint}"
-    least, needed = min(tried, key=lambda one: one[1])
+    least, needed = min(tried, key=lambda attempt: attempt[1])
     return f"not even {least} makes it fit, which needs {format_bytes(needed)}; {spread}{hint}"
 
 

@@ -11,8 +11,8 @@ import msgspec
 from pytest_gputrain.cases.identity import key_of, same_id
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.execution.local import refused
-from pytest_gputrain.gate.limits import foretold, with_limits
+from pytest_gputrain.execution.local import describe_refusal
+from pytest_gputrain.gate.limits import judge_prediction, with_limits
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import judge
 from pytest_gputrain.hardware import catalog
@@ -52,8 +52,8 @@ class DryRunner(Runner):
 
     @property
     def _title(self) -> str:
-        known = catalog.PLATFORMS.get(self._platform)
-        return known.title if known else self._platform
+        platform = catalog.PLATFORMS.get(self._platform)
+        return platform.title if platform else self._platform
 
     def check_selection(self, case: Case, markers: set[str], expression: str, *, scaling: bool = False) -> None:
         wrong = problem(case, catalog.MARKERS)
@@ -99,10 +99,10 @@ class DryRunner(Runner):
             raise BadCase(f"the baseline folder {self.settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
         key = key_of(case, self.scale())
         try:
-            known = self.recorded.get(self._platform, suite, key) if judged else None
+            recorded = self.recorded.get(self._platform, suite, key) if judged else None
         except BaselineError as error:
             raise BadCase(str(error)) from None
-        self.refuse_namesake(suite, case, known.case if known else None)
+        self.refuse_namesake(suite, case, recorded.case if recorded else None)
         task = self._task(case, module)
         reply = self._predict(task)
         prediction = reply if isinstance(reply, Prediction) else None
@@ -111,9 +111,9 @@ class DryRunner(Runner):
         if judged and failed:
             verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(failed[0], 'prediction')}")
         elif judged and prediction is not None:
-            verdict, helps = self._judged(task, prediction, known, self.standards.tolerance(terms).memory)
+            verdict, helps = self._judged(task, prediction, recorded, self.criteria.tolerance(terms).memory)
         if prediction is not None:
-            verdict = with_limits(case, verdict, foretold(terms.caps, case, prediction, scale=self.scale()))
+            verdict = with_limits(case, verdict, judge_prediction(terms.caps, case, prediction, scale=self.scale()))
         return Result(
             nodeid=nodeid,
             suite=suite,
@@ -141,14 +141,14 @@ class DryRunner(Runner):
         return "tiny" if self._platform == catalog.CPU else "full"
 
     def _judged(
-        self, task: Task, prediction: Prediction, known: Recorded | None, tolerance: MemoryTolerance
+        self, task: Task, prediction: Prediction, recorded: Recorded | None, tolerance: MemoryTolerance
     ) -> tuple[Verdict, str]:
         """The verdict, and what helps where it is that the case does not fit."""
         case = task.case
-        verdict = judge(case, prediction, known, tolerance, self._title)
-        if self.settings.baseline_update == "all" or (self.settings.baseline_update == "new-only" and known is None):
+        verdict = judge(case, prediction, recorded, tolerance, self._title)
+        if self.settings.baseline_update == "all" or (self.settings.baseline_update == "new-only" and recorded is None):
             unfit = "" if prediction.fits is not False else f", which does not fit {self._title},"
-            instead = f"; before, {verdict.sentence}" if known is not None and verdict.status != "pass" else ""
+            instead = f"; before, {verdict.sentence}" if recorded is not None and verdict.status != "pass" else ""
             sentence = f"{case} has this prediction{unfit} as its baseline now{instead}"
             return msgspec.structs.replace(verdict, status="recorded", sentence=sentence), ""
         if prediction.fits is not False or verdict.status not in ("failed", "regressed"):
@@ -164,16 +164,16 @@ class DryRunner(Runner):
     def _predict(self, task: Task) -> Prediction | Failure:
         identity = msgspec.json.encode((task.case.identity(), task.scale, task.processes, task.servers, task.variables))
         if identity not in self._predictions:
-            known = self._cache.get(task)
-            reply = self._launched(task) if known is None else known
-            if known is None and isinstance(reply, Prediction):
+            cached = self._cache.get(task)
+            reply = self._run_worker(task) if cached is None else cached
+            if cached is None and isinstance(reply, Prediction):
                 self._cache.put(task, reply)
             self._predictions[identity] = reply
         return self._predictions[identity]
 
-    def _launched(self, task: Task) -> Prediction | Failure:
+    def _run_worker(self, task: Task) -> Prediction | Failure:
         def watch(event: Event) -> None:
-            self.bench.watch(task.case, event, 1)
+            self.executor.watch(task.case, event, 1)
 
         try:
             with lease_cores(1):
@@ -181,11 +181,11 @@ class DryRunner(Runner):
                     task,
                     timeout_seconds=self.settings.timeout_seconds,
                     watch=watch,
-                    preloaded=self.bench.preloaded,
-                    environ=self.bench.environment.began,
+                    fork_server=self.executor.fork_server,
+                    environ=self.executor.environment.began,
                 )
         except OSError as error:
-            raise BadCase(refused(task.case, error)) from None
+            raise BadCase(describe_refusal(task.case, error)) from None
 
     def _task(self, case: Case, module: str) -> Task:
         on_gpus = self._platform != catalog.CPU
@@ -201,4 +201,4 @@ class DryRunner(Runner):
             import_paths=tuple(path for path in sys.path if path),
             target=self._target,
         )
-        return self.bench.in_environment(task)
+        return self.executor.in_environment(task)
