@@ -284,13 +284,13 @@ def test_what_looks_worse_wants_further_processes(replies: list[Reply], settled:
 
 @pytest.mark.parametrize("reply", [_took(1.2), measurement(peak_allocated_bytes=2 * BASE_BYTES), out_of_memory()])
 def test_without_further_processes_the_first_decides(reply: Reply) -> None:
-    judgement = _judged([reply], FIVE, most=1)
-    assert (judgement.settled, judgement.verdict.status) == (True, "regressed")
+    outcome = _judged([reply], FIVE, most=1)
+    assert (outcome.settled, outcome.verdict.status) == (True, "regressed")
 
 
 def test_a_cpu_counts_exactly_so_once_is_enough() -> None:
-    judgement = _judged([_on_cpu(peak_allocated_bytes=2 * BASE_BYTES)], _cpu_baseline())
-    assert (judgement.settled, judgement.verdict.status) == (True, "regressed")
+    outcome = _judged([_on_cpu(peak_allocated_bytes=2 * BASE_BYTES)], _cpu_baseline())
+    assert (outcome.settled, outcome.verdict.status) == (True, "regressed")
 
 
 def test_slower_than_tolerated_within_the_noise_is_inconclusive_and_told() -> None:
