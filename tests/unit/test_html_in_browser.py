@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_html import everything, past_of, published_result, timed
+from test_html import everything, history_trends_of, published_result, timed
 from unit_examples import crashed, report, result
 
 from pytest_gputrain.records import MetricVerdict, Verdict
@@ -53,7 +53,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         everything("z" * 70),
     ]
-    past = past_of(folder, *([timed(1.0 if day < 12 else 1.1, key="alpha")] for day in range(24)))
+    past = history_trends_of(folder, *([timed(1.0 if day < 12 else 1.1, key="alpha")] for day in range(24)))
     written = folder / "page.html"
     page.write(written, reports, past, baseline_dir=BASELINES)
     return written
