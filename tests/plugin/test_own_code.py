@@ -508,10 +508,11 @@ def test_compiled(gputrain):
 
 BUFFERED = """
 import pytest
-import torch
 
 
 def build(setup):
+    import torch
+
     model, buffer = torch.nn.Linear(256, 256), []
 
     def step():
@@ -536,7 +537,7 @@ def test_tensors_that_every_step_keeps_fail_a_test_unless_it_allows_them(project
     result.assert_outcomes(passed=1, failed=1)
     assert only_sentence(result, "test_leaks") == (
         "build-fp32 gave no measurement (count): build keeps 16.0 KiB more of tensors after every step, most of it float32 "
-        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:9; let go of them (a loss that is kept without detach() "
+        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:10; let go of them (a loss that is kept without detach() "
         'keeps its graph), or, if a buffer is meant to fill, allow it with @pytest.mark.gpu_tolerance(growth="20 KiB")'
     )
 
