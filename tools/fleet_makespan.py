@@ -35,7 +35,7 @@ import numpy as np
 from claims import Row, parser, report
 
 from pytest_gputrain.cases.identity import key_of
-from pytest_gputrain.execution.fleet.queue import ASK_SECONDS, LEAST_WAITING
+from pytest_gputrain.execution.fleet.job_queue import ASK_SECONDS, LEAST_WAITING
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.published import PublishedStore
@@ -52,7 +52,7 @@ SUBMIT_SECONDS: Final = 0.05
 WINDOW: Final = 256
 """Jobs in the queue at most: the default of --gpu-fleet-jobs."""
 IN_DOUBT: Final = 0.11
-"""Share of the cases, with baselines of five runs and processes that differ by 1 %: counted with `gate.statistics`."""
+"""Share of the cases, with baselines of five runs and processes that differ by 1 %: counted with `gate.step_times`."""
 RUNS_OF_DOUBT: Final = 2
 
 NODES: Final = 64

@@ -8,7 +8,7 @@ the first steps are still warming up; where the setting says so, two processes i
 days differ. Seeds are fresh unless one is given.
 
 A claim holds where its one-sided 99 % bound does; rows without a claim tell what the rule cannot do. The rule is a copy of
-`pytest_gputrain.gate.statistics.decide` for arrays, which is compared with it case by case before anything is counted.
+`pytest_gputrain.gate.step_times.decide` for arrays, which is compared with it case by case before anything is counted.
 ``--rule`` takes a broken one instead, to see that claims can fail: the mean of three runs instead of their votes, or one run
 against the limit that is meant for several.
 """
@@ -27,7 +27,7 @@ import numpy as np
 from claims import ONE_SIDED, Row, parser, report, wilson
 from numpy.typing import NDArray
 
-from pytest_gputrain.gate import statistics as stats
+from pytest_gputrain.gate import step_times as stats
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -155,7 +155,7 @@ RULES: Final[dict[str, Rule]] = {"vote": vote, "mean": mean_of_three, "once": on
 
 
 def differs_from_the_rule(machine: SimulatedMachine, cases: int = 1000) -> str:
-    """Where the vectorised rule says other than `pytest_gputrain.gate.statistics.decide`; empty where nowhere."""
+    """Where the vectorised rule says other than `pytest_gputrain.gate.step_times.decide`; empty where nowhere."""
     for baseline_runs in (1, 2, 4, 5, 20):
         noise = Noise(process=0.015, bad=0.05)
         base, new = machine.case(cases, baseline_runs, noise)
@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"seed {given.seed}, {given.replicates:,} replicates, rule {given.rule}")
     different = differs_from_the_rule(machine)
     if different:
-        print(f"FAIL this simulation's rule is not that of pytest_gputrain.gate.statistics: {different}")
+        print(f"FAIL this simulation's rule is not that of pytest_gputrain.gate.step_times: {different}")
         return 1
     return report(rows(machine, RULES[given.rule], given.replicates), 48, 30)
 

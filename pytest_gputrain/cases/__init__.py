@@ -1,1 +1,1 @@
-"""Declaring and validating cases, and facts about models. Nothing is run here."""
+"""Declares and validates cases, and holds facts about models. Nothing is run here."""

@@ -1,1 +1,1 @@
-"""The command gputrain, one file a subcommand. Printing is left to report, judging to gate."""
+"""Implements the command gputrain; most subcommands have a file. Printing is left to report, judging to gate."""

@@ -1,1 +1,3 @@
-"""Replies and a baseline in, a verdict out. Pure: no file, clock or hardware."""
+"""Judges figures against baselines, limits and published figures, and computes what that needs. Pure: no file, clock or
+hardware.
+"""

@@ -12,7 +12,7 @@ import msgspec
 
 from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.regression import Circumstances, judge
-from pytest_gputrain.gate.statistics import levelled, suite_prior
+from pytest_gputrain.gate.step_times import levelled, suite_prior
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,

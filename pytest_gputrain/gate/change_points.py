@@ -1,9 +1,9 @@
-"""Where a series of figures changes its level: binary segmentation of winsorised residuals. Pure arithmetic.
+"""Finds where a series of figures changes its level, by binary segmentation of winsorised residuals. Pure arithmetic.
 
 x is the logarithm of the figures, so that a change is a ratio; s is their noise, from the differences of neighbours:
 
     m   = 1.4826 median |x_i - x_(i-1)| / sqrt 2
-    s^2 = (4 s0^2 + n m^2) / (4 + n),  at least 0.1 %;  s0 = 1 % for times, as `gate.statistics` expects of processes
+    s^2 = (4 s0^2 + n m^2) / (4 + n),  at least 0.1 %;  s0 = 1 % for times, as `gate.step_times` expects of processes
 
 In a segment each figure counts by its distance from the segment's median in units of s, cut off at 3.5. A level of k of the
 segment's m figures, whose distances differ from their mean by d in total, lowers the sum of squares by d^2 m / (k (m - k)).
@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_gputrain.gate.statistics import NORMAL_MAD, PRIOR_SD, PRIOR_WEIGHT
+from pytest_gputrain.gate.step_times import NORMAL_MAD, PRIOR_SD, PRIOR_WEIGHT
 
 Array = NDArray[np.float64]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from pytest_gputrain.gate.contention import describe_others
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.gate.statistics import exceeds
+from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     Case,
     Crashed,

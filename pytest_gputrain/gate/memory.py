@@ -13,7 +13,7 @@ import msgspec
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.messages import describe_metric, describe_process_count
-from pytest_gputrain.gate.statistics import exceeds
+from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
     LiveTensor,

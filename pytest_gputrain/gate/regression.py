@@ -1,6 +1,6 @@
 """Judges measured runs against a baseline: a verdict with its sentence. Pure: no file, clock or hardware.
 
-`pytest_gputrain.gate.statistics` has the rule of times (the median step of a process, and the scaling efficiency where a
+`pytest_gputrain.gate.step_times` has the rule of times (the median step of a process, and the scaling efficiency where a
 test asks for it) and of what takes several processes to tell; here it meets the records. It wants no more than what a
 baseline stores raw, so a better rule can replace it.
 """
@@ -33,7 +33,7 @@ from pytest_gputrain.gate.messages import (
     describe_process_count,
 )
 from pytest_gputrain.gate.scaling import efficiencies
-from pytest_gputrain.gate.statistics import MOST_RUNS, PRIOR_SD, decide, runs_out
+from pytest_gputrain.gate.step_times import MOST_RUNS, PRIOR_SD, decide, runs_out
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -64,9 +64,9 @@ class Circumstances:
     most: int = MOST_RUNS
     """Runs that there may be."""
     prior: float = PRIOR_SD
-    """See `pytest_gputrain.gate.statistics.suite_prior`."""
+    """See `pytest_gputrain.gate.step_times.suite_prior`."""
     shift: float = 0.0
-    """See `pytest_gputrain.gate.statistics.suite_shift`."""
+    """See `pytest_gputrain.gate.step_times.suite_shift`."""
     variables: tuple[str, ...] = ()
     """Names of the environment variables that the test has changed."""
 

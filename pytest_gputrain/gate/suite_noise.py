@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
-from pytest_gputrain.gate.statistics import LEAST_SHIFT, MANY_CASES, suite_prior, suite_shift
+from pytest_gputrain.gate.step_times import LEAST_SHIFT, MANY_CASES, suite_prior, suite_shift
 from pytest_gputrain.records import Baseline, Measurement, Result
 from pytest_gputrain.utils.units import format_percent
 

@@ -1,1 +1,1 @@
-"""The parent's side of the hardware: which GPUs are here and who uses them, without torch."""
+"""Tells which GPUs are here and who uses them, without torch."""

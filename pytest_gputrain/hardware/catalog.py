@@ -1,4 +1,4 @@
-"""The catalog of GPU models: marker, memory, peak arithmetic and bandwidth of each, known without having one.
+"""Lists the models of GPUs, known without having one: marker, memory, peak arithmetic and bandwidth of each.
 
 Peaks are dense (no sparsity) tensor-core rates with fp32 accumulation where the vendor tells them apart, as in the vendor's
 data sheet. One entry per marker; a device is matched to its marker by the name that its driver gives.

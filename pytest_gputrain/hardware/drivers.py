@@ -1,4 +1,9 @@
-"""Asks the drivers of all vendors as if they were one: GPUs, the paths between them, and the processes on them."""
+"""Asks the drivers of all vendors as if they were one: GPUs, the paths between them, and the processes on them.
+
+Another vendor is a module beside `nvidia` and `amd` that opens a `devices.Driver`, with its name in `devices.Vendor` and its
+entry in `_OPENERS`. The variables that hide GPUs of it are known to `machine` and `execution.launch.environment`, its boards
+to `catalog`, its binding to `recording`, and the device of torch to `worker.device`.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""pytest's side: hooks, options, fixtures, markers and the reading of settings. What a test asks for is done in session."""
+"""Implements pytest's side: hooks, options, fixtures, markers and the reading of settings. What a test asks for is done in
+session.
+"""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pytest_gputrain.cases.sweep import parse_axes
 from pytest_gputrain.gate.loss_trend import LEAST_STEPS
-from pytest_gputrain.gate.statistics import MOST_RUNS
+from pytest_gputrain.gate.step_times import MOST_RUNS
 from pytest_gputrain.records import MAX_RUNS
 from pytest_gputrain.records.tolerance import parse_memory_tolerance
 from pytest_gputrain.utils.units import parse_ratio, parse_seconds

@@ -1,4 +1,4 @@
-"""The records that travel between the packages, and nothing else.
+"""Defines the records that travel between the packages, and nothing else.
 
     Case -> execution -> worker -> Reply -> gate(Baseline) -> Verdict -> report
 

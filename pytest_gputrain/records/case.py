@@ -1,4 +1,4 @@
-"""Records of what is asked: a case, and the task that a worker is given for it."""
+"""Defines the records of what is asked: a case, and the task that a worker is given for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that pytest and a node of a fleet send each other: an order there, a delivery back."""
+"""Defines the records that pytest and a node of a fleet send each other: an order there, a delivery back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of one line of the history: a case as one pytest run measured it."""
+"""Defines the record of one line of the history: a case as one pytest run measured it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that pytest and the agents of several nodes exchange as files in the case's folder, which all of them share.
+"""Defines the records that pytest and the agents of several nodes exchange as files in the case's folder, which all share.
 
 case.json        the task
 nodes.json       Nodes: over how many; written last

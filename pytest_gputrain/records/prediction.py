@@ -1,4 +1,4 @@
-"""Records of a dry run: the target that it predicts for, and the prediction."""
+"""Defines the records of a dry run: the target that it predicts for, and the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of figures as others printed them: a number, or a range, with the rounding that printing it took."""
+"""Defines the records of figures as others printed them: a number, or a range, with the rounding that printing it took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of predictions as they are stored: those of a case, and the conditions that they depend on."""
+"""Defines the records of stored predictions: those of a case, and the conditions that they depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that come back from a case's processes: events while they run, and the reply at their end."""
+"""Defines the records that come back from a case's processes: events while they run, and the reply at their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a run as data; `pytest_gputrain.plugin.settings` reads them from options and the ini file."""
+"""Defines the settings of a run as data; `pytest_gputrain.plugin.settings` reads them from options and the ini file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Records of what a search for a batch and a study of losses find: parts of a `pytest_gputrain.records.Result`."""
+"""Defines the records of what a search for a batch and a study of losses find: parts of a
+`pytest_gputrain.records.Result`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of tolerances: how much worse passes, and the terms that a test sets for its own cases."""
+"""Defines the records of tolerances: how much worse passes, and the terms that a test sets for its own cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of a case over time: the document of ``gputrain trend --format=json``."""
+"""Defines the records of a case over time: the document of ``gputrain trend --format=json``."""
 
 from __future__ import annotations
 

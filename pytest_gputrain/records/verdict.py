@@ -1,4 +1,4 @@
-"""Records of baselines, verdicts, results and the report that holds them."""
+"""Defines the records of baselines, verdicts, results and the report that holds them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     """Why it was not compared, what changed within the limit, or what else is to be known."""
     sd: float | None = None
     """Between fresh processes, as a share of the time; this and what follows where
-    `pytest_gputrain.gate.statistics` decided."""
+    `pytest_gputrain.gate.step_times` decided."""
     sensitivity: float | None = None
     """The slowdown, as a share, that would be caught 99 times in 100."""
     baseline_runs: Whole | None = None

@@ -1,1 +1,3 @@
-"""Everything that people and other tools read of a run: terminal, JSON, HTML, exports and trends. Nothing is judged here."""
+"""Writes everything that people and other tools read of a run: terminal, JSON, HTML, exports and trends. Nothing is judged
+here.
+"""

@@ -1,4 +1,4 @@
-"""Collects the results of a whole run in the only pytest process, or in xdist's controller, and saves what they become.
+"""Collects the results of a whole run in the only pytest process, or in xdist's controller, and has them written at its end.
 
 Baselines, reports and the history are written by storage and by the other modules of this package.
 """

@@ -1,4 +1,4 @@
-"""Renders tables of text for the terminal, as Markdown and as CSV, published ones beside the measurements of a report."""
+"""Renders text tables for the terminal, as Markdown and as CSV, of measured figures and of published ones beside them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""What one pytest process measures, in which order and against what. Execution runs the tasks, gate judges the replies."""
+"""Decides what one pytest process measures, in which order and against what. Running is left to execution, judging to
+gate.
+"""

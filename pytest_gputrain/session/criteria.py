@@ -1,4 +1,4 @@
-"""Holds what cases are judged by: baselines, an earlier report or published figures, limits, and tolerances of options."""
+"""Looks up what a case is judged against (baselines, an earlier report, published figures, limits), and calls the gate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gputrain.gate.contention import why_not_recorded
 from pytest_gputrain.gate.limits import JudgedLimits, judge_limits
 from pytest_gputrain.gate.published import judge_published, why_not_comparable
 from pytest_gputrain.gate.regression import Circumstances, GateResult, judge
-from pytest_gputrain.gate.statistics import AGREEING, PRIOR_SD
+from pytest_gputrain.gate.step_times import AGREEING, PRIOR_SD
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Baseline, Case, Host, Measurement, OutOfMemory, Published, Reply, Task, Verdict
 from pytest_gputrain.records.settings import Settings

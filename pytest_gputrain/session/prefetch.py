@@ -1,4 +1,4 @@
-"""Predicts the runs that tests are going to ask a fleet for, so that they find them done, or under way.
+"""Submits to a fleet in advance the runs that tests are going to ask for, so that they find them done, or under way.
 
 All of this guesses what the tests' own verdicts will be, by the same criteria, and it changes no verdict: a test takes the
 runs of its case one by one, in the order in which they were submitted, until its verdict is settled. What was prefetched and

@@ -1,4 +1,4 @@
-"""Measures and judges the cases of one pytest process: the only module that imports from all the packages below."""
+"""Measures and judges the cases of one pytest process."""
 
 from __future__ import annotations
 

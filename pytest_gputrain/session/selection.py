@@ -1,4 +1,4 @@
-"""Decides whether a test that was selected may run on this machine. Pure."""
+"""Decides by platforms, ``-m`` and the number of GPUs whether a test that was selected may run on this machine. Pure."""
 
 from __future__ import annotations
 

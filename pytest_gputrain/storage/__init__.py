@@ -1,1 +1,3 @@
-"""Every file that outlives a run: baselines, predictions, published tables, reports and the history. Gate judges them."""
+"""Reads and writes baselines and predictions, appends the history, and reads published tables and reports. Judging is left
+to gate.
+"""

@@ -1,1 +1,1 @@
-"""Text, files, signals and git, for every other package. Nothing here knows of training or imports another package."""
+"""Helps every other package with text, files, signals and git. Nothing here knows of training or imports another package."""

@@ -1,4 +1,4 @@
-"""Errors that several packages raise and that pytest's side turns into failures and skips."""
+"""Defines the errors that several packages raise, and that pytest's side turns into failures and skips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker asks of Linux about its parent and its end."""
+"""Asks Linux to end a process with its parent, and how often it killed processes for want of memory."""
 
 from __future__ import annotations
 

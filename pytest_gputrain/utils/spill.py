@@ -1,4 +1,6 @@
-"""Lists and dictionaries of records that spill to a temporary file: the figures of ten thousand cases fill the memory."""
+"""Keeps long lists and dictionaries of records in a temporary file, because those of ten thousand cases would fill the
+memory.
+"""
 
 from __future__ import annotations
 

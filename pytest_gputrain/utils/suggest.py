@@ -1,4 +1,4 @@
-"""Suggestions for misspelt words."""
+"""Suggests the word that was meant by a misspelt one."""
 
 from __future__ import annotations
 

@@ -1,2 +1,3 @@
-"""The worker, a child process that trains one case. Only this package imports torch; it imports no pytest, and nothing
-outside imports it."""
+"""Trains one case in a child process. Only this package, and `execution.launch` for inline runs, imports torch; it never
+imports pytest.
+"""

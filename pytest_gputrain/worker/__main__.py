@@ -1,4 +1,4 @@
-"""``python -P -m pytest_gputrain.worker FOLDER [RANK]``: case file in, reply file out; without RANK below a torchrun agent.
+"""Runs one rank of a case, from its case file to its reply file: ``python -P -m pytest_gputrain.worker FOLDER [RANK]``.
 
 The folder holds ``case.json``. Its subfolder of the rank receives ``progress.jsonl``, ``figures.json`` (what was measured,
 before it is checked), ``reply.json`` (by atomic rename, last of all) and ``stacks.txt`` (Python stacks on a fatal signal, or

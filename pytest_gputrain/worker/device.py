@@ -1,4 +1,4 @@
-"""The device that trains: an accelerator of torch.cuda (CUDA and ROCm share it) or the CPU."""
+"""Describes the device that trains: an accelerator of torch.cuda (CUDA and ROCm share it) or the CPU."""
 
 from __future__ import annotations
 

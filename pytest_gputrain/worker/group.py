@@ -1,4 +1,4 @@
-"""The processes of one case, which exchange tensors by torch.distributed."""
+"""Joins the processes of one case, which exchange tensors by torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timed loop: every step that is measured runs in `timed`, and `schedule` says which steps update."""
+"""Times the steps: every step that is measured runs in `timed`, and `schedule` says which steps update."""
 
 from __future__ import annotations
 

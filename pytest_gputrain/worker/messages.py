@@ -1,4 +1,4 @@
-"""Messages that the processes of a case exchange beside tensors, as JSON in bytes.
+"""Exchanges messages between the processes of a case beside tensors, as JSON in bytes.
 
 torch's own way to send objects is pickle, which would let one process run code in another.
 """

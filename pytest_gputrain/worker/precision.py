@@ -1,4 +1,6 @@
-"""The precisions: how weights are stored, what steps compute in, and whether own code trains in the one it names."""
+"""Defines the precisions (how weights are stored, what steps compute in), and checks that own code trains in the one it
+names.
+"""
 
 from __future__ import annotations
 

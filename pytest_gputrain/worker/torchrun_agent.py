@@ -1,4 +1,5 @@
-"""``python -P -m pytest_gputrain.worker.torchrun_agent FOLDER [SEAT HOST]``: torchrun's elastic agent for a node of a case.
+"""Runs torchrun's elastic agent for a node of a case: ``python -P -m pytest_gputrain.worker.torchrun_agent FOLDER [SEAT
+HOST]``.
 
 Without a seat, Slurm's number of this task is the seat, and Slurm's name of the node is the host. The agent runs this node's
 ranks and reports the exit of each one that failed. It ends with all of them when pytest says so or is no longer heard.

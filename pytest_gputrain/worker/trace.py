@@ -1,4 +1,4 @@
-"""A trace of what was allocated and freed, in order, and the peaks that follow from it."""
+"""Records what was allocated and freed, in order, and derives the peaks from it."""
 
 from __future__ import annotations
 

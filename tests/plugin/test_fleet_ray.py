@@ -16,7 +16,7 @@ import psutil
 import pytest
 from plugin_project import BUILD, Project
 
-from pytest_gputrain.execution.fleet.queue import Fleet
+from pytest_gputrain.execution.fleet.job_queue import Fleet
 from pytest_gputrain.execution.fleet.ray import Ray
 from pytest_gputrain.records import Case, Conditions, Delivery, Lost, Measurement, Order, Task
 

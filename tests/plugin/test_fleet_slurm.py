@@ -19,8 +19,8 @@ import pytest
 from plugin_project import Project
 from slurm_here import SlurmHere, lacking, slurm_here
 
-from pytest_gputrain.execution.fleet import queue as fleet_module
-from pytest_gputrain.execution.fleet.queue import Fleet
+from pytest_gputrain.execution.fleet import job_queue as fleet_module
+from pytest_gputrain.execution.fleet.job_queue import Fleet
 from pytest_gputrain.execution.fleet.slurm import Slurm
 from pytest_gputrain.records import Case, Conditions, Delivery, Lost, Measurement, Order, Task
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unit_examples import CASE, cpu_environment, crashed, measurement, report, result
 
 from pytest_gputrain.gate.ab import compare, missing
-from pytest_gputrain.gate.statistics import decide, levelled
+from pytest_gputrain.gate.step_times import decide, levelled
 from pytest_gputrain.records import Report, Verdict
 
 SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}}

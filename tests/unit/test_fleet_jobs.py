@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from unit_examples import CASE, measurement
 
-from pytest_gputrain.execution.fleet.queue import ASK_SECONDS, GRACE_SECONDS, LEAST_WAITING, Fleet
+from pytest_gputrain.execution.fleet.job_queue import ASK_SECONDS, GRACE_SECONDS, LEAST_WAITING, Fleet
 from pytest_gputrain.execution.fleet.scheduler import DELIVERY, OUTPUT, Doing, Job, JobRefused, QueueFull, Unreachable
 from pytest_gputrain.records import Conditions, Delivery, Host, Lost, Order, Task
 from pytest_gputrain.records.node_protocol import write_record

@@ -1,4 +1,4 @@
-"""Architecture facts of every model the zoo can build: data, read once, needed on both sides of the process boundary.
+"""Reads the architecture facts of every model that the zoo can build: pytest and the worker both need them.
 
 One file a family, named as the module of `pytest_gputrain.worker.zoo` that builds it. A model is one entry: the classes
 and hyper-parameters of its parts, the keys that replace them at tiny scale, what each method trains, and the counts

@@ -1,4 +1,4 @@
-"""Cases as jobs of many machines' scheduler (``--gpu-fleet``). Nothing of this is imported without that option.
+"""Runs cases as jobs of the scheduler of many machines (``--gpu-fleet``). Nothing of this is imported without that option.
 
     Order -> scheduler (slurm, ray) -> job: the very code of a local run -> Delivery -> the Reply, and the Host it is of
 

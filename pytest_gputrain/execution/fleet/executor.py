@@ -11,7 +11,7 @@ import msgspec
 
 from pytest_gputrain.cases.identity import identity_of
 from pytest_gputrain.execution.executor import Executor, conditions_of
-from pytest_gputrain.execution.fleet.queue import Fleet
+from pytest_gputrain.execution.fleet.job_queue import Fleet
 from pytest_gputrain.execution.fleet.scheduler import Scheduler
 from pytest_gputrain.execution.resume import ResumedReplies, ResumedReport
 from pytest_gputrain.hardware import catalog

@@ -1,5 +1,6 @@
-"""Runs the order in a folder and leaves the delivery there:
-``python -m pytest_gputrain.execution.fleet.job FOLDER [HOST [seat]]``.
+"""Runs the order in a folder, and leaves the delivery there.
+
+    python -m pytest_gputrain.execution.fleet.job FOLDER [HOST [seat]]
 
 HOST is this node as the others reach it, where the scheduler starts no agents; ``seat`` makes it one of the others.
 """

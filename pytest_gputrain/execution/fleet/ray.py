@@ -1,4 +1,4 @@
-"""Ray: an existing cluster, in which each run of a case is a task that asks for its GPUs and its platform."""
+"""Submits runs of cases to an existing Ray cluster, each as a task that asks for its GPUs and its platform."""
 
 from __future__ import annotations
 

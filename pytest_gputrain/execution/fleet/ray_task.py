@@ -1,4 +1,6 @@
-"""The tasks that Ray runs on a node: each starts the command that every scheduler starts, in a process of its own."""
+"""Defines the tasks that Ray runs on a node: each starts the command that every scheduler starts, in a process of its
+own.
+"""
 
 from __future__ import annotations
 

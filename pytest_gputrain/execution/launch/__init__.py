@@ -1,1 +1,3 @@
-"""The processes of a case on this machine, and torchrun's agents where it takes several nodes. The training is in worker."""
+"""Starts the processes of a case here, or on several nodes by torchrun's agents, and follows them until they end. Training
+is left to worker.
+"""

@@ -1,4 +1,4 @@
-"""Runs a task in processes of its own and gives its reply: whatever becomes of the processes is a reply.
+"""Runs one task in processes on this node; `ranks` follows them, and turns however they end into the reply.
 
 The ranks of a case on this node are started directly: that gives a true exit code for each, and half the start-up time of
 torchrun. They meet through a file in the case's folder, so no port is taken that another case might want. A case that takes

@@ -1,1 +1,1 @@
-"""Reports in the formats of other tools; `pytest_gputrain.report.export.formats` names them."""
+"""Writes reports in the formats of other tools; `pytest_gputrain.report.export.formats` names them."""

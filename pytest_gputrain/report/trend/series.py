@@ -29,7 +29,7 @@ def analyse(history: History, metrics: Iterable[str]) -> Iterator[Course]:
         HistoryError: a file changed meanwhile.
     """
     from pytest_gputrain.gate.change_points import LEAST_SD, levels
-    from pytest_gputrain.gate.statistics import PRIOR_SD
+    from pytest_gputrain.gate.step_times import PRIOR_SD
 
     for subject, series in history.series.items():
         for metric in metrics:

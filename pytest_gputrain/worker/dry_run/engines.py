@@ -1,4 +1,5 @@
-"""Stand-ins for the two parts of engines that fakes cannot run; all else is the engines' own code.
+"""Replaces the two parts of engines that fakes cannot run, DDP's reducer and gradients of sparse rows; all else is their own
+code.
 
 They allocate what the originals do, and compute nothing else.
 """

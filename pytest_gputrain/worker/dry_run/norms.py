@@ -1,4 +1,6 @@
-"""Norms and softmax as CUDA's kernels compute them, where a CPU takes them apart into operators with own results."""
+"""Computes norms and softmax on fakes as CUDA does, in one kernel each, where a CPU takes them apart into several
+operators.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The properties of operators that a dry run needs, each looked up once."""
+"""Looks up, once each, the properties of operators that a dry run needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Patches torch and libraries so that fake tensors pass for real ones and act as on CUDA: every patch, with its reason.
+"""Patches torch and libraries so that fake tensors pass for real ones and act as on CUDA; applies the patches of `zero` and
+`own_code`.
 
 Fakes are labelled ``cpu``, so that a torch without CUDA can run them. All patches are global: a dry run has a process of its
 own, and undoes them for tests that share one.

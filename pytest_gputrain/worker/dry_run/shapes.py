@@ -1,4 +1,4 @@
-"""A cache of operators' calls on fakes, by the shapes of their arguments.
+"""Caches operators' calls on fakes by the shapes of their arguments.
 
 A training step repeats the same few hundred calls tens of thousands of times. FakeTensorMode has such a cache too, whose key
 alone costs more than all else in a dry run; this one knows only what a step is made of, and leaves the rest to it.

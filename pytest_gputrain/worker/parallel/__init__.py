@@ -1,4 +1,4 @@
-"""The engines, which spread a case's training over processes: one module each."""
+"""Spreads a case's training over processes: one module for each engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine ddp, torch's DistributedDataParallel: a whole model in each process, gradients averaged."""
+"""Implements the engine ddp, torch's DistributedDataParallel: a whole model in each process, gradients averaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of engines: what every way of spreading a training offers to the loop."""
+"""Defines the interface of engines: what every way of spreading a training offers to the loop."""
 
 from __future__ import annotations
 

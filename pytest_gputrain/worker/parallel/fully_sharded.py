@@ -1,4 +1,6 @@
-"""The engine fsdp, torch's FSDP2: parameters, gradients and optimizer state in shards, gathered block by block."""
+"""Implements the engine fsdp, torch's FSDP2: parameters, gradients and optimizer state in shards, gathered block by
+block.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine ps: embedding tables on parameter servers, the dense part on the workers.
+"""Implements the engine ps: embedding tables on parameter servers, the dense part on the workers.
 
 Synchronous, an update is that of one process that trains on all workers' batches. Asynchronous, servers apply each worker's
 gradients as they come, while the dense part stays synchronous: the hybrid algorithm of Persia, arXiv:2111.05897.

@@ -1,4 +1,4 @@
-"""The engine single: one process, nothing spread."""
+"""Implements the engine single: one process, nothing spread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The server's side of the engine ps: rows of embedding tables, looked up and updated by messages of torch.distributed.
+"""Implements the server's side of the engine ps: rows of embedding tables, looked up and updated by messages of
+torch.distributed.
 
 Of every table, server s of S holds the rows whose id is s modulo S. A message is a header from whomever, then tensors from
 the same worker: int64 row numbers within the shards, table after table, then their values in the tables' dtype.

@@ -1,4 +1,6 @@
-"""The engines zero0 to zero3, by DeepSpeed: optimizer state, then gradients, then parameters in shards, or on the host."""
+"""Implements the engines zero0 to zero3, by DeepSpeed: optimizer state, then gradients, then parameters in shards, or on the
+host.
+"""
 
 from __future__ import annotations
 

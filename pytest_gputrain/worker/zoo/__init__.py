@@ -1,4 +1,4 @@
-"""The models: one module for each family, built from architecture facts with random weights; nothing is downloaded."""
+"""Builds the models with random weights from architecture facts: one module for each family. Nothing is downloaded."""
 
 from __future__ import annotations
 

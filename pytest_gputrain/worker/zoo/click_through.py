@@ -1,4 +1,4 @@
-"""The family that predicts click-through rates: CTR-DNN, and wide & deep (arXiv:1606.07792) on the same inputs."""
+"""Builds the family that predicts click-through rates: CTR-DNN, and wide & deep (arXiv:1606.07792) on the same inputs."""
 
 from __future__ import annotations
 

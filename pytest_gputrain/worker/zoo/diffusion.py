@@ -1,4 +1,4 @@
-"""The family of image diffusion models, by diffusers: Stable Diffusion 1.5, XL and 3, FLUX.1."""
+"""Builds the family of image diffusion models, by diffusers: Stable Diffusion 1.5, XL and 3, FLUX.1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The family of decoder-only language models: Llama, Gemma and Phi by transformers, PanGu by a module of our own."""
+"""Builds the family of decoder-only language models: Llama, Gemma and Phi by transformers, PanGu by a module of our own."""
 
 from __future__ import annotations
 

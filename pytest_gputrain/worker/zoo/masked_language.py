@@ -1,4 +1,4 @@
-"""The family of masked language models: BERT's pre-training on masked tokens and next sentences."""
+"""Builds the family of masked language models: BERT's pre-training on masked tokens and next sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model PanGu-alpha (arXiv:2104.12369): GPT-2's blocks, then one whose queries come from a table of positions.
+"""Implements the model PanGu-alpha (arXiv:2104.12369): GPT-2's blocks, then one whose queries come from a table of
+positions.
 
 After sunzeyeah/RLHF src/resources/models/pangu-350M/modeling_gptpangu.py, whose benchmark the published table is, but for
 the attention: there the scores are a tensor, here torch's scaled_dot_product_attention keeps them inside where it can.

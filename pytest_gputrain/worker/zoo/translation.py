@@ -1,4 +1,4 @@
-"""The family of translation models: the Transformer of arXiv:1706.03762, by transformers' Marian class."""
+"""Builds the family of translation models: the Transformer of arXiv:1706.03762, by transformers' Marian class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The family of video diffusion transformers, by diffusers: Mochi, Hunyuan, Wan.
+"""Builds the family of video diffusion transformers, by diffusers: Mochi, Hunyuan, Wan.
 
 Only the transformer trains: videos, texts and images enter as their encoders left them, as trainers store them first.
 """

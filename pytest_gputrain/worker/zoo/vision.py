@@ -1,4 +1,4 @@
-"""The family that classifies images: ResNet by transformers, VGG by a module of our own."""
+"""Builds the family that classifies images: ResNet by transformers, VGG by a module of our own."""
 
 from __future__ import annotations
 

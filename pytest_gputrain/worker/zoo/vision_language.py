@@ -1,4 +1,4 @@
-"""The family of language models that read an image through a vision tower, by transformers: LLaVA-1.6, Qwen2-VL."""
+"""Builds the family of language models that read an image through a vision tower, by transformers: LLaVA-1.6, Qwen2-VL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The family of word vectors: word2vec's skip-gram with negative sampling (arXiv:1310.4546), on sparse gradients."""
+"""Builds the family of word vectors: word2vec's skip-gram with negative sampling (arXiv:1310.4546), on sparse gradients."""
 
 from __future__ import annotations
 

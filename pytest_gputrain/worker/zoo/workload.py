@@ -1,4 +1,4 @@
-"""The base of all families of models: building, activation checkpointing, and the interface of batch and loss."""
+"""Defines the base of all families of models: building, activation checkpointing, and the interface of batch and loss."""
 
 from __future__ import annotations
 

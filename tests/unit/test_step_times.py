@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.gate.statistics import (
+from pytest_gputrain.gate.step_times import (
     LIMIT_SDS,
     MOST_RUNS,
     PRIOR_SD,

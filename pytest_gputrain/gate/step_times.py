@@ -1,4 +1,4 @@
-"""The rule that tells a slower step from a noisy one. Pure arithmetic on seconds: no records, no files, no clock.
+"""Decides whether a step is slower or only noisy. Pure arithmetic on seconds: no records, no files, no clock.
 
 Everything is in logarithms, so that a ratio is a difference. x is the median step time of one process after its warm-up; a
 baseline has K runs, this time there are m so far, one per fresh process:
