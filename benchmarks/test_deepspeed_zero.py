@@ -10,7 +10,7 @@ from pytest_gputrain import Case, grid
 
 PANGU = Case(batch_size=1, sequence_length=512, gradient_accumulation=8, steps=16, warmup=8)
 SMALL, LARGE = PANGU.replace(model="pangu-350m"), PANGU.replace(model="pangu-2.6b")
-SMALL_V100, LARGE_V100 = (case.replace(precision="fp16", gpus=3, platforms=("v100",)) for case in (SMALL, LARGE))
+SMALL_V100, LARGE_V100 = (case.replace(precision="fp16-amp", gpus=3, platforms=("v100",)) for case in (SMALL, LARGE))
 LARGE_A100 = LARGE.replace(precision="bf16", gpus=1, platforms=("a100",))
 M, G = 10**6, 10**9
 
@@ -29,7 +29,7 @@ OVERLAPPED_3 = {"offload_optimizer": [True], "offload_param": [True], "overlap_c
 
 CASES = [
     # PanGu 350M.
-    *grid(SMALL, precision=["fp32", "fp16"], platforms=["v100"]),
+    *grid(SMALL, precision=["fp32", "fp16-amp"], platforms=["v100"]),
     *zero(SMALL_V100, 0),
     *zero(SMALL_V100, 1),
     *zero(SMALL_V100, 2, **KEPT_2, allgather_bucket_size=[500 * M]),
@@ -38,7 +38,7 @@ CASES = [
     *zero(SMALL_V100, 3, **OFFLOADED_3, allgather_bucket_size=[1 * G]),
     *zero(SMALL_V100, 3, **OVERLAPPED_3, allgather_bucket_size=[1 * G, 500 * M, 200 * M]),
     # PanGu 2.6B, without ZeRO on one GPU of either kind.
-    *grid(LARGE, precision=["fp32", "fp16"], platforms=["v100", "a100"]),
+    *grid(LARGE, precision=["fp32", "fp16-amp"], platforms=["v100", "a100"]),
     *grid(LARGE, precision=["bf16-amp"], platforms=["a100"]),
     # On three V100.
     *zero(LARGE_V100, 0),

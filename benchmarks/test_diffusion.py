@@ -12,7 +12,7 @@ from pytest_gputrain import Case, grid
 
 SD_1_5 = Case(model="sd-1.5", precision="bf16-amp", resolution="512x512", activation_checkpointing=True)
 PRETRAIN, LORA = SD_1_5.replace(method="pretrain", batch_size=80), SD_1_5.replace(method="lora", batch_size=96)
-SD_3 = Case(precision="fp16", resolution="512x512", gradient_accumulation=4)
+SD_3 = Case(precision="fp16-amp", resolution="512x512", gradient_accumulation=4)
 
 AMD = Case(precision="bf16-amp", optimizer="adamw-fused", learning_rate=1e-5)
 FLUX = AMD.replace(model="flux.1-dev", resolution="512x512")

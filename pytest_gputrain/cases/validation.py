@@ -14,7 +14,7 @@ from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
 METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
-PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16")
+PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
 OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -26,6 +26,9 @@ VOCABULARY: Final = {
     "compile": COMPILE_MODES,
 }
 """The words of a field that takes words."""
+
+_RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over weights in fp32)"}
+"""Words that a field does not take under this name, and the rest of a sentence about each."""
 
 ADAPTING: Final = ("lora", "qlora")
 """Methods that train adapters."""
@@ -45,6 +48,12 @@ _ENGINES_OF_KNOBS: Final = {
 
 COMPILED: Final = ("single", "ddp", "fsdp")
 """Parallelisms under which a model is compiled: what DeepSpeed and the parameter server do in backward, no graph holds."""
+
+
+def renamed(field: str, word: object) -> str:
+    """``the precision 'fp16', which is called 'fp16-amp' (...)`` for a word that has another name; empty for any other."""
+    told = _RENAMED.get((field, word)) if isinstance(word, str) else None
+    return f"the {field} {word!r}, which {told}" if told else ""
 
 
 def problem(case: Case, markers: Sequence[str]) -> str | None:
@@ -78,6 +87,8 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         vocabulary.insert(1, ("method", case.method, METHODS))
     for field, value, names in vocabulary:
         choices = tuple(names)
+        if name := renamed(field, value):
+            return f"names {name}; write that"
         if value not in choices:
             hint = did_you_mean(value, choices)
             return f"names the unknown {field} {value!r}{hint}; known: {', '.join(choices)}"
@@ -188,6 +199,6 @@ def _bad_parameter_server(case: Case) -> str | None:
         return "asks for parallel='ps', which own code does not have; choose parallel='ddp'"
     if case.servers == 0:
         return "asks for parallel='ps', but has no servers; set servers=1 or more"
-    if case.precision == "fp16":
-        return "asks for precision='fp16', whose scaled loss parallel='ps' does not do; choose precision='bf16-amp'"
+    if case.precision == "fp16-amp":
+        return "asks for precision='fp16-amp', whose scaled loss parallel='ps' does not do; choose precision='bf16-amp'"
     return None

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.records import Report
-from pytest_gputrain.storage.baselines import BaselineError, decode
+from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.reports import read_report
 
 _USAGE_ERROR: Final = 4
 _NOTHING_SELECTED: Final = 5
@@ -148,7 +149,7 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
     if status == _USAGE_ERROR or not report.exists():
         raise SideError(f"pytest of {side.label} ended with status {status} and without a report:\n{tail}")
     try:
-        side_report = decode(report, Report, "a report of --gpu-json", "both sides need versions that agree on its format")
+        side_report = read_report(report, "both sides need versions that agree on its format")
     except BaselineError as error:
         raise SideError(str(error)) from None
     if any(result.prediction is not None for result in side_report.results):

@@ -8,27 +8,27 @@ from typing import Any, Final
 import pytest
 
 from pytest_gputrain.records import MetricName
-from pytest_gputrain.records.tolerance import Cap, Terms, parse_memory_tolerance
+from pytest_gputrain.records.tolerance import Cap, Terms, read_memory_tolerance
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.suggest import did_you_mean
-from pytest_gputrain.utils.units import parse_bytes, parse_ratio, parse_seconds
+from pytest_gputrain.utils.units import read_bytes, read_ratio, read_seconds
 
 LIMIT: Final = "gpu_limit"
 TOLERANCE: Final = "gpu_tolerance"
 
 HELP: Final = (
-    f'{LIMIT}(memory="24 GiB", step="0.5 s"): gputrain: fails the test if its case allocates more or takes longer a step',
+    f'{LIMIT}(memory="24 GiB", time="0.5 s"): gputrain: fails the test if its case allocates more or takes longer a step',
     f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB"): gputrain: what passes in this test, instead of '
     "gpu_time_tolerance and gpu_memory_tolerance of the ini file; growth is what own code may keep more of after every step",
 )
 
-_KEYWORDS: Final[dict[str, dict[str, Callable[[str], Any]]]] = {
-    LIMIT: {"memory": parse_bytes, "step": parse_seconds},
-    TOLERANCE: {"time": parse_ratio, "memory": parse_memory_tolerance, "growth": parse_bytes},
+_KEYWORDS: Final[dict[str, dict[str, Callable[[object], Any]]]] = {
+    LIMIT: {"memory": read_bytes, "time": read_seconds},
+    TOLERANCE: {"time": read_ratio, "memory": read_memory_tolerance, "growth": read_bytes},
 }
-_METRICS: Final[dict[str, MetricName]] = {"memory": "peak_allocated_bytes", "step": "step_seconds"}
+_METRICS: Final[dict[str, MetricName]] = {"memory": "peak_allocated_bytes", "time": "step_seconds"}
 _EXAMPLES: Final = {
-    LIMIT: '@pytest.mark.gpu_limit(memory="24 GiB", step="0.5 s")',
+    LIMIT: '@pytest.mark.gpu_limit(memory="24 GiB", time="0.5 s")',
     TOLERANCE: '@pytest.mark.gpu_tolerance(time="5 %", memory="3 % + 1 GiB")',
 }
 
@@ -91,18 +91,18 @@ def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
     if mark.args or not mark.kwargs:
         raise BadCase(f"{stated} takes {_listed(f'{keyword}=' for keyword in keywords)}, as {example}")
     values = {}
-    for keyword, text in mark.kwargs.items():
+    for keyword, value in mark.kwargs.items():
+        if (mark.name, keyword) == (LIMIT, "step"):
+            raise BadCase(f"{stated}: step= is called time=; write that, as {example}")
         if keyword not in keywords:
             hint = did_you_mean(keyword, keywords)
             raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {_listed(keywords)}, as {example}")
-        if not isinstance(text, str):
-            raise BadCase(f"{stated}: {keyword}={text!r} is no text with a unit, as {example}")
         try:
-            values[keyword] = keywords[keyword](text)
+            values[keyword] = keywords[keyword](value)
         except ValueError as error:
             raise BadCase(f"{stated}: {keyword}: {error}") from None
         if mark.name == LIMIT and not values[keyword]:
-            raise BadCase(f"{stated}: {keyword}={text!r} lets nothing pass; state more than zero, as {example}")
+            raise BadCase(f"{stated}: {keyword}={value!r} lets nothing pass; state more than zero, as {example}")
     return values
 
 

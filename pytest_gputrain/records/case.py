@@ -31,7 +31,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     method: str = "full"
     """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code."""
     precision: str = "bf16"
-    """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16`` (fp32 weights under autocast)."""
+    """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16-amp`` (fp32 weights under autocast; the
+    engines of DeepSpeed train ``fp16-amp`` in their own fp16, with fp32 masters of 16-bit weights)."""
     parallel: str = "single"
     """``single``, ``ddp``, ``fsdp`` (FSDP2), ``zero0`` to ``zero3`` (DeepSpeed) or ``ps`` (parameter server)."""
     gpus: Whole = 1

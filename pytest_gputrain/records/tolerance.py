@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_gputrain.records import MetricName
-from pytest_gputrain.utils.units import format_bytes, format_percent, parse_bytes, parse_ratio
+from pytest_gputrain.utils.units import format_bytes, format_percent, parse_bytes, parse_ratio, read_bytes, read_ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,26 @@ def parse_memory_tolerance(text: str) -> MemoryTolerance:
     with contextlib.suppress(ValueError):
         return MemoryTolerance(bytes=parse_bytes(text))
     raise ValueError(f"{text!r} is not a tolerance; write it as 2%, 0.02, 512MiB or 2%+512MiB")
+
+
+def read_memory_tolerance(value: object) -> MemoryTolerance:
+    """The tolerance in what a marker has: bytes as an int, a ratio as a float, or a text for `parse_memory_tolerance`.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if isinstance(value, str):
+        return parse_memory_tolerance(value)
+    with contextlib.suppress(ValueError):
+        return (
+            MemoryTolerance(ratio=read_ratio(value))
+            if isinstance(value, float)
+            else MemoryTolerance(bytes=read_bytes(value))
+        )
+    raise ValueError(
+        f"{value!r} is not a tolerance; write it as 0.03 (a float is a ratio below 1), 512 * MiB (an int is bytes) or "
+        "'3 % + 512 MiB'"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

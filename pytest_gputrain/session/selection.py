@@ -109,7 +109,7 @@ def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, a
     if case.gpus + case.servers > 1 and most_processes == 1:
         few = "two workers and two servers at most" if case.servers else "two of them"
         return f"needs {case.gpus + case.servers} processes; --gpu-processes=2 runs {few} on a CPU"
-    if case.parallel.startswith("zero") and case.precision == "fp16":
+    if case.parallel.startswith("zero") and case.precision == "fp16-amp":
         return "needs a GPU: DeepSpeed's fp16 refuses a CPU"
     return None
 

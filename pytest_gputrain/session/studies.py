@@ -18,7 +18,7 @@ from pytest_gputrain.session.batch_search import find_batch
 Launch = Callable[[Task], Reply]
 """Runs a task in a fresh process."""
 
-COMPARED: Final = ("fp32", "bf16-amp", "fp16")
+COMPARED: Final = ("fp32", "bf16-amp", "fp16-amp")
 """Precisions of the loss curves, beside the case's own. fp32 first: the others are compared with it."""
 
 
@@ -108,7 +108,7 @@ def _why_left_out(case: Case, platform: str, precision: str) -> str:
     """Why the case has no curve in that precision; empty where it has one."""
     if platform in catalog.PLATFORMS and catalog.peak_flops(platform, precision) is None:
         return f"{catalog.PLATFORMS[platform].title} has no {precision.removesuffix('-amp')} arithmetic"
-    if case.parallel == "ps" and precision == "fp16":
+    if case.parallel == "ps" and precision == "fp16-amp":
         return "parameter servers take no gradients of a scaled loss"
     return ""
 

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import (
     FORMAT,
     MAX_RUNS,
@@ -35,6 +36,7 @@ from pytest_gputrain.utils.spill import SpilledDict
 RESTORE: Final = "restore it from git, or delete it and record again"
 _NEWER: Final = "update pytest-gputrain, should a newer version have written it"
 _MOST_LINES_SHOWN: Final = 6
+RECORD_ENTRY: Final = "delete the entry and record it again"
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 
 
@@ -178,6 +180,7 @@ def _load(path: Path, device: str) -> SpilledDict[str, Baseline]:
             stored = msgspec.json.decode(raw, type=_StoredCase)
         except UNREADABLE as error:
             raise BaselineError(f"{path} is not a baseline file: {error} in {key}; {_remedy(error, RESTORE)}") from None
+        refuse_renamed(path, key, stored.case.precision, RECORD_ENTRY)
         runs = [_run(path, key, fields, file.environments) for fields in stored.runs]
         _check_figures(path, key, runs)
         if key.endswith("@tiny") != (stored.scale == "tiny"):
@@ -210,6 +213,14 @@ def refuse_unknown(path: Path, where: str, fields: Any, record: Any) -> None:
         raise BaselineError(f"the baseline file {path} holds an unknown {name!r} in {where}; {_NEWER}, or {RESTORE}")
 
 
+def refuse_renamed(path: Path, where: str, precision: str, remedy: str) -> None:
+    """Raises:
+    BaselineError: ``precision`` is no name of one. No case has such a name, so what was recorded under it would be left out.
+    """
+    if name := renamed("precision", precision):
+        raise BaselineError(f"{path} names in {where} {name}; {remedy}")
+
+
 def _lost(before: Any, after: Any) -> str:
     """A name that stands in the one and not in the other; empty for none."""
     if isinstance(before, dict) and isinstance(after, dict):
@@ -231,7 +242,7 @@ def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
         if bad_time or (measured and peak is None) or any(value < 0 for value in counts):
             raise BaselineError(f"the baseline file {path} holds impossible figures for {key}; {_RESTORE_ENTRY}")
     if not runs:
-        raise BaselineError(f"the baseline file {path} holds no run for {key}; delete the entry and record it again")
+        raise BaselineError(f"the baseline file {path} holds no run for {key}; {RECORD_ENTRY}")
 
 
 def decode(path: Path, type_: type[_Record], what: str, remedy: str = RESTORE) -> _Record:

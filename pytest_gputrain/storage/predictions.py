@@ -16,7 +16,15 @@ from msgspec import Struct
 
 from pytest_gputrain.records import FORMAT, Case, Prediction, Scale
 from pytest_gputrain.records.recorded import Conditions, Recorded, conditions
-from pytest_gputrain.storage.baselines import RESTORE, BaselineError, decode, path_in, refuse_unknown
+from pytest_gputrain.storage.baselines import (
+    RECORD_ENTRY,
+    RESTORE,
+    BaselineError,
+    decode,
+    path_in,
+    refuse_renamed,
+    refuse_unknown,
+)
 from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.files import locked, sweep, write_atomically
 
@@ -124,6 +132,7 @@ def _load(path: Path, platform: str) -> dict[str, Recorded]:
             "record again"
         )
     for key, stored in file.cases.items():
+        refuse_renamed(path, key, stored.case.precision, RECORD_ENTRY)
         if not stored.predictions or key.endswith("@tiny") != (stored.scale == "tiny"):
             what = f"the scale {stored.scale}" if stored.predictions else "no prediction"
             raise BaselineError(f"the baseline file {path} gives {key} {what}; {RESTORE}")

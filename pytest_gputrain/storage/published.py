@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from pytest_gputrain.records import Case, Published
 from pytest_gputrain.records.published import Figure, Figures
-from pytest_gputrain.storage.baselines import BaselineError, decode
+from pytest_gputrain.storage.baselines import BaselineError, decode, refuse_renamed
 
 FOLDER: Final = "published"
 GATED: Final = "pytorch"
@@ -153,6 +153,8 @@ def load(path: Path) -> PublishedTable:
         BaselineError: it is no sound table.
     """
     table = decode(path, PublishedTable, "a published table", _REMEDY)
+    for row in table.rows:
+        refuse_renamed(path, f"{row.case} on {row.platform}", row.case.precision, _REMEDY)
     trouble = _trouble(table, path.stem)
     if trouble:
         raise BaselineError(f"the published table {path} {trouble}; {_REMEDY}")

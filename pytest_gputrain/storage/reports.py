@@ -20,16 +20,20 @@ from pytest_gputrain.records import (
     Result,
     TrainingPhase,
 )
-from pytest_gputrain.storage.baselines import decode
+from pytest_gputrain.storage.baselines import decode, refuse_renamed
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote") -> Report:
     """The report in a file.
 
     Raises:
         BaselineError: it cannot be read, or is none of this package.
     """
-    return decode(path, Report, "a report of --gpu-json", "give the file that --gpu-json wrote")
+    report = decode(path, Report, "a report of --gpu-json", remedy)
+    for result in report.results:
+        for precision in (result.case.precision, *(curve.precision for curve in result.loss_curves)):
+            refuse_renamed(path, result.key, precision, "write the report again")
+    return report
 
 
 class ReportStore:

@@ -17,6 +17,9 @@ KiB: Final = 1024
 MiB: Final = 1024**2
 GiB: Final = 1024**3
 
+_MOST: Final = 2**63 - 1
+"""As of `Whole`."""
+
 _BYTE_UNITS: Final = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -125,3 +128,52 @@ def parse_seconds(text: str) -> float:
         if 0 < seconds < math.inf:
             return seconds
     raise ValueError(f"{text!r} is not a time; write it as 90s, 15min or 2h")
+
+
+def read_bytes(value: object) -> int:
+    """Bytes in what a marker has: a number of them, or a text for `parse_bytes`.
+
+    Raises:
+        ValueError: neither; also a part of a byte, which was surely meant for a ratio.
+    """
+    amount = parse_bytes(value) if isinstance(value, str) else _number(value)
+    if amount is None or 0 < amount < 1 or amount > _MOST:
+        raise ValueError(
+            f"{value!r} is not an amount of memory; write it as 24 * GiB, which is a number of bytes, or '24 GiB'"
+        )
+    return round(amount)
+
+
+def read_ratio(value: object) -> float:
+    """The ratio in what a marker has: a number below 1, or a text for `parse_ratio`.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(value, str):
+        return parse_ratio(value)
+    ratio = _number(value)
+    if ratio is None or ratio >= 1:
+        raise ValueError(f"{value!r} is not a tolerance; write it as 0.05, which is a ratio below 1, or '5 %'")
+    return float(ratio)
+
+
+def read_seconds(value: object) -> float:
+    """Seconds in what a marker has: a number of them, or a text for `parse_seconds`.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(value, str):
+        return parse_seconds(value)
+    seconds = _number(value)
+    if not seconds:
+        raise ValueError(f"{value!r} is not a time; write it as 0.5, which is a number of seconds, or '500 ms'")
+    return float(seconds)
+
+
+def _number(value: object) -> int | float | None:
+    """``value`` if it is a number that something can have: finite and not negative. A switch is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if 0 <= value <= _MOST else None  # which not-a-number fails, too

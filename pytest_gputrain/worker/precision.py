@@ -24,7 +24,7 @@ class Precision:
     autocast: torch.dtype | None = None
     """Arithmetic under autocast, None to compute in the weights' own."""
     scaled: bool = False
-    """The loss is scaled against underflow (fp16)."""
+    """The loss is scaled against underflow (``fp16-amp``)."""
 
     @property
     def compute(self) -> torch.dtype:
@@ -48,7 +48,7 @@ PRECISIONS: Final = {
     "fp32": Precision(weights=torch.float32),
     "bf16": Precision(weights=torch.bfloat16),
     "bf16-amp": Precision(weights=torch.float32, autocast=torch.bfloat16),
-    "fp16": Precision(weights=torch.float32, autocast=torch.float16, scaled=True),
+    "fp16-amp": Precision(weights=torch.float32, autocast=torch.float16, scaled=True),
 }
 
 

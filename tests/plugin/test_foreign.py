@@ -97,7 +97,7 @@ def test_ignore_takes_no_notice(recorded_suite: Project) -> None:
 
 
 def test_a_limit_of_time_is_not_judged_beside_others(h100: Project) -> None:
-    limited = "@pytest.mark.gpu_limit(step='1 s')\n@pytest.mark.parametrize"
+    limited = "@pytest.mark.gpu_limit(time='1 s')\n@pytest.mark.parametrize"
     h100.write(test_tuning=SUITE.replace("@pytest.mark.parametrize", limited))
     h100.occupied(free_bytes=77 * GiB, processes=1)
     result = h100.run("-k", "gemma")

@@ -45,15 +45,29 @@ def test_a_limit_fails_without_a_baseline_and_says_where_it_stands(suite: Projec
 
 def test_a_step_over_its_limit_fails_though_it_is_as_slow_as_ever(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    _marked(suite, "gpu_limit(step='500 ms')")
+    _marked(suite, "gpu_limit(time='500 ms')")
     result = suite.run("-k", "gemma")
     assert only_sentence(result, TEST) == (
         f"{GEMMA} takes 4.70 s a step, over its limit of 500 ms in 3 fresh runs (gpu_limit on test_tuning)"
     )
 
 
+@pytest.mark.parametrize(
+    ("mark", "sentence"),
+    [
+        ("gpu_limit(memory=24 * 2**30)", f"{GEMMA} needs 35.0 GiB peak allocated, over its limit of 24.0 GiB in"),
+        ("gpu_limit(memory=24.5 * 2**30)", f"{GEMMA} needs 35.0 GiB peak allocated, over its limit of 24.5 GiB in"),
+        ("gpu_limit(time=0.5)", f"{GEMMA} takes 4.70 s a step, over its limit of 500 ms in"),
+        ("gpu_limit(time=4)", f"{GEMMA} takes 4.70 s a step, over its limit of 4.00 s in"),
+    ],
+)
+def test_a_limit_is_bytes_and_seconds_where_it_is_a_number(suite: Project, mark: str, sentence: str) -> None:
+    _marked(suite, mark)
+    assert only_sentence(suite.run("-k", "gemma", "--gpu-reruns=0"), TEST).startswith(sentence)
+
+
 def test_one_bad_process_is_not_over_the_limit(suite: Project) -> None:
-    _marked(suite, "gpu_limit(step='5s')")
+    _marked(suite, "gpu_limit(time='5s')")
     suite.answer(recorded(slower=1.3), recorded(), to=GEMMA)
     suite.run().assert_outcomes(passed=3)
 
@@ -75,7 +89,7 @@ def test_what_is_over_its_limit_becomes_no_baseline(suite: Project) -> None:
 
 def test_at_tiny_scale_a_limit_is_told_as_not_judged(project: Project) -> None:
     project.machine(None)
-    _marked(project, "gpu_limit(memory='1 KiB', step='1 ms')")
+    _marked(project, "gpu_limit(memory='1 KiB', time='1 ms')")
     result = project.run()
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(
@@ -97,7 +111,7 @@ def test_own_code_is_limited_on_a_cpu_too(project: Project) -> None:
 
 def test_the_nearest_marker_counts_for_each_keyword(suite: Project) -> None:
     _marked(
-        suite, "gpu_limit(memory='30 GiB')", file="gpu_limit(memory='1 GiB', step='4s')", case="gpu_limit(memory='40 GiB')"
+        suite, "gpu_limit(memory='30 GiB')", file="gpu_limit(memory='1 GiB', time='4s')", case="gpu_limit(memory='40 GiB')"
     )
     sentences = failures(suite.run("--gpu-reruns=0"))
     assert sorted(sentences) == sorted(f"test_tuning[{name}]" for name in (LLAMA, GEMMA, LLAMA_2))
@@ -110,7 +124,7 @@ def test_the_nearest_marker_counts_for_each_keyword(suite: Project) -> None:
 
 def test_a_class_may_state_a_limit(suite: Project) -> None:
     suite.write(
-        test_tuning=SUITE.replace("@pytest", "@pytest.mark.gpu_limit(step='1s')\nclass TestTuning:\n    @pytest")
+        test_tuning=SUITE.replace("@pytest", "@pytest.mark.gpu_limit(time='1s')\nclass TestTuning:\n    @pytest")
         .replace("def test_tuning(gputrain", "    def test_tuning(self, gputrain")
         .replace("    gputrain.check", "        gputrain.check")
     )
@@ -122,8 +136,8 @@ def test_a_class_overrides_the_limit_of_its_base(suite: Project) -> None:
     suite.write(
         test_tuning=SUITE.replace(
             "@pytest",
-            "@pytest.mark.gpu_limit(step='1s')\nclass Base:\n    pass\n\n\n"
-            "@pytest.mark.gpu_limit(step='9s')\nclass TestTuning(Base):\n    @pytest",
+            "@pytest.mark.gpu_limit(time='1s')\nclass Base:\n    pass\n\n\n"
+            "@pytest.mark.gpu_limit(time='9s')\nclass TestTuning(Base):\n    @pytest",
         )
         .replace("def test_tuning(gputrain", "    def test_tuning(self, gputrain")
         .replace("    gputrain.check", "        gputrain.check")
@@ -144,18 +158,31 @@ def test_a_process_without_figures_ends_the_question_of_a_limit(suite: Project, 
     [
         (["gpu_limit(memory='24')"], "gpu_limit on test_tuning: memory: '24' is not an amount of memory; *"),
         (["gpu_limit(memory='5 s')"], "gpu_limit on test_tuning: memory: '5 s' is not an amount of memory; *"),
-        (["gpu_limit(step='5 GiB')"], "gpu_limit on test_tuning: step: '5 GiB' is not a time; *"),
-        (["gpu_limit(step=0.5)"], "gpu_limit on test_tuning: step=0.5 is no text with a unit, as @pytest.mark.gpu_limit*"),
+        (["gpu_limit(time='5 GiB')"], "gpu_limit on test_tuning: time: '5 GiB' is not a time; *"),
+        (
+            ["gpu_limit(step='1 s')"],
+            "gpu_limit on test_tuning: step= is called time=; write that, as @pytest.mark.gpu_limit(*",
+        ),
+        (["gpu_limit(memory=True)"], "gpu_limit on test_tuning: memory: True is not an amount of memory; *"),
+        (["gpu_limit(memory=0)"], "gpu_limit on test_tuning: memory=0 lets nothing pass; state more *"),
+        (["gpu_limit(time=float('inf'))"], "gpu_limit on test_tuning: time: inf is not a time; *"),
+        (["gpu_tolerance(time=3)"], "gpu_tolerance on test_tuning: time: 3 is not a tolerance; write it as 0.05, *"),
+        (["gpu_tolerance(memory=1.5)"], "gpu_tolerance on test_tuning: memory: 1.5 is not a tolerance; write it as 0.03 (*"),
+        (["gpu_tolerance(growth=-1)"], "gpu_tolerance on test_tuning: growth: -1 is not an amount of memory; *"),
+        (
+            ["gpu_tolerance(step='5 %')"],
+            "gpu_tolerance on test_tuning knows no 'step'*; it takes time, memory and growth, *",
+        ),
         (["gpu_limit(memroy='1GiB')"], "gpu_limit on test_tuning knows no 'memroy' (did you mean 'memory'?); it takes *"),
         (
             ["gpu_limit(memory='0 GiB')"],
             "gpu_limit on test_tuning: memory='0 GiB' lets nothing pass; state more *",
         ),
-        (["gpu_limit('24 GiB')"], "gpu_limit on test_tuning takes memory= and step=, as @pytest.mark.gpu_limit(memory=*"),
+        (["gpu_limit('24 GiB')"], "gpu_limit on test_tuning takes memory= and time=, as @pytest.mark.gpu_limit(memory=*"),
         (["gpu_tolerance()"], "gpu_tolerance on test_tuning takes time=, memory= and growth=, as @pytest.mark.gpu_tol*"),
         (["gpu_tolerance(growth='1')"], "gpu_tolerance on test_tuning: growth: *"),
-        (["gpu_limit()"], "gpu_limit on test_tuning takes memory= and step=, as @pytest.mark.gpu_limit(memory=*"),
-        (["gpu_limit(step='1s')", "gpu_limit(step='2s')"], "2 markers gpu_limit are on test_tuning; give one with all *"),
+        (["gpu_limit()"], "gpu_limit on test_tuning takes memory= and time=, as @pytest.mark.gpu_limit(memory=*"),
+        (["gpu_limit(time='1s')", "gpu_limit(time='2s')"], "2 markers gpu_limit are on test_tuning; give one with all *"),
         (["gpu_tolerance(time='3')"], "gpu_tolerance on test_tuning: time: '3' is not a tolerance; *"),
         (["gpu_tolerance(memory='3%+3%')"], "gpu_tolerance on test_tuning: memory: '3%+3%' is not a tolerance; *"),
         (["gpu_limits(memory='24 GiB')"], "there is no marker 'gpu_limits' (did you mean 'gpu_limit'?)"),
@@ -189,6 +216,15 @@ def test_a_tolerance_of_the_test_lets_more_pass(slower: Project) -> None:
     slower.run().assert_outcomes(passed=3)
 
 
+@pytest.mark.parametrize(("memory", "passes"), [(0.05, True), (0.03, False), (2 * GiB, True), (GiB, False)])
+def test_a_tolerance_of_memory_is_a_ratio_as_a_float_and_bytes_as_an_int(
+    slower: Project, memory: float, passes: bool
+) -> None:
+    _marked(slower, f"gpu_tolerance(time=0.1, memory={memory})")
+    result = slower.run("-k", "gemma")
+    assert list(failures(result)) == ([] if passes else [TEST])
+
+
 def test_a_tolerance_of_one_case_is_that_of_no_other(slower: Project) -> None:
     _marked(slower, case="gpu_tolerance(time='10 %', memory='5%')")
     slower.answer(recorded(slower=1.06), to=LLAMA)
@@ -204,4 +240,6 @@ def test_a_tolerance_of_the_test_counts_before_the_ini_file_and_after_the_comman
 
 
 def test_both_markers_are_registered_with_their_help(project: Project) -> None:
-    project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.gpu_limit(memory=*", "@pytest.mark.gpu_tolerance(time=*"])
+    project.run("--markers").stdout.fnmatch_lines(
+        ["@pytest.mark.gpu_limit(memory=*, time=*", "@pytest.mark.gpu_tolerance(time=*, memory=*"]
+    )

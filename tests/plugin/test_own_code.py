@@ -542,6 +542,12 @@ def test_tensors_that_every_step_keeps_fail_a_test_unless_it_allows_them(project
     )
 
 
+@pytest.mark.parametrize(("growth", "outcome"), [("20 * 1024", "passed"), ("8 * 1024", "failed")])
+def test_growth_that_a_test_allows_is_bytes_where_it_is_a_number(project: Project, growth: str, outcome: str) -> None:
+    project.write(test_mine=BUFFERED.replace('growth="64 KiB"', f"growth={growth}"))
+    project.run("-k", "allowed").assert_outcomes(**{outcome: 1}, deselected=1)
+
+
 def test_own_code_in_another_precision_than_it_says_is_not_recorded(project: Project) -> None:
     project.write(test_mine=BUFFERED.replace('precision="fp32"', 'precision="bf16"'))
     result = project.run("-k", "allowed", "--gpu-baseline-update")

@@ -178,13 +178,13 @@ def test_contradictions_are_usage_errors(suite: Project, arguments: tuple[str, .
 
 def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None:
     h100.write(test_tuning=SUITE)
-    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16=FALLING, bf16=[10.0] * 30)
+    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16_amp=FALLING, bf16=[10.0] * 30)
     result = h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma")
     result.assert_outcomes(passed=1, deselected=2)
     assert [launched["id"].removeprefix("gemma-7b-lora-") for launched in h100.launches] == [
         "fp32",
         "bf16-amp",
-        "fp16",
+        "fp16-amp",
         "bf16",
     ]
     assert {(launched["steps"], launched["warmup"]) for launched in h100.launches} == {(30, 0)}
@@ -196,19 +196,19 @@ def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None
 @pytest.mark.parametrize(("call", "outcome"), [("check", "failed"), ("measure", "passed")])
 def test_a_precision_that_diverges_alone_fails_a_check(h100: Project, call: str, outcome: str) -> None:
     h100.write(test_tuning=SUITE.replace("check", call))
-    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16=FALLING[:9], bf16=FALLING)
+    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16_amp=FALLING[:9], bf16=FALLING)
     result = h100.run("--gpu-loss=30", "-k", "gemma")
     result.assert_outcomes(**{outcome: 1}, deselected=2)
     if outcome == "failed":
         assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
-            f"{GEMMA} diverges in fp16 (its loss is not finite in step 10), but not in fp32"
+            f"{GEMMA} diverges in fp16-amp (its loss is not finite in step 10), but not in fp32"
         )
 
 
 @pytest.mark.parametrize("call", ["check", "measure"])
 def test_a_precision_without_a_curve_fails(h100: Project, call: str) -> None:
     h100.write(test_tuning=SUITE.replace("check", call))
-    _answer_losses(h100, bf16_amp=FALLING, fp16=FALLING, bf16=FALLING)
+    _answer_losses(h100, bf16_amp=FALLING, fp16_amp=FALLING, bf16=FALLING)
     h100.answer(recorded("h100_out_of_memory"), to="gemma-7b-lora-fp32")
     h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     (case_result,) = h100.report()["results"]
@@ -219,9 +219,9 @@ def test_a_precision_without_a_curve_fails(h100: Project, call: str) -> None:
 
 
 def test_precisions_that_cases_share_are_trained_once(h100: Project) -> None:
-    grid = SUITE.replace('method=["lora"]', 'method=["lora"], precision=["fp32", "fp16"]')
+    grid = SUITE.replace('method=["lora"]', 'method=["lora"], precision=["fp32", "fp16-amp"]')
     h100.write(test_tuning=grid)
-    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16=FALLING)
+    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16_amp=FALLING)
     h100.run("--gpu-loss=30", "-k", "gemma").assert_outcomes(passed=2, deselected=4)
     assert len(h100.launches) == 3
 
@@ -231,7 +231,7 @@ def test_own_code_that_overflows_in_one_precision_is_found_for_real(project: Pro
         test_mine="""
         def overflowing(setup):
             step_of = iter(range(10**6))
-            limit = 12 if setup.case.precision == "fp16" else 10**6
+            limit = 12 if setup.case.precision == "fp16-amp" else 10**6
 
             def step():
                 number = next(step_of)
@@ -246,11 +246,11 @@ def test_own_code_that_overflows_in_one_precision_is_found_for_real(project: Pro
     )
     result = project.run("--gpu-loss=20", "--gpu-json=report.json")
     assert only_sentence(result, "test_it") == (
-        "overflowing-fp32 diverges in fp16 (its loss is not finite in step 13), but not in fp32"
+        "overflowing-fp32 diverges in fp16-amp (its loss is not finite in step 13), but not in fp32"
     )
     (case_result,) = project.report()["results"]
     assert [(curve["precision"], curve["trend"], len(curve["losses"])) for curve in case_result["loss_curves"]] == [
         ("fp32", "converging", 20),
         ("bf16-amp", "converging", 20),
-        ("fp16", "diverging", 12),
+        ("fp16-amp", "diverging", 12),
     ]

@@ -210,7 +210,7 @@ def test_a_case_of_several_gpus_skips_on_a_cpu_that_is_to_run_one_process(cpu: P
 
 
 def test_deepspeed_s_fp16_skips_on_a_cpu(cpu: Project) -> None:
-    cpu.write(test_sharded=FSDP.replace('parallel="fsdp"', 'parallel="zero2", precision="fp16"'))
+    cpu.write(test_sharded=FSDP.replace('parallel="fsdp"', 'parallel="zero2", precision="fp16-amp"'))
     assert list(skips(cpu.run("--gpu-processes=2")).values()) == ["needs a GPU: DeepSpeed's fp16 refuses a CPU"]
 
 

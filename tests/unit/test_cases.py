@@ -125,7 +125,17 @@ def test_cases_of_a_grid_have_different_ids(axes: dict[str, list[Any]]) -> None:
     assert len({str(case) for case in cases}) == len(cases)
 
 
-@pytest.mark.parametrize("case", [CASE, CUSTOM, CASE.replace(platforms=("h100", "cpu")), CASE.replace(warmup=0), SERVED])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        CUSTOM,
+        CUSTOM.replace(precision="fp16-amp"),
+        CASE.replace(platforms=("h100", "cpu")),
+        CASE.replace(warmup=0),
+        SERVED,
+    ],
+)
 def test_sound_cases_have_no_problem(case: Case) -> None:
     assert problem(case, MARKERS) is None
 
@@ -149,6 +159,11 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CASE.replace(method="custom"), "unknown method 'custom'"),
         (CUSTOM.replace(method="full"), "unknown method 'full'; known: custom"),
         (CASE.replace(precision="bf-16"), "unknown precision 'bf-16' (did you mean 'bf16'?)"),
+        (
+            CUSTOM.replace(precision="fp16"),
+            "names the precision 'fp16', which is called 'fp16-amp' (autocast over weights in fp32); write that",
+        ),
+        (CASE.replace(precision="fp16", parallel="zero1"), "names the precision 'fp16', which is called 'fp16-amp'"),
         (CASE.replace(parallel="fsdpp"), "unknown parallel 'fsdpp' (did you mean 'fsdp'?)"),
         (CASE.replace(optimizer="adamww"), "unknown optimizer 'adamww' (did you mean 'adamw'?)"),
         (CASE.replace(platforms=("h100", "h1000")), "unknown platform 'h1000' (did you mean 'h100'?)"),
@@ -193,7 +208,10 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CASE.replace(servers=1), "asks for servers, which parallel='single' does not do; choose parallel='ps'"),
         (CASE.replace(parallel="ddp", asynchronous=True), "asks for asynchronous, which parallel='ddp' does not do"),
         (CASE.replace(parallel="ps"), "asks for parallel='ps', but has no servers; set servers=1 or more"),
-        (CASE.replace(parallel="ps", servers=1, precision="fp16"), "parallel='ps' does not do; choose precision='bf16-amp'"),
+        (
+            CASE.replace(parallel="ps", servers=1, precision="fp16-amp"),
+            "parallel='ps' does not do; choose precision='bf16-amp'",
+        ),
         (CUSTOM.replace(parallel="ps", servers=1), "asks for parallel='ps', which own code does not have"),
     ],
 )

@@ -137,6 +137,10 @@ def test_an_environment_under_another_name_than_its_own_is_told(tmp_path: Path) 
             lambda file: file["cases"][str(CASE)].pop("case"),
             "LINE: is not a baseline file: Object missing required field `case` in",
         ),
+        (
+            lambda file: file["cases"][str(CASE)]["case"].update(precision="fp16"),
+            f"LINE: names in {CASE} the precision 'fp16', which is called 'fp16-amp' (autocast over weights in fp32);",
+        ),
         (lambda file: file["environments"].clear(), "refers to the environment"),
     ],
 )

@@ -11,6 +11,7 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Case, Result
+from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
 from pytest_gputrain.utils.units import GiB
 
@@ -161,6 +162,18 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert out == ""
     assert err.startswith(f"gputrain: {head} ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["case", "curve"])
+def test_a_report_with_a_precision_of_another_name_is_refused(compare: Compare, where: str) -> None:
+    curve = LossCurve(precision="fp16", outcome="recorded", losses=(1.0,))
+    named = result(loss_curves=(curve,)) if where == "curve" else measured(1.0, case=CASE.replace(precision="fp16"))
+    code, out, err = compare([named], [BASE])
+    assert (code, out) == (2, "")
+    assert err.endswith(
+        f"a.json names in {named.key} the precision 'fp16', which is called 'fp16-amp' (autocast over weights in fp32); "
+        "write the report again\n"
+    )
 
 
 def test_a_report_without_cases_is_refused(compare: Compare) -> None:

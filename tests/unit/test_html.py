@@ -113,7 +113,7 @@ def everything(text: str) -> Report:
     )
     curves = (
         LossCurve(precision=text, outcome="recorded", losses=(3.0, 2.0), trend="converging"),
-        LossCurve(precision="fp16", outcome="recorded", losses=(3.0,), non_finite_step=2, trend="diverging"),
+        LossCurve(precision="fp16-amp", outcome="recorded", losses=(3.0,), non_finite_step=2, trend="diverging"),
         LossCurve(precision="bf16", outcome="out_of_memory", reason=text),
     )
     failed = Verdict(status="failed", sentence=text)
@@ -312,7 +312,7 @@ def test_live_tensors_are_told_by_the_phase_that_made_them_and_the_rest_is_shown
 def test_loss_curves_tell_their_ends_and_what_has_none() -> None:
     text = squeezed(read(everything("x")).text)
     assert "x: 3 to 2, converging" in text
-    assert "fp16: 3 to 3, diverging, not finite in step 2" in text
+    assert "fp16-amp: 3 to 3, diverging, not finite in step 2" in text
     assert "bf16: out of memory: x" in text
 
 

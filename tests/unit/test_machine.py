@@ -346,6 +346,7 @@ def test_figures_of_a_platform_are_in_their_units(marker: str) -> None:
     [
         ("h100", "bf16", 989.4e12),
         ("h100", "bf16-amp", 989.4e12),
+        ("v100", "fp16-amp", 125e12),
         ("h100", "fp32", 67e12),
         ("v100", "bf16", None),
         ("unknown", "bf16", None),

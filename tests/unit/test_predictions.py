@@ -251,6 +251,7 @@ def test_predictions_of_another_declaration_go(tmp_path: Path) -> None:
     [
         (('"h100"', '"a100"'), "says that it holds llm on a100"),
         (('"conditions": {', '"conditions_": {'), "is not a file of recorded predictions"),
+        (('"model"', '"precision": "fp16", "model"'), "names in a the precision 'fp16', which is called 'fp16-amp'"),
         (('"flops_per_step": 1000000000000000', '"flops_per_step": "many"'), "holds no sound prediction for a"),
     ],
 )

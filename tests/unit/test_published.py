@@ -108,7 +108,7 @@ def test_pangu_figures_and_knobs_are_those_of_their_cells(row: Published) -> Non
     assert gpus.lower().startswith(f"{case.gpus}*{row.platform} ")
     assert case.model == model.lower()
     assert case.precision == (
-        "fp16" if fp16 == "true" else "fp32" if bf16 != "true" else "bf16-amp" if stage == "-" else "bf16"
+        "fp16-amp" if fp16 == "true" else "fp32" if bf16 != "true" else "bf16-amp" if stage == "-" else "bf16"
     )
     assert case.parallel == ("single" if stage == "-" else f"zero{stage}")
     assert (case.offload_optimizer, case.pin_memory, case.offload_param) == tuple(
@@ -221,6 +221,10 @@ def _damage(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda it: _speed(it).update(low=0.001), "holds impossible figures for"),
         (lambda it: _speed(it).update(rounding=0), "holds impossible figures for"),
         (lambda it: it["rows"].append(it["rows"][0]), "which amd-diffusion has before it; delete one"),
+        (
+            lambda it: it["rows"][0]["case"].update(precision="fp16"),
+            "names in flux.1-dev-full-fp16-fsdp-batch_size=1 on mi300x the precision 'fp16', which is called 'fp16-amp'",
+        ),
         (lambda it: it["rows"][0].update(outcome="fine"), "is not a published table: Invalid enum value 'fine'"),
         (
             lambda it: it.update(format=99),

@@ -61,7 +61,7 @@ def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
         Task(case=case, scale="tiny", device_type="cpu", root="."), 40, "cpu", lambda task: measurement(losses=FALLING)
     )
     left_out = {curve.precision: curve.reason for curve in study.loss_curves if curve.outcome == "left_out"}
-    assert left_out == {"fp16": "parameter servers take no gradients of a scaled loss"}
+    assert left_out == {"fp16-amp": "parameter servers take no gradients of a scaled loss"}
 
 
 # The search
@@ -108,11 +108,11 @@ def test_a_stand_in_that_trains_on_fewer_samples_bounds_the_search() -> None:
 
 
 def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() -> None:
-    study = _curves({"fp32": FALLING, "bf16-amp": FALLING, "fp16": FALLING[:7], "bf16": FLAT})
+    study = _curves({"fp32": FALLING, "bf16-amp": FALLING, "fp16-amp": FALLING[:7], "bf16": FLAT})
     assert [(curve.precision, curve.trend, curve.non_finite_step) for curve in study.loss_curves] == [
         ("fp32", "converging", None),
         ("bf16-amp", "converging", None),
-        ("fp16", "diverging", 8),
+        ("fp16-amp", "diverging", 8),
         ("bf16", "flat", None),
     ]
     assert [curve.gap for curve in study.loss_curves[:3]] == [None, 0.0, None]
@@ -120,14 +120,14 @@ def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() ->
     assert study.replies[0].losses == FLAT
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16-amp"])
 def test_a_precision_is_trained_once(precision: str) -> None:
-    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16"), FALLING), precision=precision)
-    assert [curve.precision for curve in study.loss_curves] == ["fp32", "bf16-amp", "fp16"]
+    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16-amp"), FALLING), precision=precision)
+    assert [curve.precision for curve in study.loss_curves] == ["fp32", "bf16-amp", "fp16-amp"]
 
 
 def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
-    study = _curves({"fp32": FALLING, "fp16": FALLING}, precision="fp16", platform="v100")
+    study = _curves({"fp32": FALLING, "fp16-amp": FALLING}, precision="fp16-amp", platform="v100")
     assert [curve.outcome for curve in study.loss_curves] == ["recorded", "left_out", "recorded"]
     assert shown.explain([result(loss_curves=study.loss_curves)]) == ["bf16-amp left out: V100 has no bf16 arithmetic"]
     assert describe_failed_curves(CASE, study.loss_curves) is None
@@ -135,22 +135,22 @@ def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
 def test_nothing_is_left_out_where_nothing_is_known_to_lack(platform: str) -> None:
-    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16", "bf16"), FALLING), platform=platform)
+    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16-amp", "bf16"), FALLING), platform=platform)
     assert {curve.outcome for curve in study.loss_curves} == {"recorded"}
 
 
 def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
-    study = _curves({"fp32": out_of_memory(), "bf16-amp": FALLING, "fp16": crashed(), "bf16": FALLING})
+    study = _curves({"fp32": out_of_memory(), "bf16-amp": FALLING, "fp16-amp": crashed(), "bf16": FALLING})
     assert describe_failed_curves(CASE, study.loss_curves) == (
-        f"{CASE} in fp16 gave no measurement (measure in step 1): ValueError: loss is NaN"
+        f"{CASE} in fp16-amp gave no measurement (measure in step 1): ValueError: loss is NaN"
     )
     assert [curve.trend for curve in study.loss_curves] == [None, "converging", None, "converging"]
 
 
 def test_divergence_counts_where_fp32_does_not_diverge() -> None:
-    worse = _curve("fp16", trend="diverging", losses=FALLING[:7], non_finite_step=8)
+    worse = _curve("fp16-amp", trend="diverging", losses=FALLING[:7], non_finite_step=8)
     assert describe_divergence(CASE, [_curve("fp32"), worse]) == (
-        f"{CASE} diverges in fp16 (its loss is not finite in step 8), but not in fp32"
+        f"{CASE} diverges in fp16-amp (its loss is not finite in step 8), but not in fp32"
     )
     assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), worse]) is None
     assert describe_divergence(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
@@ -164,7 +164,7 @@ def test_a_case_whose_own_loss_is_not_finite_diverges_whatever_fp32_does() -> No
 
 
 def test_a_case_without_room_for_its_own_precision_has_no_curve() -> None:
-    study = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16": FALLING, "bf16": out_of_memory()})
+    study = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16-amp": FALLING, "bf16": out_of_memory()})
     assert describe_failed_curves(CASE, study.loss_curves) == (
         f"{CASE} in bf16 ran out of device memory (measure in step 2): CUDA out of memory."
     )
@@ -208,13 +208,13 @@ def test_loss_curves_are_rows_by_precision() -> None:
     curves = (
         _curve("fp32"),
         _curve("bf16-amp", gap=0.012, trend="flat"),
-        _curve("fp16", losses=(10.0, 9.5), trend="diverging", non_finite_step=3),
+        _curve("fp16-amp", losses=(10.0, 9.5), trend="diverging", non_finite_step=3),
         _curve("bf16", outcome="out_of_memory", losses=(), trend=None),
     )
     assert _rows(result(verdict=None, loss_curves=curves)) == [
         ["Llama 3.1 8B", "LoRA", "fp32", "10", "0.25", "converging"],
         ["Llama 3.1 8B", "LoRA", "bf16-amp", "10", "0.25", "+1.2 %", "flat"],
-        ["Llama 3.1 8B", "LoRA", "fp16", "10", "not finite", "diverging from step 3"],
+        ["Llama 3.1 8B", "LoRA", "fp16-amp", "10", "not finite", "diverging from step 3"],
         ["Llama 3.1 8B", "LoRA", "bf16", "OOM"],
     ]
 

@@ -256,6 +256,7 @@ def test_a_torn_last_line_is_told_and_left_out(tmp_path: Path, capsys: pytest.Ca
 
 
 _OTHER = '{"format":1,"date":"2026-01-01T00:00:00Z","suite":"","key":"","device":"","branch":""}'
+_FP16 = _OTHER.replace('"key":""', '"key":"m-fp16","precision":"fp16"')
 
 
 @pytest.mark.parametrize(
@@ -267,10 +268,14 @@ _OTHER = '{"format":1,"date":"2026-01-01T00:00:00Z","suite":"","key":"","device"
             f"{_OTHER}\n{_OTHER.replace('1', '2', 1)}\n",
             "{path} has lines of format 2, this version reads format 1; update *",
         ),
+        (
+            f"{_OTHER}\n{_FP16}\n",
+            "{path} names in m-fp16 the precision 'fp16', which is called 'fp16-amp' (*); write that in its lines' key *",
+        ),
         ('{"format":1,"date":"yesterday","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *Invalid RFC3339*"),
         ('{"format":1,"date":"2026-01-01T00:00:00","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *timezone*"),
     ],
-    ids=["empty", "another object", "a later format", "no date", "no time zone"],
+    ids=["empty", "another object", "a later format", "another precision", "no date", "no time zone"],
 )
 def test_what_is_no_history_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str) -> None:
     path = tmp_path / "history.jsonl"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from pytest_gputrain.records.tolerance import MemoryTolerance, read_memory_tolerance
 from pytest_gputrain.utils.units import (
     GiB,
     KiB,
@@ -19,6 +21,9 @@ from pytest_gputrain.utils.units import (
     parse_bytes,
     parse_ratio,
     parse_seconds,
+    read_bytes,
+    read_ratio,
+    read_seconds,
 )
 
 NUMBERS = st.from_regex(r"[0-9]{0,400}\.?[0-9]{0,20}(e[0-9]{1,4})?", fullmatch=True, alphabet=st.characters(codec="ascii"))
@@ -190,3 +195,49 @@ def test_any_text_is_a_sane_time_or_refused(text: str) -> None:
         return
     assert seconds > 0
     assert math.isfinite(seconds)
+
+
+NO_NUMBERS = [True, False, None, [1], b"1 GiB", -1, -0.5, math.nan, math.inf, -math.inf, 10**400, 2**63]
+
+
+@pytest.mark.parametrize(
+    ("read", "value", "meant"),
+    [
+        (read_bytes, 24 * GiB, 24 * GiB),
+        (read_bytes, 1.5 * GiB, 3 * GiB // 2),
+        (read_bytes, 0.1 * GiB, 107_374_182),
+        (read_bytes, 0, 0),
+        (read_bytes, "24 GiB", 24 * GiB),
+        (read_ratio, 0.5, 0.5),
+        (read_ratio, 0, 0.0),
+        (read_ratio, "150 %", 1.5),
+        (read_seconds, 0.5, 0.5),
+        (read_seconds, 90, 90.0),
+        (read_seconds, "90", 90.0),
+        (read_memory_tolerance, 0.5, MemoryTolerance(ratio=0.5)),
+        (read_memory_tolerance, 0.0, MemoryTolerance()),
+        (read_memory_tolerance, 1, MemoryTolerance(bytes=1)),
+        (read_memory_tolerance, 512 * MiB, MemoryTolerance(bytes=512 * MiB)),
+        (read_memory_tolerance, "3 % + 1 GiB", MemoryTolerance(ratio=0.03, bytes=GiB)),
+    ],
+)
+def test_a_marker_has_numbers_or_text(read: Callable[[object], object], value: object, meant: object) -> None:
+    assert (read(value), type(read(value))) == (meant, type(meant))
+
+
+@pytest.mark.parametrize(
+    ("read", "values", "sentence"),
+    [
+        (read_bytes, [*NO_NUMBERS, 0.5, "1e30 B"], "is not an amount of memory; write it as 24 * GiB, which is a number"),
+        (read_ratio, [*NO_NUMBERS, 1, 1.5, 3], "is not a tolerance; write it as 0.05, which is a ratio below 1, or '5 %'"),
+        (read_seconds, [*NO_NUMBERS, 0, 0.0], "is not a time; write it as 0.5, which is a number of seconds, or '500 ms'"),
+        (read_memory_tolerance, [*NO_NUMBERS, 1.5, 1.5 * GiB], "is not a tolerance; write it as 0.03 (a float is a ratio"),
+    ],
+)
+def test_numbers_without_a_clear_meaning_are_refused(
+    read: Callable[[object], object], values: list[object], sentence: str
+) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=re.escape(f"{value!r} {sentence}")) as caught:
+            read(value)
+        assert len(str(caught.value).splitlines()) == 1

@@ -118,7 +118,7 @@ def test_gradients_of_a_loss_by_chunks_are_its_gradients():
         torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-amp", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-amp", "fp16-amp"])
 def test_a_loss_by_chunks_is_the_loss_in_any_precision(precision):
     case = LLAMA.replace(method="full", precision=precision, gradient_accumulation=2, steps=4)
     whole, parts = measured(case), measured(case.replace(loss_chunks=4))

@@ -65,7 +65,7 @@ def test_curves_of_one_case_are_the_same_and_fall():
 
 
 def test_precisions_begin_at_the_same_weights_and_batch():
-    first = [_curve(ZOO.replace(precision=precision)).losses[0] for precision in ("fp32", "bf16-amp", "fp16")]
+    first = [_curve(ZOO.replace(precision=precision)).losses[0] for precision in ("fp32", "bf16-amp", "fp16-amp")]
     assert first == pytest.approx([first[0]] * 3, rel=1e-2)
 
 

@@ -138,7 +138,7 @@ def test_what_fsdp_offloads_is_on_the_host():
 
 @needs_deepspeed
 def test_each_stage_of_zero_needs_less_for_the_update():
-    case = LLAMA.replace(gpus=8, precision="fp16")  # which no CPU could train
+    case = LLAMA.replace(gpus=8, precision="fp16-amp")  # which no CPU could train
     peaks = [predicted(case.replace(parallel=f"zero{stage}"), H100).phase_peak_bytes["optimizer"] for stage in range(4)]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[1] < 0.6 * peaks[0], "the states are those of an eighth"

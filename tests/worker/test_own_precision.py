@@ -46,7 +46,7 @@ def training(weights=FP32, casts=False, watched=True, model=None, optimizer=torc
         ("fp32", {"weights": BF16}, '"bf16"'),
         ("bf16-amp", {"weights": BF16}, '"bf16"'),
         ("fp32", {"weights": BF16, "watched": False}, '"bf16" or "bf16-amp"'),
-        ("fp16", {}, '"fp32"'),
+        ("fp16-amp", {}, '"fp32"'),
     ],
 )
 def test_another_precision_than_the_case_names_fails_it(label, how, named):
@@ -56,7 +56,7 @@ def test_another_precision_than_the_case_names_fails_it(label, how, named):
     assert f"; say precision={named}, or take" in reply.sentence
 
 
-@pytest.mark.parametrize("label", ["fp32", "bf16", "bf16-amp", "fp16"])
+@pytest.mark.parametrize("label", ["fp32", "bf16", "bf16-amp", "fp16-amp"])
 @pytest.mark.parametrize("watched", [True, False])
 def test_what_setup_gives_is_the_precision_of_the_case(label, watched):
     measured(MINE.replace(precision=label), training(weights=None, casts=True, watched=watched))
@@ -118,7 +118,7 @@ def test_products_of_an_optimizer_are_not_the_model_s():
         ("fp32", {torch.float64: 10}, {torch.float64: 10}),
         ("fp32", {FP32: 10}, {FP32: 5, BF16: 5}),
         ("bf16-amp", {FP32: 10}, {FP32: 5, BF16: 5}),
-        ("fp16", {FP16: 10}, {FP16: 10}),
+        ("fp16-amp", {FP16: 10}, {FP16: 10}),
     ],
 )
 def test_what_no_other_label_means_better_passes(label, weights, flops):
@@ -131,9 +131,9 @@ def test_what_no_other_label_means_better_passes(label, weights, flops):
         ("bf16", {FP32: 6, BF16: 4}, {FP32: 6, BF16: 4}, '"fp32"'),
         ("bf16", {FP32: 95, BF16: 5}, {BF16: 10}, '"bf16-amp"'),
         ("fp32", {FP32: 10}, {BF16: 10}, '"bf16-amp"'),
-        ("fp32", {FP32: 10}, {FP16: 10}, '"fp16"'),
+        ("fp32", {FP32: 10}, {FP16: 10}, '"fp16-amp"'),
         ("fp32", {BF16: 6, FP32: 4}, {}, '"bf16"'),
-        ("bf16", {FP32: 10}, {}, '"fp32" or "bf16-amp" or "fp16"'),
+        ("bf16", {FP32: 10}, {}, '"fp32" or "bf16-amp" or "fp16-amp"'),
     ],
 )
 def test_the_label_that_fits_is_named(label, weights, flops, named):

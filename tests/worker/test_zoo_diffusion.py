@@ -87,7 +87,9 @@ def test_encoders_run_once_a_step_without_gradients(model):
     assert all(parameter.grad is None for encoder in encoders.values() for parameter in encoder.parameters())
 
 
-@pytest.mark.parametrize(("model", "precision", "kind"), [("sd-1.5", "bf16-amp", "bfloat16"), ("sd3", "fp16", "float32")])
+@pytest.mark.parametrize(
+    ("model", "precision", "kind"), [("sd-1.5", "bf16-amp", "bfloat16"), ("sd3", "fp16-amp", "float32")]
+)
 def test_images_are_encoded_in_the_table_s_arithmetic(model, precision, kind):
     trained = training(model, precision=precision)
     seen = []

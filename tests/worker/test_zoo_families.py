@@ -45,7 +45,7 @@ def test_only_what_is_said_to_be_idle_gets_no_gradient_but_rounding(name):
     assert max(idle) < 1e-2 * min(others)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16-amp"])
 @pytest.mark.parametrize("name", [*WITH_POSITIONS, "resnet-50", "vgg-16", "word2vec", "ctr-dnn", "wide-deep"])
 def test_every_precision_trains_every_family(name, precision):
     assert measured(example(name, precision=precision, steps=1, warmup=1)).updates >= 2

@@ -179,7 +179,7 @@ def test_every_method_trains_in_fp32(model, method):
     assert measured(example(model, method, activation_checkpointing=True, steps=1, warmup=1)).updates >= 1
 
 
-@pytest.mark.parametrize("precision", ["bf16-amp", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16-amp", "fp16-amp"])
 @pytest.mark.parametrize("model", [LLAVA, QWEN])
 def test_autocast_reaches_the_tower_too(model, precision):
     assert measured(example(model, precision=precision, steps=1, warmup=1)).updates >= 1

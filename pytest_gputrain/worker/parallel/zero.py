@@ -31,16 +31,16 @@ _INITIAL_SCALE_POWER: Final = 10
 class Zero(Engine):
     """DeepSpeed's engine with the case's options, and DeepSpeed's defaults for the others.
 
-    Its fp16 and bf16 keep the model in 16 bits and fp32 masters with the optimizer's states; an autocast precision keeps
-    fp32 weights. AdamW is DeepSpeed's own on a GPU machine (`DeepSpeedCPUAdam` for an offloaded update) and torch's on a
-    CPU, where DeepSpeed would have to compile one first.
+    Its own fp16 (``fp16-amp``) and bf16 (``bf16``) keep the model in 16 bits and fp32 masters with the optimizer's states;
+    ``bf16-amp`` is autocast over fp32 weights. AdamW is DeepSpeed's own on a GPU machine (`DeepSpeedCPUAdam` for an
+    offloaded update) and torch's on a CPU, where DeepSpeed would have to compile one first.
     """
 
     def __init__(self, model: nn.Module, options: EngineOptions) -> None:
         import deepspeed
 
         on_gpu = is_gpu(options.device)
-        if options.case.precision == "fp16" and not on_gpu:
+        if options.case.precision == "fp16-amp" and not on_gpu:
             raise CheckFailed("DeepSpeed's fp16 needs a GPU; choose bf16 on a CPU")
         trained = [value for value in model.parameters() if value.requires_grad]
         self._precision = options.precision
@@ -102,7 +102,7 @@ def configure(case: Case, shrinkage: float, *, on_gpu: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": case.gradient_accumulation,
         "zero_optimization": zero,
         "bf16": {"enabled": case.precision == "bf16"},
-        "fp16": {"enabled": case.precision == "fp16", "initial_scale_power": _INITIAL_SCALE_POWER},
+        "fp16": {"enabled": case.precision == "fp16-amp", "initial_scale_power": _INITIAL_SCALE_POWER},
         # DeepSpeed would clip to 1.0, which nobody asked for and no other engine here does.
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
