@@ -52,8 +52,8 @@ COMPILED: Final = ("single", "ddp", "fsdp")
 
 def renamed(field: str, word: object) -> str:
     """``the precision 'fp16', which is called 'fp16-amp' (...)`` for a word that has another name; empty for any other."""
-    told = _RENAMED.get((field, word)) if isinstance(word, str) else None
-    return f"the {field} {word!r}, which {told}" if told else ""
+    description = _RENAMED.get((field, word)) if isinstance(word, str) else None
+    return f"the {field} {word!r}, which {description}" if description else ""
 
 
 def problem(case: Case, markers: Sequence[str]) -> str | None:
