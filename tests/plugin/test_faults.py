@@ -270,7 +270,7 @@ def _assert_all_is_kept(project: Project, faults: Iterable[str], sound: Iterable
 
 HANGS = {
     # Steps longer than the pause between two progress events: every step is told.
-    "in_a_step": ("pass", "time.sleep(0.3 if len(calls) < 6 else 600)", "measure in step 3"),
+    "in_a_step": ("pass", "time.sleep(0.3 if len(calls) < 8 else 600)", "measure in step 3"),
     "at_exit": ("import threading; threading.Thread(target=lambda: time.sleep(600)).start()", "pass", "reply"),
     "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "pass", "build"),
 }

@@ -177,5 +177,5 @@ def test_what_a_library_compiles_while_it_is_imported_is_not_own_code_s(monkeypa
     with calls.noted():
         exec(compile("import torch\ntorch.compile(max)", importing, "exec"), {"__name__": importing})
     assert asked == [max]
-    assert calls.seen is seen
+    assert calls.any is seen
     assert torch.compile == asked.append
