@@ -9,8 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-_PYTHON: Final = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_OTHERS: Final = tuple(Path(folder).resolve() for folder in _PYTHON)
+_PYTHON: Final = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_OTHERS: Final = (*_PYTHON, *(folder.resolve() for folder in _PYTHON))
 """Folders of Python and of installed packages. A virtual environment may be below the user's folder."""
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
@@ -60,7 +60,12 @@ class OwnLines:
         path = Path(file).resolve()
         if path.is_relative_to(_PACKAGE):
             return _BY_US
-        if _INSTALLED.intersection(path.parts) or any(path.is_relative_to(folder) for folder in _OTHERS):
+        if is_installed(path):
             return _BY_OTHERS
         own = (path.relative_to(folder).as_posix() for folder in self._folders if path.is_relative_to(folder))
         return next(own, _BY_OTHERS)
+
+
+def is_installed(path: Path) -> bool:
+    """Tell if a file belongs to Python itself or to an installed package."""
+    return bool(_INSTALLED.intersection(path.parts)) or any(path.is_relative_to(folder) for folder in _OTHERS)

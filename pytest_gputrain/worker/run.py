@@ -67,7 +67,7 @@ def run(
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
         own = None
-        if task.case.code or builder:
+        if is_own_code(task.case, builder):
             own = OwnCode(task, group, counts_memory=device.type == "cpu")
         with (
             group.joined(device.torch_device, even_alone=even_alone),
@@ -141,7 +141,7 @@ def _measure(
     device.reset_peaks()
     with (
         device.counting(_own_lines(task, builder).current) as counter,
-        compile_calls.noted() if case.code or builder else contextlib.nullcontext(),
+        compile_calls.noted() if own else contextlib.nullcontext(),
     ):
         training = build(task, device.torch_device, builder, group, own_work.done)
         # A curve may end in weights that are NaN, of which nothing can be checked.
@@ -318,6 +318,11 @@ def typical_step(case: Case) -> int:
     return case.gradient_accumulation if case.code else 1
 
 
+def is_own_code(case: Case, builder: StepBuilder | None) -> bool:
+    """Tell if a case trains the user's own code, and not a model of the zoo."""
+    return bool(case.code) or builder is not None
+
+
 def build(
     task: Task,
     device: torch.device,
@@ -332,7 +337,7 @@ def build(
         architecture: of the model of the zoo, instead of its own.
     """
     case = task.case
-    if not case.code and builder is None:
+    if not is_own_code(case, builder):
         return Training(case, task.scale, device, group, own_work_done, architecture)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
     return OwnCodeTraining(case, task.scale, device, builder, group, own_work_done)

@@ -25,7 +25,7 @@ from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.precision import check_precision, weights_by_type
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.run import SEED, build, counted_steps, model_bytes, typical_step
+from pytest_gputrain.worker.run import SEED, build, counted_steps, is_own_code, model_bytes, typical_step
 from pytest_gputrain.worker.trace import peaks
 from pytest_gputrain.worker.training import StepBuilder, Trainable
 
@@ -60,7 +60,7 @@ def predict(
         observed = None if whole or builder is not None else _from_shallow_models(task, progress)
         return _prediction(task, observed or PredictionRun(task, progress, builder).run())
     except Exception as error:
-        return refusal(error, progress, own_code=builder is not None or bool(task.case.code))
+        return refusal(error, progress, own_code=is_own_code(task.case, builder))
     finally:
         if freezes:
             gc.unfreeze()
@@ -98,8 +98,8 @@ class PredictionRun:
         gc.disable()
         try:
             joined = self._group.joined(self._device, even_alone=task.case.parallel in NEEDS_GROUP)
-            placing = Placement(self._device if self._device == GPU else None)
-            with joined, self._fakes, patched(self._target, self._device), tracker, placing as placement:
+            placement = Placement(self._device if self._device == GPU else None)
+            with joined, self._fakes, patched(self._target, self._device), tracker, placement:
                 self._progress.enter("build")
                 training = build(task, self._device, self._builder, self._group, architecture=architecture)
                 # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
@@ -111,7 +111,7 @@ class PredictionRun:
                     training.step(update)
                     works.append(tracker.work)
                 placement.check(training.model, task.case, self._device, tracker.trace, tracker.host)
-                if task.case.code or self._builder is not None:
+                if is_own_code(task.case, self._builder):
                     stored = {} if training.model is None else weights_by_type(training.model)
                     check_precision(task.case.model, task.case.precision, stored, works[-1].by_type)
                 weights = None if training.model is None else model_bytes(training.model)

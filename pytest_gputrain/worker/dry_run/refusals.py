@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 import traceback
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.own_lines import is_installed
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.run import crash
 
@@ -34,7 +34,6 @@ _SENTENCES: Final = (
 """What torch says of fakes, and what that means."""
 
 _INTERNAL: Final = (Path(torch.__file__).parent, Path(__file__).parents[2])
-_STANDARD: Final = Path(sysconfig.get_path("stdlib"))
 
 
 def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
@@ -67,9 +66,13 @@ def _place(error: Exception) -> str:
 
 
 def _is_own(path: Path) -> bool:
-    if not path.is_absolute() or {"site-packages", "dist-packages"} & set(path.parts):  # neither made by exec, nor installed
+    if not path.is_absolute():  # made by exec
         return False
-    return not any(path.is_relative_to(folder) for folder in (*_INTERNAL, _STANDARD))
+    return not _is_internal(path) and not is_installed(path)
+
+
+def _is_internal(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in _INTERNAL)
 
 
 def _without_internals(error: Exception) -> str:
@@ -77,9 +80,7 @@ def _without_internals(error: Exception) -> str:
     described = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = described
     while link is not None:
-        kept = [
-            frame for frame in link.stack if not any(Path(frame.filename).is_relative_to(folder) for folder in _INTERNAL)
-        ]
+        kept = [frame for frame in link.stack if not _is_internal(Path(frame.filename))]
         link.stack = traceback.StackSummary.from_list(kept)
         link.__context__ = None  # on its way, torch raised and caught others
         link = link.__cause__
