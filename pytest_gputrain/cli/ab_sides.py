@@ -29,7 +29,7 @@ class SideError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """Where pytest runs, and by which interpreter."""
+    """Says where pytest runs, and by which interpreter."""
 
     name: str
     """``base`` or ``head``."""

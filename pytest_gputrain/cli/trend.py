@@ -161,7 +161,7 @@ def _word(metric: str, change: Change) -> str:
 
 
 def _commits(base: Moment, first: Moment) -> str:
-    """As git takes it: ``git log base..first``."""
+    """Write the commits of a change as git takes them: ``git log base..first``."""
     if base.commit == first.commit:
         return f"{first.commit} (the same)" if first.commit else ""
     return f"{base.commit or '?'}..{first.commit or '?'}"

@@ -85,7 +85,7 @@ def levels(figures: Sequence[float] | Array, prior: float = PRIOR_SD) -> Levels:
 
 
 def _median(values: Array) -> float:
-    """As numpy's, at a quarter of its time for some hundred values."""
+    """Compute the median as numpy does, at a quarter of its time for some hundred values."""
     ordered = np.sort(values)
     return float(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
@@ -98,7 +98,7 @@ def _noise(logs: Array, prior: float) -> float:
 
 
 def _cut(segment: Array, cost: float) -> tuple[int, ...]:
-    """Where a new level begins and, if it ends inside, where it ends; nothing where that does not pay."""
+    """Find where a new level begins and, if it ends inside, where it ends; nothing where that does not pay."""
     size = len(segment)
     if size < 2 * LEAST_LENGTH:
         return ()

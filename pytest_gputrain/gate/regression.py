@@ -169,7 +169,7 @@ def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scal
 
 
 def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
-    """Which other device a run was recorded on; empty where all were recorded on this one, or this one is not known."""
+    """Name the other device a run was recorded on; empty where all were recorded on this one, or this one is not known."""
     for there in (run.environment for run in runs):
         if here is not None and here.device_name != there.device_name:
             return f"recorded on {there.device_name}, here {here.device_name}"

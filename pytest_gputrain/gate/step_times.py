@@ -150,7 +150,7 @@ def _check(base: Sequence[float], new: Sequence[float], tolerance: float, prior:
 
 
 def _centre(base_logs: Sequence[float]) -> float:
-    """Of sorted logarithms: robust against the one process that is bad."""
+    """Compute the centre of sorted logarithms, robust against the one process that is bad."""
     if len(base_logs) < 5:
         return statistics.median(base_logs)
     return statistics.fmean(base_logs[1:-1])
@@ -181,7 +181,7 @@ def suite_prior(baselines: Sequence[Sequence[float]]) -> float:
 
 
 def suite_shift(first: Sequence[float]) -> float | None:
-    """By how much all cases are slower today: the median of their first runs' r; None of fewer than ten."""
+    """Estimate by how much all cases are slower today: the median of their first runs' r; None of fewer than ten."""
     return statistics.median(first) if len(first) >= MANY_CASES else None
 
 

@@ -46,7 +46,7 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
-    """Of the runs that have the figure; None where none has."""
+    """Compute the median over the runs that have the figure; None where none has."""
     numbers = [value for value in values if value is not None]
     return statistics.median(numbers) if numbers else None
 

@@ -94,7 +94,7 @@ def _combined(gpus: Sequence[Gpu], occupancies: Sequence[Occupancy], own: Collec
 
 
 def other_processes(holders: Iterable[Holder], own: Collection[int]) -> list[Holder]:
-    """Those that do not belong to this run and train there, as far as is known, with their names."""
+    """List the processes that train there and do not belong to this run, as far as is known, with their names."""
     return [_with_name(holder) for holder in holders if holder.pid not in own and not _is_idle(holder)]
 
 

@@ -329,7 +329,7 @@ class GpuTrainPlugin:
                     self.collector.add(result, passed=report.nodeid not in self._failed)
 
     def _be_terminable(self) -> None:
-        """From the first case on, and not before: runs without cases end as they would without this plugin."""
+        """Take signals from the first case on, and not before: runs without cases end as they would without this plugin."""
         if not self._is_terminable:
             self._is_terminable = True
             self.ending.enter_context(terminable())

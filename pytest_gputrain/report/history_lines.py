@@ -47,7 +47,7 @@ def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
 
 
 def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> list[HistoryLine]:
-    """Those of ``lines`` that the file lacks: a resumed run has figures of earlier ones, which may have left their own.
+    """Return the ``lines`` that the file lacks: a resumed run has figures of earlier ones, which may have left theirs.
 
     Raises:
         HistoryError: the file cannot be read.

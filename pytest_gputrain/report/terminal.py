@@ -133,7 +133,7 @@ def explain(results: Sequence[Result]) -> list[str]:
 
 
 def _environments(results: Sequence[Result]) -> Iterator[str]:
-    """Which cases ran in environments that differ, and what their tests change there."""
+    """List which cases ran in environments that differ, and what their tests change there."""
     environments_by_case: defaultdict[tuple[str, str, str], dict[str, tuple[str, ...]]] = defaultdict(dict)
     cases: dict[tuple[str, str, str], str] = {}
     for result in results:

@@ -79,7 +79,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterator[tuple[int, _Line]]:
-    """Where each line begins, in bytes, and what it says, one after the other: a long history needs no memory.
+    """Read where each line begins, in bytes, and what it says, one after the other: a long history needs no memory.
 
     Args:
         type_: a record of the keys that are wanted; others are passed over.

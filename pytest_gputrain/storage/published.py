@@ -38,7 +38,7 @@ class Column(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a table was published."""
+    """Says where a table was published."""
 
     document: str
     repository: str

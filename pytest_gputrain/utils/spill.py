@@ -20,7 +20,7 @@ _MEMORY_BYTES: Final = 2 << 20
 
 
 class _FileRange(NamedTuple):
-    """Where a record lies in the file."""
+    """Says where a record lies in the file."""
 
     begin: int
     length: int

@@ -265,7 +265,7 @@ def _movement(model: nn.Module, idle: Sequence[str], own: OwnCode | None) -> Mov
 
 
 def _own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:
-    """Those of the files below the root, and in the folder of a function that was given as itself."""
+    """Make the finder of own lines: of files below the root, and in the folder of a function that was given as itself."""
     file = getattr(getattr(builder, "__code__", None), "co_filename", None)
     return OwnLines([Path(task.root), *([Path(file).parent] if file else [])])
 
@@ -314,7 +314,7 @@ def counted_steps(case: Case) -> list[bool]:
 
 
 def typical_step(case: Case) -> int:
-    """Which of the counted steps is like most: it finds the optimizer's states, and updates only where all steps do."""
+    """Tell which of the counted steps is like most: it finds the optimizer's states, and updates only if all do."""
     return case.gradient_accumulation if case.code else 1
 
 
@@ -370,7 +370,7 @@ def model_bytes(model: nn.Module, device: torch.device | None = None) -> int:
 
 
 def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
-    """Which memory ran out, None for any other error. torch has no exception of its own for the CPU's."""
+    """Tell which memory ran out, None for any other error. torch has no exception of its own for the CPU's."""
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
     message = str(error)

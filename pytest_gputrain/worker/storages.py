@@ -14,7 +14,7 @@ from pytest_gputrain.worker.trace import Trace
 
 
 class Storages:
-    """Those of one memory, from the first look at each until it dies. Views and in-place operators cost nothing.
+    """Follows the storages of one memory, from the first look until they die. Views and in-place operators cost nothing.
 
     Args:
         trace: gets what is allocated and freed.

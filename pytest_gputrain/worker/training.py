@@ -41,7 +41,7 @@ class Trainable(Protocol):
 
     @property
     def parameters(self) -> int | None:
-        """Of the unadapted model; None where own code does not let the worker watch it."""
+        """Parameters of the unadapted model; None where own code does not let the worker watch it."""
 
     @property
     def updates(self) -> int:

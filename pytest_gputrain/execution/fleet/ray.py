@@ -276,7 +276,7 @@ def _amounts(arguments: Sequence[str], **values: int) -> dict[str, float]:
 
 
 def _options(asked: Mapping[str, float]) -> dict[str, Any]:
-    """Of a task that takes these resources."""
+    """Make the options of a task that takes these resources."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     own = {option: asked.get(name, 0) for name, option in named.items() if name != "memory" or name in asked}
     return {**own, "resources": {name: amount for name, amount in asked.items() if name not in named}}

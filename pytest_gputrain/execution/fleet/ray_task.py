@@ -88,7 +88,7 @@ def _wait(process: subprocess.Popen[bytes], over: object) -> None:
 
 
 def _address() -> str:
-    """Of this node, as Ray's other nodes reach it."""
+    """Return the address of this node, as Ray's other nodes reach it."""
     import ray
 
     return str(ray.util.get_node_ip_address())

@@ -80,7 +80,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 @atexit.register
 def _clear_all() -> None:
-    """For cases whose end was itself interrupted: a second Ctrl-C may come at any moment."""
+    """Clear up after cases whose end was itself interrupted: a second Ctrl-C may come at any moment."""
     for folder in list(_running):
         _clear(folder)
 

@@ -56,7 +56,7 @@ _AGENT: Final = "pytest_gputrain.worker.torchrun_agent"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Where cases of several nodes run."""
+    """Describes where cases of several nodes run."""
 
     nodes: int
     """That the case takes."""

@@ -71,7 +71,7 @@ def _extra(result: Result, point: Point) -> dict[str, Any]:
 
 
 def _machine(timed: Sequence[Point]) -> dict[str, Any]:
-    """In the keys of pytest-benchmark, where it has one; what differs between two files is warned of by it."""
+    """Describe the machine in the keys of pytest-benchmark, where it has one; it warns of what differs between two files."""
     if not timed:
         return {}
     environment = timed[0].runs[0].environment

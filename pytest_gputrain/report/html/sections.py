@@ -49,7 +49,7 @@ _COLOURS: Final = {"paddle": 2, "pytorch": 1}
 
 
 def published(results: Sequence[Result], store: PublishedStore | None, charts: Charts) -> Iterator[CaptionedChart]:
-    """For every published table and figure in it the bars of what was printed, and of what was measured.
+    """Prepare, for every published table and figure in it, the bars of what was printed and of what was measured.
 
     Args:
         store: rows for reports that were not compared with them; None for none.

@@ -33,7 +33,7 @@ class Subject(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """Which lines are wanted: those with one of the texts in their key or device; all for none."""
+    """Says which lines are wanted: those with one of the texts in their key or device; all for none."""
 
     cases: Sequence[str] = ()
     devices: Sequence[str] = ()

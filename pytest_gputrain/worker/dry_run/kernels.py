@@ -83,7 +83,7 @@ def _group_norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of many rows: them and their places sorted, where each begins and each part of them, sums in fp32, two counts."""
+    """Size what many rows take: sorted with their places, the begins of rows and of parts, sums in fp32, two counts."""
     grad, rows, table = args[:3]
     count = rows.numel()
     if count <= _UNSORTED_ROWS:

@@ -192,7 +192,7 @@ def _bitsandbytes_patches() -> Iterator[Any]:
 def _reduce_scatter_by_gloo(
     output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
 ) -> None:
-    """Of the whole input, which all processes then have reduced, each keeps its part (ProcessGroupGloo.cpp)."""
+    """Reduce the whole input in all processes, of which each then keeps its part (ProcessGroupGloo.cpp)."""
     output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
 
 

@@ -137,7 +137,7 @@ class _Watched(TorchFunctionMode):
 
 
 def _storages(parameters: Iterable[Tensor]) -> _Storages:
-    """Those of what this process holds of the parameters."""
+    """Return the storages of what this process holds of the parameters."""
     storages = {}
     for parameter in map(local, parameters):
         if isinstance(parameter, FakeTensor) and parameter.layout is torch.strided and parameter.fake_device.type != "meta":

@@ -87,11 +87,11 @@ class Kernels:
     """DeepSpeed's compiled optimizers: they work in place."""
 
     def load(self) -> Kernels:
-        """As their builders do."""
+        """Return itself, where their builders load a library."""
         return self
 
     def multi_tensor_adam(self, chunk: int, flag: Any, lists: list[list[Tensor]], *numbers: float) -> None:
-        """That of `FusedAdam`, for gradients, parameters and both moments."""
+        """Update as `FusedAdam` does, in place: gradients, parameters and both moments."""
         gradients, parameters, first, second = lists
         rate, beta1, beta2, epsilon, step, _, _, decay = numbers
         steps = [torch.tensor(float(step))] * len(parameters)
@@ -112,7 +112,7 @@ class Kernels:
         )
 
     def create_adam(self, *arguments: Any) -> None:
-        """That of `DeepSpeedCPUAdam`, like those below: on the host, where nothing is counted."""
+        """Stand in for `DeepSpeedCPUAdam`, as those below do: it works on the host, where nothing is counted."""
 
     def adam_update(self, *arguments: Any) -> None:
         """One update."""

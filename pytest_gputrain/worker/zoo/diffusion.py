@@ -61,7 +61,7 @@ class ImageDiffusion(Workload):
         super().__init__(architecture, case, scale)
 
     def latent_shape(self) -> tuple[int, ...]:
-        """Of the batch's latents as the denoiser takes them, samples first."""
+        """Return the shape of the batch's latents as the denoiser takes them, samples first."""
         height, width = self.height // PIXELS_PER_LATENT, self.width // PIXELS_PER_LATENT
         return (self.samples, self.facts["in_channels"], height, width)
 
