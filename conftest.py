@@ -2,6 +2,9 @@
 
 import pytest
 
+# Before pytester runs pytest in this process: it forgets what such a run imports, and the next would mix two of each class.
+import pytest_gputrain.plugin.case_session  # noqa: F401
+
 pytest_plugins = ["pytester"]
 
 

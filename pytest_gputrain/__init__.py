@@ -1,19 +1,23 @@
 """GPU training benchmarks as test cases: measured in a process of their own, judged against stored baselines."""
 
-from pytest_gputrain.cases.grid import grid
-from pytest_gputrain.records import (
-    Case,
-    Crashed,
-    Environment,
-    Lost,
-    Measurement,
-    OutOfMemory,
-    Report,
-    Result,
-    TimedOut,
-    Verdict,
-)
-from pytest_gputrain.utils.units import GiB, KiB, MiB
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_gputrain.cases.grid import grid
+    from pytest_gputrain.records import (
+        Case,
+        Crashed,
+        Environment,
+        Lost,
+        Measurement,
+        OutOfMemory,
+        Report,
+        Result,
+        TimedOut,
+        Verdict,
+    )
+    from pytest_gputrain.utils.units import GiB, KiB, MiB
 
 __all__ = [
     "Case",
@@ -31,3 +35,16 @@ __all__ = [
     "Verdict",
     "grid",
 ]
+
+if not TYPE_CHECKING:  # for which any name would be one
+
+    def __getattr__(name):
+        """Import a public name when it is asked for: pytest imports this package in every project that has it installed."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = "cases.grid" if name == "grid" else "utils.units" if name in ("GiB", "KiB", "MiB") else "records"
+        # Not kept: pytester forgets the modules that a run has imported, and the next run has other classes.
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -13,8 +13,8 @@ from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.cases.validation import VOCABULARY, bad_number, renamed
 from pytest_gputrain.records import Case, knob_text
 from pytest_gputrain.records.settings import Axes
+from pytest_gputrain.records.whole import Whole
 from pytest_gputrain.utils.suggest import did_you_mean
-from pytest_gputrain.utils.units import Whole
 
 _TYPES: Final = {
     field.name: field.type

@@ -54,12 +54,21 @@ def conditions_of(settings: Settings) -> Conditions:
 class Executor:
     """Measures cases for one pytest process; a case is measured once however many tests ask for it."""
 
-    def __init__(self, settings: Settings, resumed_report: ResumedReport | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        resumed_report: ResumedReport | None = None,
+        environment: SessionEnvironment | None = None,
+    ) -> None:
+        """
+        Args:
+            environment: the variables of the session; those of this moment by default.
+        """
         self.settings = settings
         self._resumed_report = resumed_report
         self.watch: Watch = lambda case, event, run: None
         self.fork_server = ForkServer() if settings.isolation == "auto" else None
-        self.environment = SessionEnvironment()
+        self.environment = environment or SessionEnvironment()
         self._local_machine = LocalMachine(conditions_of(settings), self.fork_server, self.environment.began)
         self.expected_runs: Callable[[], Iterable[ExpectedRuns]] = tuple
         """Returns all runs that tests will ask for; a fleet begins with them."""

@@ -46,9 +46,7 @@ from typing import Final
 
 from pytest_gputrain.records import Case
 from pytest_gputrain.records.study import LossCurve, Trend
-
-LEAST_STEPS: Final = 20
-"""Four losses a fifth."""
+from pytest_gputrain.utils.bounds import LEAST_STEPS
 
 _LEAST_LOSSES: Final = 8
 """Of a level inside of a fifth: with half as many, skewed noise (log-normal) is a trend in 1 % of draws."""

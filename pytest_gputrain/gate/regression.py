@@ -33,7 +33,7 @@ from pytest_gputrain.gate.messages import (
     describe_process_count,
 )
 from pytest_gputrain.gate.scaling import efficiencies
-from pytest_gputrain.gate.step_times import MOST_RUNS, PRIOR_SD, decide, runs_out
+from pytest_gputrain.gate.step_times import PRIOR_SD, decide, runs_out
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -51,6 +51,7 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.records.tolerance import Tolerance
+from pytest_gputrain.utils.bounds import MOST_RUNS
 from pytest_gputrain.utils.units import format_bytes, format_percent
 
 LEAST_RUNS_ON_A_CPU: Final = 5

@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from pytest_gputrain.utils.bounds import MOST_RUNS
+
 PRIOR_SD: Final = 0.01
 """Between processes, where nothing is known: s0."""
 PRIOR_WEIGHT: Final = 4
@@ -41,7 +43,6 @@ LIMIT_SDS_OF_ONE: Final = 4.0 / math.sqrt(0.65 + 1.15 / 5)
 SENSITIVITY_SDS: Final = 2.7
 ROUNDING: Final = 1e-9
 """What the logarithms of equal times may differ by, and more."""
-MOST_RUNS: Final = 5
 AGREEING: Final = 3
 MANY_CASES: Final = 10
 """From so many on, a suite tells its own s0 and whether all of it is slower today."""

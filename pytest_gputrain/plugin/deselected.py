@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_gputrain.session.selection import platforms_missed
+from pytest_gputrain.plugin.items import has_cases
 
 _OUTPUT: Final = "gputrain_left_out"
 _MOST_FILES: Final = 3
@@ -26,13 +26,16 @@ class DeselectedTests:
         """The platform whose marker would have selected a test, by file."""
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        for item in items if self._expression else ():
-            if _has_cases(item):
+        with_cases = [item for item in items if has_cases(item)] if self._expression else []
+        if with_cases:
+            from pytest_gputrain.session.selection import platforms_missed  # the first test with cases that is heard of
+
+            for item in with_cases:
                 for platform in platforms_missed(self._expression, {mark.name for mark in item.iter_markers()})[:1]:
                     self._platforms[_file(item)] = platform
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        selected = {_file(item) for item in session.items if _has_cases(item)}
+        selected = {_file(item) for item in session.items if has_cases(item)}
         if selected and session.config.getoption("keyword", ""):
             selected |= self._platforms.keys()  # which may be what -k left out
         for file in selected:
@@ -54,10 +57,6 @@ class DeselectedTests:
             f"-m {self._expression!r} left out the tests in {', '.join(files[:_MOST_FILES])}{more}, which carry no "
             f"platform's marker: mark them with @pytest.mark.{platform}, or give --gpu-platform={platform} instead of -m"
         ]
-
-
-def _has_cases(item: pytest.Item) -> bool:
-    return "gputrain" in getattr(item, "fixturenames", ())
 
 
 def _file(item: pytest.Item) -> str:

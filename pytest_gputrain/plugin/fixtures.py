@@ -1,4 +1,4 @@
-"""Defines the fixtures: ``gputrain`` measures and judges cases, ``gpu`` lends a GPU to code that runs in the test itself."""
+"""Does what the fixtures give: ``gputrain`` measures and judges cases, ``gpu`` lends a GPU to code of the test itself."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from pytest_gputrain.gate.summary import detail_of, failure_of
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.plugin.items import RESULTS, expression_of
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.records import Case, Measurement, Prediction, Result, Scale
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.suggest import did_you_mean
-
-RUNNER: Final = pytest.StashKey[Runner]()
-RESULTS: Final = pytest.StashKey[list[Result]]()
 
 StepBuilder = Callable[[Any], Callable[[], Any]]
 
@@ -224,28 +222,8 @@ class _Predicted(Prediction, frozen=True, kw_only=True):
         pytest.skip(f"a dry run predicts no {name}")
 
 
-@pytest.fixture
-def gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Knobs that replace those of the test's cases: one combination of ``--gpu-set``, by which the plugin parametrizes."""
-    if request.config.stash[RUNNER].settings.sweep:
-        pytest.fail(
-            "--gpu-set cannot reach a test that asks for gputrain while it runs; name it as an argument", pytrace=False
-        )
-    return {}
-
-
-@pytest.fixture
-def gputrain(request: pytest.FixtureRequest, gputrain_knobs: dict[str, Any]) -> GpuTrain:
-    """Measures training cases in processes of their own and judges them against stored baselines."""
-    item = request.node
-    assert isinstance(item, pytest.Item)
-    return GpuTrain(item, item.config.stash[RUNNER], gputrain_knobs)
-
-
-@pytest.fixture
-def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    """A GPU for this test alone, across xdist workers and pytest runs of this host; skips where there is none."""
-    runner = request.config.stash[RUNNER]
+def lend_gpu(runner: Runner) -> Iterator[Gpu]:
+    """Yield a GPU that nobody else has meanwhile; skip the test where there is none."""
     if runner.settings.dry_run:
         pytest.skip("a dry run lends no GPU")
     if runner.settings.fleet is not None:
@@ -258,8 +236,3 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
         pytest.skip(f"needs a GPU, found {CPU}")
     with lease(machine.gpus, 1) as (device,):
         yield device
-
-
-def expression_of(config: pytest.Config) -> str:
-    """Return the expression of ``-m``; empty without one, and without the plugin of pytest that has it."""
-    return str(config.getoption("markexpr", "") or "")

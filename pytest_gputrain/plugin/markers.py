@@ -7,20 +7,12 @@ from typing import Any, Final
 
 import pytest
 
+from pytest_gputrain.plugin.marker_help import LIMIT, TOLERANCE
 from pytest_gputrain.records import MetricName
 from pytest_gputrain.records.tolerance import Cap, Terms, read_memory_tolerance
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.utils.units import read_bytes, read_ratio, read_seconds
-
-LIMIT: Final = "gpu_limit"
-TOLERANCE: Final = "gpu_tolerance"
-
-HELP: Final = (
-    f'{LIMIT}(memory="24 GiB", time="0.5 s"): gputrain: fails the test if its case allocates more or takes longer a step',
-    f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB"): gputrain: what passes in this test, instead of '
-    "gpu_time_tolerance and gpu_memory_tolerance of the ini file; growth is what own code may keep more of after every step",
-)
 
 _KEYWORDS: Final[dict[str, dict[str, Callable[[object], Any]]]] = {
     LIMIT: {"memory": read_bytes, "time": read_seconds},

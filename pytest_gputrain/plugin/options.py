@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_gputrain.cases.sweep import parse_axes
-from pytest_gputrain.gate.loss_trend import LEAST_STEPS
-from pytest_gputrain.gate.step_times import MOST_RUNS
-from pytest_gputrain.records import MAX_RUNS
-from pytest_gputrain.records.tolerance import parse_memory_tolerance
+from pytest_gputrain.utils.bounds import LEAST_STEPS, MAX_RUNS, MOST_RUNS
 from pytest_gputrain.utils.units import parse_ratio, parse_seconds
 
 _LONGEST_NAME: Final = 255
@@ -88,6 +84,18 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _memory_tolerance(text: str) -> object:
+    from pytest_gputrain.records.tolerance import parse_memory_tolerance  # a project without cases needs no records
+
+    return parse_memory_tolerance(text)
+
+
+def _axes(text: str) -> object:
+    from pytest_gputrain.cases.sweep import parse_axes  # as above
+
+    return parse_axes(text)
+
+
 def _baseline(text: str) -> str:
     return text if text in ("measured", "published") else str(_path(text))
 
@@ -155,7 +163,7 @@ OPTIONS: Final = (
     ),
     Option(
         name="memory-tolerance",
-        parse=parse_memory_tolerance,
+        parse=_memory_tolerance,
         default="2%",
         metavar="RATIO|BYTES|RATIO+BYTES",
         help=(
@@ -332,7 +340,7 @@ OPTIONS: Final = (
     ),
     Option(
         name="set",
-        parse=parse_axes,
+        parse=_axes,
         repeated=True,
         metavar="KNOB=A,B",
         help="run every case with each of these values for a knob of its own; given for several knobs, with their product",

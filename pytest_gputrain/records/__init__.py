@@ -29,7 +29,6 @@ from pytest_gputrain.records.reply import (
 )
 from pytest_gputrain.records.trend import Change, Course, Moment, Trends
 from pytest_gputrain.records.verdict import (
-    MAX_RUNS,
     Baseline,
     BaselineRun,
     LimitVerdict,
@@ -44,6 +43,7 @@ from pytest_gputrain.records.verdict import (
     Summary,
     Verdict,
 )
+from pytest_gputrain.utils.bounds import MAX_RUNS
 
 __all__ = [
     "FORMAT",

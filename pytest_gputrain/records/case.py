@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records.prediction import Target
-from pytest_gputrain.utils.units import Whole
+from pytest_gputrain.records.whole import Whole
 
 FORMAT: Final = 1
 """Version of every file this package writes. 1: the first (0.1.0)."""

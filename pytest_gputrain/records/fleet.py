@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Task
 from pytest_gputrain.records.reply import Reply
-from pytest_gputrain.utils.units import Whole
+from pytest_gputrain.records.whole import Whole
 
 
 class Host(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Scale
 from pytest_gputrain.records.verdict import Status
-from pytest_gputrain.utils.units import Whole
+from pytest_gputrain.records.whole import Whole
 
 
 class HistoryLine(Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from pytest_gputrain.utils.units import Whole
+from pytest_gputrain.records.whole import Whole
 
 TrainingPhase = Literal["build", "forward", "backward", "between", "optimizer"]
 """``forward`` is a step before its first backward pass; recomputation of activations is part of ``backward``. ``between`` is

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
-from pytest_gputrain.utils.units import Whole
+from pytest_gputrain.records.whole import Whole
 
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
 """Where a worker stands; ``count`` is the pass that counts allocations."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from pytest_gputrain.utils.units import Whole
+from pytest_gputrain.records.whole import Whole
 
 
 class Try(Struct, frozen=True, kw_only=True):

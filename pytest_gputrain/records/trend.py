@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT
-from pytest_gputrain.utils.units import Whole
+from pytest_gputrain.records.whole import Whole
 
 
 class Moment(Struct, frozen=True, kw_only=True):

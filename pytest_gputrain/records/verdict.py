@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -11,10 +11,7 @@ from pytest_gputrain.records.prediction import LiveTensor, Prediction, TrainingP
 from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.reply import Environment, Reply
 from pytest_gputrain.records.study import LossCurve, Search
-from pytest_gputrain.utils.units import Whole
-
-MAX_RUNS: Final = 20
-"""Runs that a baseline keeps of one case."""
+from pytest_gputrain.records.whole import Whole
 
 Status = Literal[
     "pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded", "over-limit"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -19,6 +18,8 @@ _COUNTERS: Final = Path("/proc/vmstat")
 def die_with_parent() -> None:
     """Ask for this process to be killed when its parent dies, so that no worker is left training alone."""
     if sys.platform == "linux":
+        import ctypes  # pytest reads the name of the variable above in every project
+
         pr_set_pdeathsig = 1
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

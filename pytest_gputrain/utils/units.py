@@ -6,12 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Final
-
-import msgspec
-
-Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""A count that a file may hold. Larger ones are damage, and too large for arithmetic with floats."""
+from typing import Final
 
 KiB: Final = 1024
 MiB: Final = 1024**2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,6 +159,78 @@ def test_import_leaves_slow_libraries_out(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({slow!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == ""
+
+
+LOADED_IN_EVERY_PROJECT = {
+    "pytest_gputrain",
+    "pytest_gputrain.execution",
+    "pytest_gputrain.execution.launch",
+    "pytest_gputrain.execution.launch.environment",
+    "pytest_gputrain.hardware",
+    "pytest_gputrain.hardware.catalog",
+    "pytest_gputrain.plugin",
+    "pytest_gputrain.plugin.deselected",
+    "pytest_gputrain.plugin.hooks",
+    "pytest_gputrain.plugin.items",
+    "pytest_gputrain.plugin.marker_help",
+    "pytest_gputrain.plugin.options",
+    "pytest_gputrain.utils",
+    "pytest_gputrain.utils.bounds",
+    "pytest_gputrain.utils.linux",
+    "pytest_gputrain.utils.signals",
+    "pytest_gputrain.utils.units",
+}
+"""Options, markers, fixtures and hooks, and what these need: no records, no gate, no runner, no report."""
+
+
+def _loaded_by_run(folder: Path, *arguments: str) -> set[str]:
+    """Run pytest in ``folder``, and return the modules of this package and of msgspec that it has loaded by its end."""
+    code = (
+        "import sys, pytest; status = pytest.main(sys.argv[1:]); "
+        "print(*(name for name in sys.modules if name.startswith(('pytest_gputrain', 'msgspec')))); sys.exit(status)"
+    )
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT.parent)}
+    command = [sys.executable, "-c", code, "-q", "-p", "pytest_gputrain.plugin.hooks", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+PLAIN_TESTS = """
+import pytest
+
+pytestmark = pytest.mark.plain
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_number(number, tmp_path):
+    assert number
+
+@pytest.mark.other
+def test_other():
+    pass
+
+@pytest.mark.xfail
+def test_failing():
+    assert False
+"""
+
+
+def test_a_project_without_cases_loads_options_markers_and_fixtures_only(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    plain\n    other\n")
+    (tmp_path / "test_plain.py").write_text(PLAIN_TESTS)
+    assert _loaded_by_run(tmp_path, "-m", "plain and not other") == LOADED_IN_EVERY_PROJECT
+
+
+@pytest.mark.parametrize("arguments", [["--gpu-runs=2"], ["-o", "gpu_runs=2"]])
+def test_an_option_loads_what_checks_it(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "test_plain.py").write_text("def test(): pass")
+    assert "pytest_gputrain.plugin.case_session" in _loaded_by_run(tmp_path, *arguments)
+
+
+def test_a_test_that_asks_for_the_fixture_has_everything_loaded_before_the_first_test(tmp_path: Path) -> None:
+    """A test may replace what importing needs, such as the file system."""
+    (tmp_path / "test_plain.py").write_text("def test(gputrain): pass")
+    assert "pytest_gputrain.plugin.case_session" in _loaded_by_run(tmp_path, "--collect-only")
 
 
 def test_worker_entry_leaves_pytest_out() -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.gate.loss_trend import LEAST_STEPS, gap, trend
+from pytest_gputrain.gate.loss_trend import gap, trend
+from pytest_gputrain.utils.bounds import LEAST_STEPS
 
 lengths = st.integers(LEAST_STEPS, 400)
 curves = st.lists(st.integers(-1000, 1000).map(float), min_size=LEAST_STEPS, max_size=60)

@@ -13,6 +13,7 @@ from pytest_gputrain.cases.identity import identity_of
 from pytest_gputrain.execution.executor import Executor, conditions_of
 from pytest_gputrain.execution.fleet.job_queue import Fleet
 from pytest_gputrain.execution.fleet.scheduler import Scheduler
+from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.resume import ResumedReplies, ResumedReport
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.machine import Machine
@@ -55,8 +56,9 @@ class FleetExecutor(Executor):
         scheduler: Scheduler,
         seconds_of: Callable[[str, Task], float] = lambda suite, task: 0.0,
         resumed_report: ResumedReport | None = None,
+        environment: SessionEnvironment | None = None,
     ) -> None:
-        super().__init__(settings, resumed_report)
+        super().__init__(settings, resumed_report, environment)
         self._began = False
         self._seconds_of = seconds_of
         gpus = 0 if platform == catalog.CPU else settings.fleet_gpus

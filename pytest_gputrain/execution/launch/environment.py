@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.records import Task
 from pytest_gputrain.utils.linux import PARENT
+
+if TYPE_CHECKING:  # this module is imported in every project, before anybody asks for a case
+    from pytest_gputrain.hardware.devices import Gpu
+    from pytest_gputrain.records import Task
 
 CHOOSING: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables that choose which GPUs a process sees, for the vendors' runtimes."""

@@ -10,7 +10,9 @@ import msgspec
 
 from pytest_gputrain.cases.identity import key_of, same_id
 from pytest_gputrain.cases.validation import problem
+from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.local import describe_refusal
 from pytest_gputrain.gate.limits import judge_prediction, with_limits
 from pytest_gputrain.gate.messages import describe_failure
@@ -37,13 +39,16 @@ Failure = OutOfMemory | Crashed | TimedOut
 class DryRunner(Runner):
     """A `Runner` whose results hold predictions for one platform. Of the machine it asks nothing but a core."""
 
-    def __init__(self, settings: Settings, platform: str, cache: Path | None) -> None:
+    def __init__(
+        self, settings: Settings, platform: str, cache: Path | None, environment: SessionEnvironment | None = None
+    ) -> None:
         """
         Args:
             platform: catalog marker to predict for.
             cache: folder for predictions to be found again in; None for none.
+            environment: the variables of the session; those of this moment by default.
         """
-        super().__init__(settings)
+        super().__init__(settings, Executor(settings, environment=environment))
         self._platform = platform
         self._target = target_of(platform)
         self._cache = Cache(cache)

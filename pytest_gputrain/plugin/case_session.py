@@ -1,0 +1,380 @@
+"""Holds what the hooks need once a case is asked for: the runner, the collector, and what reports of tests tell of cases."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from pytest_gputrain.cases import sweep
+from pytest_gputrain.cases.identity import suite_of
+from pytest_gputrain.execution.executor import Executor
+from pytest_gputrain.execution.launch.environment import SessionEnvironment
+from pytest_gputrain.execution.resume import ResumedReport
+from pytest_gputrain.hardware.catalog import CPU, MARKERS
+from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.plugin import late_reports
+from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
+from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases
+from pytest_gputrain.plugin.markers import terms_of
+from pytest_gputrain.plugin.options import OPTIONS
+from pytest_gputrain.plugin.settings import read
+from pytest_gputrain.records import Case, Event, Result
+from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.records.tolerance import NO_TERMS, Terms
+from pytest_gputrain.report import github
+from pytest_gputrain.report.collector import Collector
+from pytest_gputrain.report.github import Failure
+from pytest_gputrain.report.progress_line import ProgressLine
+from pytest_gputrain.session.dry_run.runner import DryRunner
+from pytest_gputrain.session.runner import Runner
+from pytest_gputrain.session.selection import ExpectedCase, platform_meant, platforms_named, platforms_of
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
+from pytest_gputrain.storage.forecast import Forecast
+from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.sanitize import shown
+from pytest_gputrain.utils.signals import undisturbed
+from pytest_gputrain.utils.suggest import did_you_mean
+
+_MOST_ROWS: Final = 500
+"""Rows that the tables on the terminal have at most."""
+_MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}
+
+
+class CaseSession:
+    """The cases of one run of pytest, from their collection to their reports.
+
+    Args:
+        environment: the variables that the session began with.
+
+    Raises:
+        pytest.UsageError: the options cannot be meant so; one sentence.
+    """
+
+    collector: Collector | None
+    """Gathers the results; None on an xdist worker, whose results travel to the controller with their reports."""
+
+    def __init__(self, config: pytest.Config, environment: SessionEnvironment) -> None:
+        self.config = config
+        on_controller = not hasattr(config, "workerinput")
+        try:
+            settings = _settings(config)
+            if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
+                BaselineStore(settings.baseline_dir).check_writable()
+            if settings.html is not None and on_controller:
+                _check_installed()
+            resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
+            executor = _fleet(config, settings, resumed_report, environment) or Executor(
+                settings, resumed_report, environment
+            )
+            self.runner = _dry_runner(config, settings, environment) if settings.dry_run else Runner(settings, executor)
+        except (ValueError, BaselineError) as error:
+            raise pytest.UsageError(str(error)) from None
+        self.runner.executor.watch = self._watch
+        self.collector = Collector(settings, resumed_report) if on_controller else None
+        self.forecast = _forecast(config, settings)
+        self._progress_line: ProgressLine | None = None
+        self._measured: defaultdict[str, list[Result]] = defaultdict(list)
+        self._failed: set[str] = set()
+        self._failures: list[Failure] = []
+        self._explanations: list[str] | None = None
+        """The sentences that explain the tables, once all results are there."""
+        self._skipped = False
+        """Whether any test with cases was skipped."""
+        self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
+
+    def gputrain(self, item: pytest.Item, overridden: Mapping[str, Any]) -> GpuTrain:
+        """Return what the fixture ``gputrain`` is in this test."""
+        return GpuTrain(item, self.runner, overridden)
+
+    def gpu(self) -> Iterator[Gpu]:
+        """Yield what the fixture ``gpu`` is, for as long as the test runs."""
+        return lend_gpu(self.runner)
+
+    def parametrize(self, metafunc: pytest.Metafunc) -> None:
+        """Have a test with cases run with each combination of ``--gpu-set``."""
+        if self.runner.settings.sweep:
+            metafunc.parametrize("gputrain_knobs", sweep.combinations(self.runner.settings.sweep), ids=sweep.shown)
+
+    def declare(self, item: pytest.Item) -> None:
+        """Mark a test that is parametrized with cases by their platforms, and take notice of their ids."""
+        callspec = getattr(item, "callspec", None)
+        if callspec is None:
+            return
+        parameters = callspec.params
+        knobs = parameters.get("gputrain_knobs", {})
+        for value in parameters.values():
+            if isinstance(value, Case):
+                for marker in platforms_of(value.platforms):
+                    item.add_marker(self._marks[marker])
+                self.runner.declare(suite_of(item.path), sweep.override(value, knobs))
+
+    def order(self, items: list[pytest.Item]) -> None:
+        """Sort the tests by what is predicted of their cases."""
+        if self.forecast is not None:
+            self.forecast.order(items, lambda item: item.path, lambda item: (suite_of(item.path), _cases_of(item)))
+
+    def predicted_not_to_fit(self, items: Sequence[pytest.Item]) -> str | None:
+        """Return a warning of the cases that are predicted not to fit."""
+        if self.forecast is None:
+            return None
+        cases = {str(case): (suite_of(item.path), case) for item in items for case in _cases_of(item)}
+        unfit = [name for name, (suite, case) in cases.items() if self.forecast.is_unfit(suite, case)]
+        return (
+            f"gputrain: predicted not to fit {self.forecast.platform}, and run last: {', '.join(unfit)}" if unfit else None
+        )
+
+    def expect(self, items: Sequence[pytest.Item]) -> None:
+        """Take notice of the cases of the tests that are about to run."""
+        expression = expression_of(self.config)
+        expected = []
+        for item in items:
+            markers = frozenset(mark.name for mark in item.iter_markers())
+            if not markers & _MAY_NOT_RUN:
+                suite = suite_of(item.path)
+                terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
+                expected += [ExpectedCase(suite, case, markers, expression, terms) for case in _cases_of(item)]
+        self.runner.expect(expected)
+        if self.collector is not None:  # a worker of xdist submits what it runs
+            self.runner.prefetch()
+
+    def _watch(self, case: Case, event: Event, run: int) -> None:
+        """Draw what the running case does, where there is a terminal to draw on."""
+        terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+        if self.collector is None or terminal is None or not terminal.isatty:
+            return
+        if self._progress_line is None:
+            capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
+            uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
+            self._progress_line = ProgressLine(self.config.get_terminal_writer().fullwidth, uncaptured)
+        self._progress_line.show(case, event, run)
+
+    def complete(self) -> None:
+        """Run what is still to be measured after the last test, and judge the suite as a whole."""
+        if self.runner.interleaver and self.collector is not None:
+            late_reports.announce(self.config, self.runner.interleaver)
+        for result in self.runner.interleaver.complete():
+            self._update(result)
+        if self.collector is not None:
+            regressed, sentence = self.collector.suite_shift()
+            if regressed:
+                late_reports.fail(self.config, late_reports.ALL_CASES, sentence)
+
+    def _update(self, result: Result) -> None:
+        """Take in a result again, with a further run of its baseline."""
+        if self._progress_line is not None:
+            self._progress_line.clear()
+        if self.collector is None:
+            late_reports.send_to_controller(self.config, result)
+            return
+        self.collector.update(result)
+        if result.verdict is not None and result.verdict.status != "recorded":
+            late_reports.fail(self.config, result.nodeid, result.verdict.sentence, result)
+
+    def take_over(self, node: Any) -> None:
+        """Take in what a worker of xdist has sent when it ended."""
+        for result in late_reports.results_from_worker(node):
+            self._update(result)
+
+    def take_unreported(self, item: pytest.Item) -> None:
+        """Take in what a test had measured before it was interrupted, which no report has."""
+        if self.collector is not None:
+            for result in item.stash.get(RESULTS, []):
+                self.collector.add(result, passed=False)
+
+    def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Put what a test has measured into its report."""
+        if report.failed:
+            self.runner.interleaver.forget(item.nodeid)
+        results = item.stash.get(RESULTS, [])
+        if results or has_cases(item):  # of whatever phase: a fixture may measure too
+            # An attribute of plain JSON travels from an xdist worker with the report.
+            report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
+            results.clear()
+
+    def log(self, report: pytest.TestReport) -> None:
+        """Take in what the report of a test tells of cases."""
+        if self._progress_line is not None:
+            self._progress_line.clear()
+        if self.collector is None:
+            return
+        if hasattr(report, "gputrain"):
+            # In its call: a mark that skips, or expects a failure, is somebody's decision.
+            self._skipped |= report.when == "call" and report.skipped and not hasattr(report, "wasxfail")
+        results = self._measured[report.nodeid]
+        results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
+        if results:
+            report.gputrain = []  # type: ignore[attr-defined]  # pytest keeps every report until its end
+        if report.failed:
+            self._failed.add(report.nodeid)
+            if hasattr(report, "gputrain"):
+                self._failures.append(late_reports.failure_of(report, self.config.rootpath))
+        if report.when == "teardown":
+            with undisturbed():
+                for result in self._measured.pop(report.nodeid):
+                    self.collector.add(result, passed=report.nodeid not in self._failed)
+
+    def close(self, session: pytest.Session, exitstatus: int, notes: Sequence[str], *, interrupted: bool) -> None:
+        """Save what the run has measured, and fail it where something is wrong with that. Called on the controller only.
+
+        Args:
+            notes: what else is to be shown.
+        """
+        collector = self.collector
+        assert collector is not None, "a worker of xdist keeps no results"
+        for results in self._measured.values():  # of tests that did not come to their end
+            for result in results:
+                collector.add(result, passed=False)
+        if self.runner.settings.dry_run and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
+            collector.notes.append("nothing was predicted: every case was skipped; -rs tells why")
+            collector.failed |= self.runner.is_strict("")
+        collector.notes += notes
+        # What somebody chose by pytest.exit stays.
+        cut_short = interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        collector.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
+        late_reports.join_benchmarks(self.config, collector.results)
+        if collector.results or self._failures:
+            self._summarise(collector)
+        if collector.failed and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _summarise(self, collector: Collector) -> None:
+        from pytest_gputrain.report import summary
+
+        try:
+            summary.write(self.runner.settings.summary, collector.results, self._failures, self._notes(collector))
+        except OSError as error:
+            collector.failed = True
+            collector.notes.append(f"the summary cannot be written: {error}")
+
+    def stop(self) -> None:
+        """End what was kept running for the cases to come."""
+        self.runner.executor.close()
+
+    def show(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Write the tables, notes and annotations below pytest's own summary."""
+        for command in github.commands(self._failures) if self._annotates() else ():
+            terminalreporter.write_line(command)
+        if self.collector is None or not (self.collector.results or self.collector.notes):
+            return
+        from pytest_gputrain.report import terminal
+
+        writer = self.config.get_terminal_writer()
+        terminalreporter.section("gputrain")
+        if self.collector.results:
+            table = terminal.render(self.collector.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
+            terminalreporter.write_line(table)
+        for line in self._notes(self.collector):
+            terminalreporter.write_line(shown(line))
+
+    def _annotates(self) -> bool:
+        """Return whether failures become annotations of GitHub; not if another plugin annotates every failure."""
+        return github.wanted() and not self.config.pluginmanager.hasplugin("pytest_github_actions_annotate_failures")
+
+    def _notes(self, collector: Collector) -> list[str]:
+        from pytest_gputrain.report import studies, terminal
+
+        if self._explanations is None:
+            self._explanations = [*terminal.explain(collector.results), *studies.explain(collector.results)]
+        return [*self._explanations, *collector.notes]
+
+
+def _settings(config: pytest.Config) -> Settings:
+    """Raises:
+    ValueError: a value of an option is wrong, or two contradict each other.
+    """
+    settings = read(
+        {option.name: config.getoption(option.flag) for option in OPTIONS},
+        {option.name: str(config.getini(option.ini)) for option in OPTIONS},
+        config.rootpath if config.inipath is None else config.inipath.parent,
+    )
+    named_platforms = [] if settings.platform is None else [("--gpu-platform", settings.platform)]
+    named_platforms += [("--gpu-fleet-args", platform) for platform, _ in settings.fleet_args if platform]
+    for option, platform in named_platforms:
+        if platform not in MARKERS:
+            hint = did_you_mean(platform, MARKERS)
+            raise ValueError(f"{option}: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
+    return settings
+
+
+def _check_installed() -> None:
+    """Raises:
+    ValueError: what an HTML report needs is not installed; reported now rather than after hours.
+    """
+    from pytest_gputrain.report.html import page
+
+    if lacking := page.missing():
+        raise ValueError(f"--gpu-html: {lacking}")
+
+
+def _platforms(config: pytest.Config, settings: Settings) -> list[str]:
+    """Return the platforms that this run is for, as far as the command line names them."""
+    return platforms_named(expression_of(config)) if settings.platform is None else [settings.platform]
+
+
+def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
+    """Return the recorded predictions for a run on a GPU at full scale; None where they do not apply."""
+    platforms = _platforms(config, settings)
+    if settings.dry_run or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
+        return None
+    return Forecast(settings.baseline_dir, platforms[0])
+
+
+def _fleet(
+    config: pytest.Config, settings: Settings, resumed_report: ResumedReport | None, environment: SessionEnvironment
+) -> Executor | None:
+    """Return the executor of ``--gpu-fleet``; None where cases run on this machine.
+
+    Raises:
+        ValueError: it cannot be used, or several platforms are named.
+    """
+    if settings.fleet is None:
+        return None
+    platforms = _platforms(config, settings) or [CPU]
+    if len(platforms) != 1:
+        raise ValueError(
+            f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(platforms)}; name one of them"
+        )
+    from pytest_gputrain.execution.fleet.durations import Durations
+    from pytest_gputrain.execution.fleet.executor import FleetExecutor, scheduler_of
+
+    durations = Durations(platforms[0], settings.history, _forecast(config, settings))
+    scheduler = scheduler_of(settings, platforms[0])
+    return FleetExecutor(settings, platforms[0], scheduler, durations.of, resumed_report, environment)
+
+
+def _dry_runner(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> DryRunner:
+    """Raises:
+    ValueError: no platform is named, or several are.
+    """
+    platforms = _platforms(config, settings)
+    if len(platforms) != 1:
+        problem = (
+            f"-m names {', '.join(platforms)}" if platforms else f"none is named{platform_meant(expression_of(config))}"
+        )
+        raise ValueError(f"--gpu-dry-run predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100")
+    cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
+    folder = None
+    with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
+        folder = None if cache is None else cache.mkdir("gputrain")
+    return DryRunner(settings, platforms[0], folder, environment)
+
+
+def _cases_of(item: pytest.Item) -> list[Case]:
+    """The cases that a test is parametrized with and will ask for."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or not has_cases(item):
+        return []
+    knobs = callspec.params.get("gputrain_knobs", {})
+    return [sweep.override(case, knobs) for case in callspec.params.values() if isinstance(case, Case)]
+
+
+def _terms_of(item: pytest.Item) -> Terms:
+    try:
+        return terms_of(item)
+    except BadCase:  # its test will fail with it
+        return NO_TERMS

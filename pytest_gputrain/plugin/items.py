@@ -1,0 +1,32 @@
+"""What the hooks and the fixtures read of pytest's objects. Imports nothing else: every project with the plugin has it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_gputrain.records import Result
+
+RESULTS: Final[pytest.StashKey[list[Result]]] = pytest.StashKey()
+"""Of an item: what its test has measured and no report has yet."""
+
+
+def expression_of(config: pytest.Config) -> str:
+    """Return the expression of ``-m``; empty without one, and without the plugin of pytest that has it."""
+    return str(config.getoption("markexpr", "") or "")
+
+
+def has_cases(item: pytest.Item) -> bool:
+    """Return whether a test asks for ``gputrain`` as an argument, itself or by another fixture."""
+    return "gputrain" in getattr(item, "fixturenames", ())
+
+
+def has_parameters(item: pytest.Item) -> bool:
+    """Return whether a test is parametrized with a case. In a process where no module has imported cases, none is."""
+    module, callspec = sys.modules.get("pytest_gputrain.records.case"), getattr(item, "callspec", None)
+    return (
+        module is not None and callspec is not None and any(isinstance(it, module.Case) for it in callspec.params.values())
+    )

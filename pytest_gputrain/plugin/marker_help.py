@@ -1,0 +1,26 @@
+"""Describes the plugin's markers, as ``pytest --markers`` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+
+LIMIT: Final = "gpu_limit"
+TOLERANCE: Final = "gpu_tolerance"
+
+
+def lines() -> Iterator[str]:
+    """Yield the line of each marker, for the ini option ``markers``."""
+    for marker in MARKERS:
+        device_title = "a CPU" if marker == CPU else PLATFORMS[marker].title
+        yield f"{marker}: gputrain: declared for {device_title}"
+    yield (
+        f'{LIMIT}(memory="24 GiB", time="0.5 s"): gputrain: fails the test if its case allocates more or takes longer a step'
+    )
+    yield (
+        f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB"): gputrain: what passes in this test, instead of '
+        "gpu_time_tolerance and gpu_memory_tolerance of the ini file; growth is what own code may keep more of after every "
+        "step"
+    )
