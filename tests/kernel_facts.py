@@ -1,4 +1,4 @@
-"""Operators, and what they allocate on a GPU: measured in torch's CUDA build, compared with what a dry run expects."""
+"""Operators, and what they allocate on a GPU: measured in torch's CUDA build, compared with what a prediction expects."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

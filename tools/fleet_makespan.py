@@ -2,7 +2,7 @@
 
     python tools/fleet_makespan.py [--replicates N] [--seed N] [--rule longest|shortest|random] [--history FILE]
 
-A replicate is a suite. Each of its cases is drawn from those that have a prediction in ``baselines/dry-run/h100``. It
+A replicate is a suite. Each of its cases is drawn from those that have a prediction in ``baselines/predicted/h100``. It
 takes as long to start as `START_SECONDS` and `START_SECONDS_OF_A_BILLION` say, which are assumed, and then its steps: as
 many times the predicted least time as a case took that is drawn from those that were also published, two to eleven times.
 With ``--history`` the steps take what the latest lines of that file say. The fleet knows the predictions, nothing else.
@@ -98,7 +98,7 @@ class Suites:
         measured = {(line.suite, line.key): line.median_step_seconds for _, line in lines if line.platform == PLATFORM}
         predictions, published = PredictionStore(BASELINES), PublishedStore.beside(BASELINES)
         self.recorded, self.ratios = [], []
-        for path in sorted((BASELINES / "dry-run" / PLATFORM).glob("*.json")):
+        for path in sorted((BASELINES / "predicted" / PLATFORM).glob("*.json")):
             for key, recorded in predictions.suite(PLATFORM, path.stem).items():
                 least, case = recorded.predictions[-1].roofline_seconds, recorded.case
                 if least is None or recorded.predictions[-1].fits is False:

@@ -31,7 +31,7 @@ from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.html import page
 from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.report.trend.series import analyse
-from pytest_gputrain.session.dry_run.cache import Cache
+from pytest_gputrain.session.prediction.cache import Cache
 from pytest_gputrain.storage import baselines, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
@@ -109,7 +109,7 @@ def sound_report() -> bytes:
         sound_result(),
         sound_result("h100_measured", key=str(CASE), scale="full", platform="h100", device="nvidia-h100-80gb-hbm3"),
         *(sound_result(name, key=name, verdict=None) for name in ("crashed", "timed_out", "h100_out_of_memory")),
-        sound_result(replies=(), summary=None, verdict=None, prediction=predicted, device="dry-run/h100", platform="h100"),
+        sound_result(replies=(), summary=None, verdict=None, prediction=predicted, device="predicted/h100", platform="h100"),
     )
     tolerances = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
     report = Report(generator="x", created=SESSION.created, session="s1", settings=tolerances, results=results)
@@ -145,7 +145,7 @@ def read_baseline(data: bytes, scratch: Scratch, rng: random.Random) -> None:
 
 
 def read_predictions(data: bytes, scratch: Scratch, rng: random.Random) -> None:
-    scratch.file("dry-run/h100/llm_finetuning.json", data)
+    scratch.file("predicted/h100/llm_finetuning.json", data)
     store = PredictionStore(scratch.folder)
     for key, entry in store.suite("h100", "llm_finetuning").items():
         results = [
@@ -319,7 +319,7 @@ READERS: Final = (
     Reader(
         "predictions",
         read_predictions,
-        (a_few(ROOT / "baselines/dry-run/h100/llm_finetuning.json", "cases"),),
+        (a_few(ROOT / "baselines/predicted/h100/llm_finetuning.json", "cases"),),
         (BaselineError,),
         5,
     ),

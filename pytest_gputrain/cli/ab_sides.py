@@ -153,7 +153,7 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
     except BaselineError as error:
         raise SideError(str(error)) from None
     if any(result.prediction is not None for result in side_report.results):
-        raise SideError("gputrain ab measures, and a dry run does not; its predictions are compared with recorded ones")
+        raise SideError("gputrain ab measures, and --gpu-predict does not; predictions are compared with recorded ones")
     if not any(result.search is None and not result.loss_curves for result in side_report.results):
         raise SideError(f"no test of {side.label} measured a case:\n{tail}")
     return side_report

@@ -97,7 +97,7 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Probl
 
 
 _MISPLACED: Final = (
-    "no run looks for a baseline here, but in <device>/, dry-run/<platform>/ and published/; move it, or delete it"
+    "no run looks for a baseline here, but in <device>/, predicted/<platform>/ and published/; move it, or delete it"
 )
 _RECORD_AGAIN: Final = "record again, or restore it from git"
 

@@ -78,7 +78,7 @@ def judge_prediction(caps: Sequence[Cap], case: Case, prediction: Prediction, *,
     limits = []
     for cap in caps:
         timed = cap.metric == "step_seconds"
-        reason = "a dry run predicts no time" if timed else _why_not_of_this_scale(case, scale)
+        reason = "a prediction has no time" if timed else _why_not_of_this_scale(case, scale)
         over = not reason and prediction.peak_allocated_bytes > cap.most
         limits.append(
             LimitVerdict(

@@ -38,7 +38,7 @@ _WORK: Final[dict[MetricName, str]] = {
     "recomputed_flops_per_step": "recomputes",
     "bytes_per_step": "moves",
 }
-_RECORD: Final = "record it with --gpu-dry-run --gpu-baseline-update"
+_RECORD: Final = "record it with --gpu-predict --gpu-baseline-update"
 
 
 def judge(case: Case, prediction: Prediction, recorded: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:

@@ -1,4 +1,4 @@
-"""Makes the target that a dry run predicts for: a device of the catalog as `pytest_gputrain.records.Target`."""
+"""Makes the target that a case is predicted for: a device of the catalog as `pytest_gputrain.records.Target`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_gputrain.utils.units import MiB
 
 CONTEXT_BYTES: Final = 600 * MiB
 """The driver's context with the kernels that a step loads, on CUDA 12: what nvidia-smi shows of a process beyond the memory
-that torch holds. See docs/dry-run.md."""
+that torch holds. See docs/predict.md."""
 
 _LARGE_WORKSPACE: Final = 32 * MiB
 _SMALL_WORKSPACE: Final = 2 * 4096 * 1024 + 8 * 16 * 1024

@@ -30,7 +30,7 @@ from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import ProgressLine
-from pytest_gputrain.session.dry_run.runner import DryRunner
+from pytest_gputrain.session.prediction.runner import PredictingRunner
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.session.selection import ExpectedCase, platform_meant, platforms_named, platforms_of
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
@@ -71,7 +71,9 @@ class CaseSession:
             executor = _fleet(config, settings, resumed_report, environment) or Executor(
                 settings, resumed_report, environment
             )
-            self.runner = _dry_runner(config, settings, environment) if settings.dry_run else Runner(settings, executor)
+            self.runner = (
+                _predicting_runner(config, settings, environment) if settings.predict else Runner(settings, executor)
+            )
         except (ValueError, BaselineError) as error:
             raise pytest.UsageError(str(error)) from None
         self.runner.executor.watch = self._watch
@@ -229,7 +231,7 @@ class CaseSession:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
                 collector.add(result, passed=False)
-        if self.runner.settings.dry_run and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
+        if self.runner.settings.predict and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
             collector.notes.append("nothing was predicted: every case was skipped; -rs tells why")
             collector.failed |= self.runner.is_strict("")
         collector.notes += notes
@@ -319,7 +321,7 @@ def _platforms(config: pytest.Config, settings: Settings) -> list[str]:
 def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
     """Return the recorded predictions for a run on a GPU at full scale; None where they do not apply."""
     platforms = _platforms(config, settings)
-    if settings.dry_run or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
+    if settings.predict or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
         return None
     return Forecast(settings.baseline_dir, platforms[0])
 
@@ -347,7 +349,7 @@ def _fleet(
     return FleetExecutor(settings, platforms[0], scheduler, durations.of, resumed_report, environment)
 
 
-def _dry_runner(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> DryRunner:
+def _predicting_runner(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> PredictingRunner:
     """Raises:
     ValueError: no platform is named, or several are.
     """
@@ -356,12 +358,12 @@ def _dry_runner(config: pytest.Config, settings: Settings, environment: SessionE
         problem = (
             f"-m names {', '.join(platforms)}" if platforms else f"none is named{platform_meant(expression_of(config))}"
         )
-        raise ValueError(f"--gpu-dry-run predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100")
+        raise ValueError(f"--gpu-predict predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100")
     cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
     folder = None
     with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
         folder = None if cache is None else cache.mkdir("gputrain")
-    return DryRunner(settings, platforms[0], folder, environment)
+    return PredictingRunner(settings, platforms[0], folder, environment)
 
 
 def _cases_of(item: pytest.Item) -> list[Case]:

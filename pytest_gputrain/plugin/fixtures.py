@@ -61,7 +61,7 @@ class GpuTrain:
             knobs: fields of `Case` to set.
 
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, one over a ``gpu_limit``
-        of the test, too. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under ``--gpu-dry-run``
+        of the test, too. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under ``--gpu-predict``
         they are a `Prediction`, which has those of a `Measurement` that can be predicted; a test that asks for another
         is skipped.
         """
@@ -219,13 +219,13 @@ class _Predicted(Prediction, frozen=True, kw_only=True):
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Measurement, name):
             raise AttributeError(f"a prediction has no {name}")
-        pytest.skip(f"a dry run predicts no {name}")
+        pytest.skip(f"a prediction has no {name}")
 
 
 def lend_gpu(runner: Runner) -> Iterator[Gpu]:
     """Yield a GPU that nobody else has meanwhile; skip the test where there is none."""
-    if runner.settings.dry_run:
-        pytest.skip("a dry run lends no GPU")
+    if runner.settings.predict:
+        pytest.skip("--gpu-predict lends no GPU")
     if runner.settings.fleet is not None:
         pytest.skip("--gpu-fleet runs cases on other machines, and lends no GPU of this one")
     try:

@@ -226,7 +226,7 @@ OPTIONS: Final = (
         name="platform",
         metavar="MARKER",
         help=(
-            "what this machine must be (h100, a100, ...), or what a dry run predicts for; a GPU not in the catalog passes "
+            "what this machine must be (h100, a100, ...), or what to predict for; a GPU not in the catalog passes "
             "for it; cpu leaves GPUs alone"
         ),
     ),
@@ -346,7 +346,7 @@ OPTIONS: Final = (
         help="run every case with each of these values for a knob of its own; given for several knobs, with their product",
     ),
     Option(
-        name="dry-run",
+        name="predict",
         switch=True,
         parse=_switch,
         help=(

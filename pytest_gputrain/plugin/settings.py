@@ -94,7 +94,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         fleet_gpus=values["fleet-gpus"],
         fleet_jobs=values["fleet-jobs"],
         fleet_wait_seconds=values["fleet-wait"],
-        dry_run=bool(values["dry-run"]),
+        predict=bool(values["predict"]),
         find_batch=bool(values["find-batch"]),
         find_batch_max=values["find-batch-max"],
         loss_steps=values["loss"],
@@ -111,7 +111,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
     if values["fleet"]:
         against = {
-            "--gpu-dry-run": values["dry-run"],
+            "--gpu-predict": values["predict"],
             "--gpu-isolation=inline": values["isolation"] == "inline",
             "--gpu-ids": values["ids"],
             "--gpu-rendezvous": values["rendezvous"],
@@ -120,7 +120,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"--gpu-fleet and {other} contradict each other: cases run on machines that a scheduler chooses"
             )
-    if values["dry-run"]:
+    if values["predict"]:
         against = {
             "--gpu-find-batch": values["find-batch"],
             "--gpu-loss": values["loss"],
@@ -131,7 +131,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
         }
         for other in (flag for flag, asked in against.items() if asked):
             raise ValueError(
-                f"--gpu-dry-run and {other} contradict each other: it trains nothing, and compares with recorded predictions"
+                f"--gpu-predict and {other} contradict each other: it trains nothing, and compares with recorded predictions"
             )
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]

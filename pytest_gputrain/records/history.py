@@ -21,7 +21,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     format: Whole = FORMAT
     """Version of these keys."""
     kind: Literal["measurement", "prediction"]
-    """``prediction`` for a line of ``--gpu-dry-run``."""
+    """``prediction`` for a line of ``--gpu-predict``."""
     date: str
     """When the pytest run began: UTC, ISO 8601."""
     session: str
@@ -39,7 +39,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     platform: str
     """Catalog marker of the machine, or ``unknown``."""
     device: str
-    """Slug of the device; ``dry-run/h100`` for a prediction."""
+    """Slug of the device; ``predicted/h100`` for a prediction."""
     device_name: str | None
     """As the driver gives it; this and what follows null where no process lived to tell."""
     device_type: str | None

@@ -1,4 +1,4 @@
-"""Defines the records of a dry run: the target that it predicts for, and the prediction."""
+"""Defines the records of a prediction: the target that it is made for, and the prediction itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ forward pass of the second loss of a GAN."""
 
 
 class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The device that a dry run predicts for."""
+    """The device that a case is predicted for."""
 
     marker: str
     kind: Literal["cpu", "cuda"]
@@ -74,7 +74,7 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     target: Target
     fidelity: Literal["cpu", "cuda-rules"]
     """``cpu``: the operators are those of a real run. ``cuda-rules``: CPU operators, with CUDA's own where they are known to
-    differ (see `pytest_gputrain.worker.dry_run.patches`)."""
+    differ (see `pytest_gputrain.worker.prediction.patches`)."""
     parameters: Whole | None
     trainable_parameters: Whole | None
     model_bytes: Whole | None

@@ -68,7 +68,7 @@ class Settings:
     fleet_jobs: int
     """Most jobs in the scheduler's queue."""
     fleet_wait_seconds: float
-    dry_run: bool
+    predict: bool
     """Whether cases are predicted instead of run."""
     find_batch: bool
     find_batch_max: int

@@ -31,7 +31,7 @@ MetricName = Literal[
     "recomputed_flops_per_step",
     "bytes_per_step",
 ]
-"""Peaks of phases are those of memory counted on a CPU, or of a dry run; recomputed FLOPs and bytes are a dry run's."""
+"""Peaks of phases are those of memory counted on a CPU, or predicted; recomputed FLOPs and bytes are predicted only."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -222,7 +222,7 @@ class Result(Struct, frozen=True, kw_only=True):
     device: str
     """Slug: the folder of its baselines."""
     replies: tuple[Reply, ...] = ()
-    """One per fresh process; of a dry run only that of a process that failed."""
+    """One per fresh process; of a prediction only that of a process that failed."""
     resumed: tuple[Origin, ...] = ()
     """Whose the first replies are, where ``--gpu-resume`` took them from an earlier report; one run after the other."""
     inline: bool = False
@@ -232,9 +232,9 @@ class Result(Struct, frozen=True, kw_only=True):
     variables_digest: str = ""
     """Tells other values of these variables from the same ones; empty where none had changed."""
     prediction: Prediction | None = None
-    """Of a dry run."""
+    """Of a prediction."""
     remedy: str = ""
-    """What makes a case fit that does not, found by a dry run."""
+    """What makes a case fit that does not, found by further predictions."""
     summary: Summary | None = None
     verdict: Verdict | None = None
     """None where the test only measured."""

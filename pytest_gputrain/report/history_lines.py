@@ -83,7 +83,7 @@ def _line_of(result: Result, session: RunInfo) -> HistoryLine:
     failed = next((reply for reply in result.replies if not isinstance(reply, Measurement)), None)
     environments = [getattr(reply, "environment", None) for reply in result.replies]
     environment: Environment | None = next(filter(None, environments), None)
-    # Of a dry run there is either a prediction or a failure.
+    # Of a case under --gpu-predict there is either a prediction or a failure.
     prediction, verdict, summary = result.prediction, result.verdict, result.summary
     outcome: Any = "predicted" if prediction else "measured"
     sentence = verdict.sentence if verdict else None

@@ -1,4 +1,4 @@
-"""Makes the table and the sentences that ``--gpu-dry-run`` prints on the terminal."""
+"""Makes the table and the sentences that ``--gpu-predict`` prints on the terminal."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
         searched = members.those(lambda result: result.search is not None)
         curved = members.those(lambda result: bool(result.loss_curves))
         judged = members.those(lambda result: result.search is None and not result.loss_curves)
-        if device.endswith(_DRY):
+        if device.endswith(_PREDICTED):
             console.print(predictions.table(judged, _names, _verdict, width))
         elif any(result.published for result in judged):
             console.print(published.table(judged, _verdict))
@@ -154,7 +154,7 @@ _DOUBTS: Final = {
     "not-comparable": "not comparable with the baseline",
     "improved": "better than the baseline",
 }
-_DRY: Final = " (dry run)"
+_PREDICTED: Final = " (predicted)"
 _CHANGES: Final[dict[MetricName, str]] = {
     "peak_allocated_bytes": "Δ mem.",
     "step_seconds": "Δ time",
@@ -297,7 +297,7 @@ def _links(results: Sequence[Result]) -> list[str]:
 
 def _device(result: Result) -> str:
     platform = PLATFORMS.get(result.platform)
-    dry = _DRY if result.device.startswith(f"{FOLDER}/") else ""
+    dry = _PREDICTED if result.device.startswith(f"{FOLDER}/") else ""
     if result.platform == CPU:
         return f"CPU{dry}"
     return f"{platform.title if platform else result.device} x{result.case.gpus}{dry}"

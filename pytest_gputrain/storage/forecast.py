@@ -34,7 +34,7 @@ class Forecast:
             return None
         try:
             recorded = self._store.get(self.platform, suite, key_of(case, "full"))
-        except BaselineError:  # the dry run tells of it; a real run can do without
+        except BaselineError:  # --gpu-predict tells of it; a real run can do without
             self._unreadable.add(suite)
             return None
         same = recorded is not None and recorded.predictions and recorded.case.identity() == case.identity()

@@ -1,4 +1,4 @@
-"""Reads and writes recorded predictions, as the only module: ``<dir>/dry-run/<platform>/<suite>.json``, reviewed in git.
+"""Reads and writes recorded predictions, as the only module: ``<dir>/predicted/<platform>/<suite>.json``, reviewed in git.
 
 A prediction depends on the versions of the libraries that it ran and on what is known of the platform. These are its
 conditions, stored once and referred to by a short hash; a case has a prediction for each of the last few of them.
@@ -31,7 +31,7 @@ from pytest_gputrain.utils.files import locked, sweep, write_atomically
 MOST_CONDITIONS: Final = 4
 """Predictions that are kept of a case, for test environments that differ in their libraries."""
 
-FOLDER: Final = "dry-run"
+FOLDER: Final = "predicted"
 """Beside the folders of devices."""
 
 

@@ -72,7 +72,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
             reply = run(task, progress, group=group, keep=keep)
         else:
-            from pytest_gputrain.worker.dry_run.predict import predict
+            from pytest_gputrain.worker.prediction.predict import predict
 
             reply = predict(task, progress)
     progress.enter("reply")

@@ -69,7 +69,7 @@ class Device(Protocol):
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Tell whether the device is a GPU, or stands for one in a dry run, where ``cpu`` is the CPU and ``cpu:0`` the GPU."""
+    """Tell whether the device is a GPU. In a prediction ``cpu:0`` stands for one, and ``cpu`` is the CPU."""
     return device.type != "cpu" or device.index is not None
 
 

@@ -19,7 +19,7 @@ def load(case: Case, *, predicted: bool = False) -> None:
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
 
     Args:
-        predicted: by a dry run, which patches what is there, and cannot know what own code will import.
+        predicted: by a prediction, which patches what is there, and cannot know what own code will import.
 
     Raises:
         ImportError: a library is missing or broken.

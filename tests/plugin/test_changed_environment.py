@@ -336,10 +336,10 @@ def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(
     assert len(ordered) == 4
 
 
-DRY = ("--gpu-dry-run", "--gpu-platform=h100")
+DRY = ("--gpu-predict", "--gpu-platform=h100")
 
 
-def test_a_dry_run_predicts_for_each_environment(project: Project) -> None:
+def test_a_prediction_predicts_for_each_environment(project: Project) -> None:
     project.write(test_mine=WIDE)
     project.run(*DRY, "--gpu-json=report.json").assert_outcomes(passed=2)
     narrow, wide = (result["prediction"]["peak_allocated_bytes"] for result in project.report()["results"])

@@ -337,7 +337,7 @@ def test_what_runs_in_the_pytest_process_is_refused(project: Project, scheduler:
 
 
 @pytest.mark.parametrize(
-    "other", ["--gpu-dry-run", "--gpu-isolation=inline", "--gpu-ids=0", "--gpu-rendezvous=node1"], ids=lambda flag: flag[6:]
+    "other", ["--gpu-predict", "--gpu-isolation=inline", "--gpu-ids=0", "--gpu-rendezvous=node1"], ids=lambda flag: flag[6:]
 )
 def test_what_contradicts_a_fleet_is_refused(project: Project, scheduler: ImmediateScheduler, other: str) -> None:
     assert_refused(project, f"--gpu-fleet and {other.partition('=')[0]}* contradict each other: *", *FLEET, other)

@@ -77,12 +77,12 @@ def test_searches_and_loss_curves_append_nothing(suite: Project) -> None:
     assert not (suite.path / "history.jsonl").exists()
 
 
-def test_a_dry_run_appends_predictions(project: Project) -> None:
+def test_a_prediction_appends_predictions(project: Project) -> None:
     build = BUILD.replace("requires_grad", "device=setup.device, requires_grad")
     project.write(test_mine=f"{build}\n\ndef test_it(gputrain):\n    gputrain.check(build, precision='fp32')\n")
-    project.run("--gpu-dry-run", "--gpu-platform=h100", "--gpu-history=history.jsonl").assert_outcomes(passed=1)
+    project.run("--gpu-predict", "--gpu-platform=h100", "--gpu-history=history.jsonl").assert_outcomes(passed=1)
     (line,) = lines(project)
-    assert (line["kind"], line["outcome"], line["device"]) == ("prediction", "predicted", "dry-run/h100")
+    assert (line["kind"], line["outcome"], line["device"]) == ("prediction", "predicted", "predicted/h100")
     assert (line["key"], line["verdict"], line["fits"]) == ("build-fp32", "new", True)
     assert line["peak_allocated_bytes"] > 0
     assert line["median_step_seconds"] is None

@@ -1,4 +1,4 @@
-"""Tests ``--gpu-dry-run``: predictions of cases, without the device and without training."""
+"""Tests ``--gpu-predict``: predictions of cases, without the device and without training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
-DRY = ("--gpu-dry-run", "--gpu-platform=h100")
+DRY = ("--gpu-predict", "--gpu-platform=h100")
 
 OWN = """
 def build(setup):
@@ -52,7 +52,7 @@ def own(project: Project, width: int) -> None:
 
 
 def predictions(project: Project, suite: str = "mine", platform: str = "h100") -> Path:
-    return project.baseline_file(suite, f"dry-run/{platform}")
+    return project.baseline_file(suite, f"predicted/{platform}")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def predictions(project: Project, suite: str = "mine", platform: str = "h100") -
 )
 def test_it_needs_one_platform(project: Project, arguments: list[str], problem: str) -> None:
     own(project, 1024)
-    sentence = f"--gpu-dry-run predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100"
-    assert_refused(project, sentence, "--gpu-dry-run", *arguments)
+    sentence = f"--gpu-predict predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100"
+    assert_refused(project, sentence, "--gpu-predict", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_it_needs_one_platform(project: Project, arguments: list[str], problem: 
 def test_what_it_cannot_do_is_refused(project: Project, other: str) -> None:
     own(project, 1024)
     flag = other.removesuffix("=20")
-    sentence = f"--gpu-dry-run and {flag} contradict each other: it trains nothing, and compares with recorded predictions"
+    sentence = f"--gpu-predict and {flag} contradict each other: it trains nothing, and compares with recorded predictions"
     assert_refused(project, sentence, *DRY, other)
 
 
 def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(project: Project) -> None:
     own(project, 1024)
     assert "has no recorded prediction for H100" in only_sentence(project.run(*DRY, "--gpu-strict"), TEST)
-    project.run(*DRY, "--gpu-baseline-update").stdout.fnmatch_lines(["*1 baseline recorded in *dry-run/h100/mine.json*"])
+    project.run(*DRY, "--gpu-baseline-update").stdout.fnmatch_lines(["*1 baseline recorded in *predicted/h100/mine.json*"])
     before = predictions(project).read_bytes()
     project.run(*DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
     assert predictions(project).read_bytes() == before, "the same prediction is the same bytes"
@@ -117,15 +117,15 @@ def test_code_that_cannot_run_fails_with_its_reason(project: Project) -> None:
 def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project) -> None:
     pytest.importorskip("xdist")
     project.write(test_tables=ZOO)
-    project.spawn("-m", "h100", "--gpu-dry-run", "-n2", "--gpu-baseline-update").assert_outcomes(passed=2)
+    project.spawn("-m", "h100", "--gpu-predict", "-n2", "--gpu-baseline-update").assert_outcomes(passed=2)
     assert set(msgspec.json.decode(predictions(project, "tables").read_bytes())["cases"]) == {
         "wide-deep-full-fp32",
         "ctr-dnn-full-fp32",
     }
-    result = project.run("-m", "h100", "--gpu-dry-run", "--gpu-strict", "--gpu-json=report.json")
+    result = project.run("-m", "h100", "--gpu-predict", "--gpu-strict", "--gpu-json=report.json")
     result.assert_outcomes(passed=2)
     assert set(project.verdicts().values()) == {"pass"}
-    result.stdout.fnmatch_lines(["tables on H100 x1 (dry run), full scale*", "*predicted for h100*nothing was trained"])
+    result.stdout.fnmatch_lines(["tables on H100 x1 (predicted), full scale*", "*predicted for h100*nothing was trained"])
 
 
 def test_a_known_prediction_is_not_made_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ def pytest_unconfigure():
 
 def test_a_platform_that_a_case_is_not_declared_for_is_skipped(project: Project) -> None:
     project.write(test_tables=ZOO)
-    result = project.run("--gpu-dry-run", "--gpu-platform=a100")
-    assert set(skips(result).values()) == {"not declared for a100, which this dry run predicts for"}
+    result = project.run("--gpu-predict", "--gpu-platform=a100")
+    assert set(skips(result).values()) == {"not declared for a100, which this run predicts for"}
 
 
 @pytest.mark.parametrize(("strict", "code"), [((), 0), (("--gpu-strict",), 1)])
@@ -171,7 +171,7 @@ def test_that_nothing_was_predicted_is_told_and_fails_where_strict(
     project: Project, strict: tuple[str, ...], code: int
 ) -> None:
     project.write(test_tables=ZOO)
-    result = project.run("--gpu-dry-run", "--gpu-platform=a100", "--gpu-json=report.json", *strict)
+    result = project.run("--gpu-predict", "--gpu-platform=a100", "--gpu-json=report.json", *strict)
     result.stdout.fnmatch_lines(["nothing was predicted: every case was skipped; -rs tells why"])
     assert result.ret == project.report()["exit_status"] == code
 
@@ -179,7 +179,7 @@ def test_that_nothing_was_predicted_is_told_and_fails_where_strict(
 @pytest.mark.parametrize("mark", ["skip", "xfail(run=False)"])
 def test_what_somebody_marked_is_not_missed(project: Project, mark: str) -> None:
     project.write(test_tables=ZOO.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
-    result = project.run("--gpu-dry-run", "--gpu-platform=h100", "--gpu-strict")
+    result = project.run("--gpu-predict", "--gpu-platform=h100", "--gpu-strict")
     assert result.ret == pytest.ExitCode.OK
     assert "nothing was predicted" not in result.stdout.str()
 
@@ -215,7 +215,7 @@ def test_a_traceback_has_the_line_of_own_code(project: Project) -> None:
     branching = OWN.format(width=8).replace("zeros", "randn").replace("loss.backward()", "assert weight.any()  # here")
     project.write(test_mine=branching)
     result = project.run(*DRY)
-    assert "which a dry run does not know: measure it instead" in only_sentence(result, TEST)
+    assert "which a prediction does not know: measure it instead" in only_sentence(result, TEST)
     result.stdout.fnmatch_lines(["*assert weight.any()  # here*"])
 
 
@@ -253,9 +253,9 @@ def test_typo(gputrain):
     result = project.run(*DRY)
     result.assert_outcomes(passed=3, skipped=3)
     assert skips(result) == {
-        "test_time": "a dry run predicts no median_step_seconds",
-        "test_closure": "runs inline, but a dry run takes a process of its own",
-        "test_compiled": "is compiled, and a dry run does not know what a compiler makes of it",
+        "test_time": "a prediction has no median_step_seconds",
+        "test_closure": "runs inline, but a prediction takes a process of its own",
+        "test_compiled": "is compiled, and a prediction does not know what a compiler makes of it",
     }
 
 
@@ -326,7 +326,7 @@ def test_without_predictions_a_real_run_keeps_its_order(suite: Project) -> None:
 
 def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project) -> None:
     project.write(test_tables=ZOO)
-    project.run("-m", "cpu", "--gpu-dry-run", "-k", "ctr", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=1)
+    project.run("-m", "cpu", "--gpu-predict", "-k", "ctr", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=1)
     (result,) = project.report()["results"]
     project.run("-m", "cpu", "-k", "ctr", "--gpu-json=real.json")
     (real,) = project.report("real.json")["results"]
@@ -343,11 +343,11 @@ HINT = (
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_own_code_without_the_marker_that_selects_it_is_told(project: Project, workers: tuple[str, ...]) -> None:
     own(project, 1024)
-    result = project.run("-m", "h100", "--gpu-dry-run", *workers)
+    result = project.run("-m", "h100", "--gpu-predict", *workers)
     assert [line for line in result.outlines if "left out" in line] == [HINT]
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
     project.write(test_tables=ZOO)
-    result = project.run("-m", "h100", "--collect-only", "--gpu-dry-run", *workers)
+    result = project.run("-m", "h100", "--collect-only", "--gpu-predict", *workers)
     assert [line for line in result.outlines if "left out" in line] == [HINT], "beside others that are selected"
 
 

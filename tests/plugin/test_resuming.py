@@ -279,7 +279,7 @@ def test_what_is_no_report_is_refused(suite: Project, text: str | None, sentence
     assert_refused(suite, f"--gpu-resume: {sentence}", "--gpu-resume=nothing.json")
 
 
-@pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20", "--gpu-dry-run"])
+@pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20", "--gpu-predict"])
 def test_studies_are_not_resumed(suite: Project, study: str) -> None:
     sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
     assert_refused(suite, sentence, "--gpu-resume=report.json", study)

@@ -171,7 +171,7 @@ def test_what_earlier_versions_wrote_is_read(sample: Path) -> None:
         elif path.name == "history.jsonl":
             read = History([path], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
             assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
-        elif path.parents[1].name == "dry-run":
+        elif path.parents[1].name == "predicted":
             assert PredictionStore(sample / "baselines").get("h100", SUITE, KEY) is not None
         else:
             stored = BaselineStore(sample / "baselines").get(DEVICE, SUITE, KEY)
@@ -367,7 +367,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, elsewhere: Path, li
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize("linked", ["dry-run", "dry-run/h100", f"dry-run/h100/{SUITE}.json"])
+@pytest.mark.parametrize("linked", ["predicted", "predicted/h100", f"predicted/h100/{SUITE}.json"])
 def test_a_link_of_predictions_out_of_the_folder_is_refused(tmp_path: Path, elsewhere: Path, linked: str) -> None:
     PredictionStore(elsewhere).update("h100", SUITE, RECORDED)
     link = tmp_path / "baselines" / linked

@@ -163,7 +163,7 @@ def test_predictions_are_checked_too(tmp_path: Path) -> None:
     path = predict(tmp_path)
     path.write_text(path.read_text().replace('"peak_phase": "backward"', '"peak_phase": "nap"'))
     assert problems(tmp_path)[0].startswith(
-        f"dry-run/h100/llm.json:{line_of(path, str(CASE))}: holds no sound prediction for "
+        f"predicted/h100/llm.json:{line_of(path, str(CASE))}: holds no sound prediction for "
     )
 
 
@@ -178,7 +178,7 @@ def test_published_tables_are_checked_too(tmp_path: Path) -> None:
     assert problems(tmp_path) == ["published/again.json:1: says that it is other; restore it from git"]
 
 
-@pytest.mark.parametrize("place", [".", "cpu/old", "dry-run", "published/2024"])
+@pytest.mark.parametrize("place", [".", "cpu/old", "predicted", "published/2024"])
 def test_files_where_no_run_looks_are_told(tmp_path: Path, place: str) -> None:
     path = record(tmp_path)
     (tmp_path / place).mkdir(parents=True, exist_ok=True)

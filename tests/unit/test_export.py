@@ -63,7 +63,7 @@ RUN = report(
     branch="main",
 )
 LLAMA, GEMMA = "llm/llama-3.1-8b-lora-bf16", "llm/gemma-7b-lora-bf16"
-PREDICTED = report(result(replies=(), summary=None, prediction=prediction(), device="dry-run/h100"))
+PREDICTED = report(result(replies=(), summary=None, prediction=prediction(), device="predicted/h100"))
 
 
 def text_of(name: str, *reports: Report) -> str:
@@ -113,7 +113,7 @@ def test_of_a_case_reported_twice_the_judged_one_counts_and_then_the_last() -> N
 def test_predictions_have_memory_only() -> None:
     assert [point.peak_allocated_bytes for point in points(PREDICTED.results)] == [32 * 1024**3]
     assert points(PREDICTED.results, timed=True) == []
-    assert left_out(PREDICTED.results, timed=True) == ["llama-3.1-8b-lora-bf16 is left out: a dry run times nothing"]
+    assert left_out(PREDICTED.results, timed=True) == ["llama-3.1-8b-lora-bf16 is left out: a prediction has no time"]
 
 
 @given(st.lists(st.text(max_size=6), unique=True))

@@ -125,7 +125,7 @@ def everything(text: str) -> Report:
         result(case, **common, replies=(), summary=None, verdict=None, loss_curves=curves),
         result(
             case,
-            **common | {"device": f"dry-run/{text}"},
+            **common | {"device": f"predicted/{text}"},
             replies=(),
             summary=None,
             prediction=prediction(largest={"forward": (live_tensor(operator=text, dtype=text),)}, packages={text: text}),
@@ -295,7 +295,7 @@ def test_live_tensors_are_told_by_the_phase_that_made_them_and_the_rest_is_shown
     }
     peaks = {"backward": 32 * GiB}
     predicted = prediction(largest=largest, phase_peak_bytes=peaks)
-    reader = read(report(result(prediction=predicted, replies=(), summary=None, device="dry-run/h100")))
+    reader = read(report(result(prediction=predicted, replies=(), summary=None, device="predicted/h100")))
     text = squeezed(reader.text)
     assert "The largest tensors (2 rows)" in text
     assert "backward 20.0 GiB 1 aten._log_softmax build" in text

@@ -284,4 +284,4 @@ def test_wall_clocks_are_read_only_for_the_date_of_a_run() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module == "time":
                 clocks |= {(module, alias.name) for alias in node.names if ("time", alias.name) in of_walls}
     # And for the age of a file that may be forgotten.
-    assert clocks == {("pytest_gputrain.utils.git", "now"), ("pytest_gputrain.session.dry_run.cache", "time")}
+    assert clocks == {("pytest_gputrain.utils.git", "now"), ("pytest_gputrain.session.prediction.cache", "time")}

@@ -106,7 +106,7 @@ def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) ->
         metric="peak_allocated_bytes", status=status, value=gib * GiB, limit=24 * GiB, stated=STATED
     )
     assert time == LimitVerdict(
-        metric="step_seconds", status="not-judged", value=None, limit=0.5, stated=STATED, note="a dry run predicts no time"
+        metric="step_seconds", status="not-judged", value=None, limit=0.5, stated=STATED, note="a prediction has no time"
     )
 
 

@@ -18,9 +18,9 @@ from pytest_gputrain.gate.prediction import judge
 from pytest_gputrain.records import Case, OperatorWork, Prediction, Task, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance
-from pytest_gputrain.session.dry_run import cache as cache_module
-from pytest_gputrain.session.dry_run.cache import Cache
-from pytest_gputrain.session.dry_run.remedies import remedy
+from pytest_gputrain.session.prediction import cache as cache_module
+from pytest_gputrain.session.prediction.cache import Cache
+from pytest_gputrain.session.prediction.remedies import remedy
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.predictions import MOST_CONDITIONS, PredictionStore

@@ -95,7 +95,7 @@ LAYERS = [
         ("\nlearning_rate = 1e-6, 5e-5\ncpu_offload=true", (("learning_rate", (1e-6, 5e-5)), ("cpu_offload", (True,)))),
         (),
     ),
-    Layers("dry-run", "dry_run", (True, True), ("yes", True), False),
+    Layers("predict", "predict", (True, True), ("yes", True), False),
     Layers("find-batch", "find_batch", (True, True), ("yes", True), False),
     Layers("find-batch-max", "find_batch_max", ("8", 8), ("16", 16), 1024),
     Layers("loss", "loss_steps", ("1500", 1500), ("20", 20), None),
@@ -192,7 +192,7 @@ def test_the_folder_of_baselines_is_absolute(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"dry-run": True, "find-batch": True}, "--gpu-dry-run and --gpu-find-batch contradict each other: "),
+        ({"predict": True, "find-batch": True}, "--gpu-predict and --gpu-find-batch contradict each other: "),
         ({"find-batch": True, "loss": "20"}, "--gpu-find-batch and --gpu-loss contradict each other; give one"),
         ({"find-batch": True, "runs": "2"}, "--gpu-find-batch and --gpu-runs=2 contradict each other: "),
         ({"loss": "20", "runs": "2"}, "--gpu-loss and --gpu-runs=2 contradict each other: "),

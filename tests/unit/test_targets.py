@@ -1,4 +1,4 @@
-"""What a dry run predicts for, from the catalog."""
+"""What a case is predicted for, from the catalog."""
 
 import pytest
 

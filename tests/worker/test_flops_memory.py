@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from test_dry_run_suite import CASES
+from test_prediction_suite import CASES
 
 from pytest_gputrain.records import Task
 from pytest_gputrain.worker.allocations import AllocationCounter

@@ -17,9 +17,9 @@ class Point:
 
     result: Result
     runs: tuple[Measurement, ...]
-    """One for each fresh process; none of a dry run, which has only memory to hand on."""
+    """One for each fresh process; none of a prediction, which has only memory to hand on."""
     peak_allocated_bytes: int
-    """Predicted, of a dry run."""
+    """Of a prediction."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
     """Return the point of each case that has figures without doubt.
 
     Args:
-        timed: leave out what a dry run predicts, too.
+        timed: leave out predictions, too.
     """
     return [point for result in latest(results) if isinstance(point := _point(result, timed), Point)]
 
@@ -61,7 +61,7 @@ def _point(result: Result, timed: bool) -> Point | str:
     if result.search is not None or result.loss_curves:
         return f"{result.key} is left out: its figures are of a search or of loss curves, not of the case as declared"
     if result.prediction is not None and timed:
-        return f"{result.key} is left out: a dry run times nothing"
+        return f"{result.key} is left out: a prediction has no time"
     if result.prediction is not None:
         return Point(result=result, runs=(), peak_allocated_bytes=result.prediction.peak_allocated_bytes)
     runs = tuple(reply for reply in result.replies if isinstance(reply, Measurement))

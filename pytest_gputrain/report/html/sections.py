@@ -209,7 +209,7 @@ _REST: Final = 4
 
 
 def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """The tensors that a dry run finds alive at the peak of each phase, by the phase that made them."""
+    """The tensors that a prediction holds alive at the peak of each phase, by the phase that made them."""
     for result in latest(results):
         prediction = result.prediction
         if prediction is None or not any(prediction.largest.values()):

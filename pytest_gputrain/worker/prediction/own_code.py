@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.dry_run.operators import tensors_in
-from pytest_gputrain.worker.dry_run.values import LIMIT, answer, forget, keep, value_of
+from pytest_gputrain.worker.prediction.operators import tensors_in
+from pytest_gputrain.worker.prediction.values import LIMIT, answer, forget, keep, value_of
 
 COMPILED: Final = (
-    "a dry run cannot predict what torch.compile makes of the code; measure it instead, or leave torch.compile out"
+    "a prediction does not know what torch.compile makes of the code; measure it instead, or leave torch.compile out"
 )
 
 
@@ -136,7 +136,7 @@ class PythonCalls(TorchFunctionMode):
             return value
         if not tensor.is_floating_point() or tensor.numel() > LIMIT:
             raise CheckFailed(
-                "the case reads what a tensor holds (Tensor.numpy), which a dry run does not know: measure it instead"
+                "the case reads what a tensor holds (Tensor.numpy), which a prediction does not know: measure it instead"
             )
         with _disable_current_modes():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -145,7 +145,7 @@ class PythonCalls(TorchFunctionMode):
 COPY_AS: Final = "_gputrain_copy_as"
 """Attribute of a parameter of another kind: makes one of it, the copied data and the memo of ``copy.deepcopy``."""
 
-_CUDA: Final = "the code asks for the device cuda, which a dry run does not have; take setup.device"
+_CUDA: Final = "the code asks for the device cuda, which a prediction does not have; take setup.device"
 
 _MAKERS: Final = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
 
@@ -281,18 +281,18 @@ def _truncated_normal(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _refuse_save(*args: Any, **kwargs: Any) -> NoReturn:
-    raise CheckFailed("the case saves tensors, whose contents a dry run does not have; leave checkpoints out of the step")
+    raise CheckFailed("the case saves tensors, whose contents a prediction does not have; leave checkpoints out of the step")
 
 
 def _refuse_lazy(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise CheckFailed(
-        f"a dry run cannot run {type(self).__name__}, whose weights get their shape from the first input; give it the "
+        f"a prediction cannot run {type(self).__name__}, whose weights get their shape from the first input; give it the "
         "size of its input, or measure the case instead"
     )
 
 
 def _refuse_fsdp1(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise CheckFailed(
-        "a dry run cannot run FullyShardedDataParallel (FSDP1), whose flat parameters are made of memory; take "
+        "a prediction cannot run FullyShardedDataParallel (FSDP1), whose flat parameters are made of memory; take "
         "torch.distributed.fsdp.fully_shard (FSDP2), or measure the case instead"
     )

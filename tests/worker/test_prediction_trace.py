@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, extrapolate, extrapolate_observed, extrapolate_trace
+from pytest_gputrain.worker.prediction.repetition import ALL, Observed, extrapolate, extrapolate_observed, extrapolate_trace
 from pytest_gputrain.worker.trace import EMPTY_CACHE, ENTER, Trace, peaks
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gputrain.worker.dry_run.operators import Operator, tensors_in
+from pytest_gputrain.worker.prediction.operators import Operator, tensors_in
 
 LIMIT: Final = 2**18
 """Elements of the largest tensor whose values are kept: token ids and masks of a batch are, activations are not."""
@@ -130,7 +130,7 @@ def forget_all() -> None:
 def _read_by(package: str) -> bool:
     """Whether the code that reads a scalar is the package's own."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pytest_gputrain.worker.dry_run."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pytest_gputrain.worker.prediction."):
         frame = frame.f_back
     return bool(frame.f_globals.get("__name__", "").startswith(f"{package}."))
 
@@ -155,7 +155,7 @@ def _count(mask: Tensor) -> int:
     value = value_of(mask)
     if value is None:
         raise RuntimeError(
-            "a mask decides on the shape of a result, and what it holds is not known in a dry run: measure this case instead"
+            "a mask decides on the shape of a result, and a prediction does not know what it holds: measure the case instead"
         )
     with _disable_current_modes():
         return int(value.sum())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run.operators import Temporaries
+from pytest_gputrain.worker.prediction.operators import Temporaries
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CUDNN = ((9, 0), (10, 0))

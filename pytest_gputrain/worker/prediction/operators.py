@@ -1,4 +1,4 @@
-"""Looks up, once each, the properties of operators that a dry run needs."""
+"""Looks up, once each, the properties of operators that a prediction needs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pytest_gputrain.worker.dry_run.layouts import Layout
 from pytest_gputrain.worker.flops import formulas
+from pytest_gputrain.worker.prediction.layouts import Layout
 
 Temporaries = Callable[[tuple[Any, ...]], tuple[int, ...]]
 """Sizes in bytes of what an operator's kernel allocates beside its results and frees at its end, from its arguments."""

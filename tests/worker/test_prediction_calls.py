@@ -1,4 +1,4 @@
-"""Calls that a dry run remembers give what they would give anew, and bring their work along."""
+"""Calls that a prediction remembers give what they would give anew, and bring their work along."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytest_gputrain.worker.dry_run.tracker import Tracker
+from pytest_gputrain.worker.prediction.tracker import Tracker
 from pytest_gputrain.worker.trace import peaks
 
 DEVICE = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Checks that a dry run sees what trains: on the GPU that is predicted for, not on the host, in the thread it follows."""
+"""Checks that a prediction sees what trains: on the GPU that is predicted for, not on the host, in the thread it follows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Placement:
 
     def _refusal(self) -> CheckFailed:
         return CheckFailed(
-            f"the case computes in the thread {min(self._threads)!r}, and a dry run follows only the one that calls the "
+            f"the case computes in the thread {min(self._threads)!r}, and a prediction follows only the one that calls the "
             "step: let other threads only load onto the host what the step then moves, or measure the case instead"
         )
 

@@ -1,4 +1,4 @@
-"""A dry run by the rules of a CPU, against what the worker counts there in real steps."""
+"""A prediction by the rules of a CPU, against what the worker counts there in real steps."""
 
 import contextlib
 from unittest import mock
@@ -14,8 +14,8 @@ from pytest_gputrain.cases.validation import PRECISIONS
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
 from pytest_gputrain.utils.units import GiB, MiB
-from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
 CPU = Target(marker="cpu", kind="cpu")
@@ -29,7 +29,7 @@ H100 = Target(
 
 LLAMA = example("llama-3.1-8b", activation_checkpointing=True)
 OWN = Case(model="own", method="custom", precision="fp32", code="here")
-# The quickest; `test_dry_run_suite` has every model of the suite.
+# The quickest; `test_prediction_suite` has every model of the suite.
 ONE_OF_EACH_FAMILY = [
     "phi-3-mini-128k",
     "bert-large",
@@ -178,7 +178,7 @@ def test_what_a_compiler_makes_of_a_case_is_not_predicted():
     task = Task(case=LLAMA.replace(compile="default"), scale="tiny", device_type="cpu", root=".", target=H100)
     reply = predict(task, Progress(None))
     assert isinstance(reply, Crashed)
-    assert "a dry run does not know what a compiler makes of it; set compile to off" in reply.sentence
+    assert "a prediction does not know what a compiler makes of it; set compile to off" in reply.sentence
 
 
 def test_too_little_memory_is_told_with_what_it_was_for():

@@ -12,13 +12,13 @@ import bitsandbytes
 import numpy
 import pytest
 import torch
-from test_dry_run import CPU, H100, OWN, compare, predicted
+from test_prediction import CPU, H100, OWN, compare, predicted
 
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Prediction, Task
-from pytest_gputrain.worker.dry_run.patches import _PatchWhenImported
-from pytest_gputrain.worker.dry_run.predict import predict
+from pytest_gputrain.worker.prediction.patches import _PatchWhenImported
+from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
 
@@ -87,7 +87,7 @@ CUDA = {
 
 @pytest.mark.parametrize("make", CUDA.values(), ids=CUDA)
 def test_cuda_by_name_is_refused_with_the_remedy(make):
-    assert "asks for the device cuda, which a dry run does not have; take setup.device" in refused(lambda setup: make)
+    assert "asks for the device cuda, which a prediction does not have; take setup.device" in refused(lambda setup: make)
 
 
 def test_weights_of_four_bits_move_to_the_device():
@@ -368,7 +368,7 @@ def test_a_thread_that_loads_onto_the_gpu_is_refused_by_its_name(load):
 
     sentence = refused(build)
     assert "the case computes in the thread 'loads_0'" in sentence
-    assert "test_dry_run_own.py:" in sentence
+    assert "test_prediction_own.py:" in sentence
 
 
 def test_a_thread_that_makes_what_the_step_does_not_use_is_refused():
@@ -484,7 +484,7 @@ def test_an_input_on_the_host_fails_as_on_a_gpu(make):
 
     sentence = refused(build)
     assert sentence.startswith("an operator gets tensors of two devices, which fails on a GPU as well")
-    assert ", at test_dry_run_own.py:" in sentence
+    assert ", at test_prediction_own.py:" in sentence
     assert sentence.endswith("return doing(lambda: layer(inputs))")
 
 
@@ -495,8 +495,8 @@ def test_an_error_is_told_by_the_line_of_own_code_without_torchs():
 
     reply = predict(Task(case=OWN, scale="tiny", device_type="cpu", root=".", target=H100), Progress(None), build)
     assert isinstance(reply, Crashed), reply
-    assert ", at test_dry_run_own.py:" in reply.sentence
-    assert "test_dry_run_own.py" in reply.detail
+    assert ", at test_prediction_own.py:" in reply.sentence
+    assert "test_prediction_own.py" in reply.detail
     assert "/torch/" not in reply.detail
     assert len(reply.detail.splitlines()) < 10
 
@@ -618,7 +618,9 @@ def test_a_list_of_numbers_may_hold_tensors():
 
         return step
 
-    assert "which a dry run does not know" in refused(build) or "not known in a dry run" in refused(build)
+    assert "which a prediction does not know" in refused(build) or "a prediction does not know what it holds" in refused(
+        build
+    )
 
 
 def test_what_is_on_the_host_can_become_an_array():
@@ -668,7 +670,7 @@ def test_compiled_code_is_refused(compiled):
         places = torch.tensor([1, 2, 3, 4], device=setup.device)
         return doing(lambda: layer(places))
 
-    assert "a dry run cannot predict what torch.compile makes of the code; measure it instead" in refused(build)
+    assert "a prediction does not know what torch.compile makes of the code; measure it instead" in refused(build)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -700,7 +702,7 @@ REFUSED = {
 def test_what_no_fake_can_do_is_refused_with_one_sentence(words, call):
     sentence = refused(lambda setup: doing(lambda: call(setup.device)))
     assert words in sentence
-    assert ", at test_dry_run_own.py:" in sentence
+    assert ", at test_prediction_own.py:" in sentence
 
 
 LOOPS = """

@@ -1,6 +1,6 @@
 """Predicted against published memory, for the single-GPU rows of the published tables that print any.
 
-    python tools/compare_dry_run.py [TABLE ...] [--platform MARKER] [--only TEXT] [--markdown]
+    python tools/compare_predictions.py [TABLE ...] [--platform MARKER] [--only TEXT] [--markdown]
 
 One set of conditions holds for all rows of a table, and is printed with them; nothing is tuned for a row. Exits with 1 where
 the goals are missed: a median error of 3 %, a worst one of 8 %, and every call of fits or out of memory right.
@@ -34,7 +34,7 @@ TABLES: Final = Path(__file__).resolve().parent.parent / "baselines" / "publishe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a document does not say, but its program or its other figures do; docs/dry-run.md has the evidence."""
+    """What a document does not say, but its program or its other figures do; docs/predict.md has the evidence."""
 
     read_as: str
     unit_bytes: float
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", default=list(CONDITIONS), metavar="TABLE", help=f"of {', '.join(CONDITIONS)}")
     parser.add_argument("--platform", default="", help="rows of one platform only")
     parser.add_argument("--only", default="", help="rows whose id has this in it")
-    parser.add_argument("--markdown", action="store_true", help="as in docs/dry-run.md")
+    parser.add_argument("--markdown", action="store_true", help="as in docs/predict.md")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.tables if name not in CONDITIONS]
     if unknown:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain.utils.units import GiB, KiB, MiB
-from pytest_gputrain.worker.dry_run.allocator import Allocator, CapacityExceeded, replay
+from pytest_gputrain.worker.prediction.allocator import Allocator, CapacityExceeded, replay
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 SIZES = st.one_of(

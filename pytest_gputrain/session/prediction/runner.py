@@ -24,8 +24,8 @@ from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Predictio
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, MemoryTolerance, Terms
-from pytest_gputrain.session.dry_run.cache import Cache
-from pytest_gputrain.session.dry_run.remedies import remedy
+from pytest_gputrain.session.prediction.cache import Cache
+from pytest_gputrain.session.prediction.remedies import remedy
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.session.selection import platforms_of, what_lacks, why_skipped
 from pytest_gputrain.storage.baselines import BaselineError
@@ -36,7 +36,7 @@ from pytest_gputrain.utils.git import in_ci
 Failure = OutOfMemory | Crashed | TimedOut
 
 
-class DryRunner(Runner):
+class PredictingRunner(Runner):
     """A `Runner` whose results hold predictions for one platform. Of the machine it asks nothing but a core."""
 
     def __init__(
@@ -66,13 +66,13 @@ class DryRunner(Runner):
             raise BadCase(wrong)
         declared = platforms_of(case.platforms) if case.platforms else ()
         if why_skipped(markers | set(declared), expression, self._platform, case.gpus):
-            raise CannotRun(f"not declared for {self._platform}, which this dry run predicts for")
+            raise CannotRun(f"not declared for {self._platform}, which this run predicts for")
         if self._platform == catalog.CPU:
             lacking = what_lacks(case, gpus=0, most_nodes=1, most_processes=self.settings.processes, all_of_them=False)
             if lacking:
                 raise CannotRun(lacking)
         if case.compile != "off":
-            raise CannotRun("is compiled, and a dry run does not know what a compiler makes of it")
+            raise CannotRun("is compiled, and a prediction does not know what a compiler makes of it")
 
     def run(
         self,
@@ -94,7 +94,7 @@ class DryRunner(Runner):
             CannotRun: the case is bound to this process.
         """
         if inline:
-            raise CannotRun("runs inline, but a dry run takes a process of its own")
+            raise CannotRun("runs inline, but a prediction takes a process of its own")
         first = self.declare(suite, case)
         if first.identity() != case.identity():
             raise BadCase(same_id(suite, first, case))

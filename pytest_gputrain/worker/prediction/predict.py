@@ -12,18 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pytest_gputrain.cases.architectures.facts import Architecture, architectures
 from pytest_gputrain.cases.libraries import library_versions
 from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
-from pytest_gputrain.worker.dry_run.allocator import Allocator, replay
-from pytest_gputrain.worker.dry_run.kernels import temporaries
-from pytest_gputrain.worker.dry_run.layouts import layouts
-from pytest_gputrain.worker.dry_run.patches import patched
-from pytest_gputrain.worker.dry_run.placement import Placement
-from pytest_gputrain.worker.dry_run.refusals import refusal
-from pytest_gputrain.worker.dry_run.repetition import ALL, Observed, extrapolate
-from pytest_gputrain.worker.dry_run.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.precision import check_precision, weights_by_type
+from pytest_gputrain.worker.prediction.allocator import Allocator, replay
+from pytest_gputrain.worker.prediction.kernels import temporaries
+from pytest_gputrain.worker.prediction.layouts import layouts
+from pytest_gputrain.worker.prediction.patches import patched
+from pytest_gputrain.worker.prediction.placement import Placement
+from pytest_gputrain.worker.prediction.refusals import refusal
+from pytest_gputrain.worker.prediction.repetition import ALL, Observed, extrapolate
+from pytest_gputrain.worker.prediction.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.run import SEED, build, counted_steps, is_own_code, model_bytes, typical_step
 from pytest_gputrain.worker.trace import peaks
@@ -49,7 +49,7 @@ def predict(
         whole: the model itself runs, however deep it is.
     """
     if task.case.compile != "off" and task.target is not None and task.target.kind == "cuda":
-        sentence = f"{task.case} is compiled, and a dry run does not know what a compiler makes of it; set compile to off"
+        sentence = f"{task.case} is compiled, and a prediction does not know what a compiler makes of it; set compile to off"
         return Crashed(sentence=sentence, phase=progress.phase)
     # All that is imported stays: collections need not look at it.
     freezes = gc.get_freeze_count() == 0

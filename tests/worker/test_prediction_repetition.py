@@ -2,16 +2,16 @@
 
 import msgspec
 import pytest
-from test_dry_run_suite import declared
+from test_prediction_suite import declared
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Crashed, Prediction, Task
-from pytest_gputrain.worker.dry_run import predict as predict_module
-from pytest_gputrain.worker.dry_run import tracker as tracker_module
-from pytest_gputrain.worker.dry_run.predict import PredictionRun, predict
-from pytest_gputrain.worker.dry_run.repetition import extrapolate
 from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.prediction import predict as predict_module
+from pytest_gputrain.worker.prediction import tracker as tracker_module
+from pytest_gputrain.worker.prediction.predict import PredictionRun, predict
+from pytest_gputrain.worker.prediction.repetition import extrapolate
 from pytest_gputrain.worker.progress import Progress
 
 DEEP = 7

@@ -1,8 +1,8 @@
 """Patches torch and libraries so that fake tensors pass for real ones and act as on CUDA; applies the patches of `zero` and
 `own_code`.
 
-Fakes are labelled ``cpu``, so that a torch without CUDA can run them. All patches are global: a dry run has a process of its
-own, and undoes them for tests that share one.
+Fakes are labelled ``cpu``, so that a torch without CUDA can run them. All patches are global: a prediction has a
+process of its own, and undoes them for tests that share one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run import attention, engines, norms, own_code, zero
-from pytest_gputrain.worker.dry_run.shapes import forget_shape
-from pytest_gputrain.worker.dry_run.values import forget_all, keep, value_of
+from pytest_gputrain.worker.prediction import attention, engines, norms, own_code, zero
+from pytest_gputrain.worker.prediction.shapes import forget_shape
+from pytest_gputrain.worker.prediction.values import forget_all, keep, value_of
 
 _AUTOCAST_FP32: Final = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus layer_norm native_layer_norm

@@ -1,7 +1,7 @@
 """Caches operators' calls on fakes by the shapes of their arguments.
 
 A training step repeats the same few hundred calls tens of thousands of times. FakeTensorMode has such a cache too, whose key
-alone costs more than all else in a dry run; this one knows only what a step is made of, and leaves the rest to it.
+alone costs more than all else in a prediction; this one knows only what a step is made of, and leaves the rest to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pytest_gputrain.worker.dry_run.operators import Operator
+from pytest_gputrain.worker.prediction.operators import Operator
 
 _META: Final = torch.device("meta")
 _NUMBER: Final = "_gputrain_shape"
@@ -67,7 +67,7 @@ class Call:
 
 
 class Shapes:
-    """The remembered calls of a dry run, however often its case runs."""
+    """The remembered calls of a prediction, however often its case runs."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -208,7 +208,7 @@ class Shapes:
         return self._fake(element, result, tensors[0].fake_mode)  # type: ignore[attr-defined]
 
     def _fake(self, element: Tensor, result: Result, mode: Any) -> Tensor:
-        """``FakeTensor(mode, element, device)``, whose checks and 25 attributes, all alike, are a seventh of a dry run."""
+        """``FakeTensor(mode, element, device)``, whose checks and 25 attributes, all alike, took a seventh of the time."""
         device: Any = result.device
         attributes = self._fresh.get(device)
         if attributes is None:

@@ -1,11 +1,11 @@
-"""A dry run asks little of the machine that it runs on. How long it takes, `tools/time_dry_run.py` tells."""
+"""A prediction asks little of the machine that it runs on. How long it takes, `tools/time_prediction.py` tells."""
 
 import subprocess
 import sys
 
 import msgspec
 import pytest
-from test_dry_run_suite import declared
+from test_prediction_suite import declared
 
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Task
@@ -15,7 +15,7 @@ SCRIPT = """
 import sys, msgspec
 from pytest_gputrain.records import Prediction, Task
 from pytest_gputrain.worker.device import peak_host_bytes
-from pytest_gputrain.worker.dry_run.predict import predict
+from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
 prediction = predict(msgspec.json.decode(sys.argv[1], type=Task), Progress(None))

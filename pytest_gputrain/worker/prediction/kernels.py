@@ -1,7 +1,7 @@
 """Sizes the memory inside of CUDA's kernels: what each allocates beside its results, which no operator shows.
 
 Every rule was measured: the operator ran in torch's CUDA build (2.13) under its own caching allocator, for several shapes
-and types, and the history of that allocator was read. `tests/worker/test_dry_run_kernels.py` has the figures.
+and types, and the history of that allocator was read. `tests/worker/test_prediction_kernels.py` has the figures.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run import attention, reductions
-from pytest_gputrain.worker.dry_run.operators import Temporaries
+from pytest_gputrain.worker.prediction import attention, reductions
+from pytest_gputrain.worker.prediction.operators import Temporaries
 
 _ATEN: Final = torch.ops.aten
 _UNSORTED_ROWS: Final = 3072

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from preloaded_worker import measured
-from test_dry_run_suite import CPU, H100, STORE, declared
+from test_prediction_suite import CPU, H100, STORE, declared
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Prediction, Task
-from pytest_gputrain.worker.dry_run.engines import assigned
-from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.prediction.engines import assigned
+from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
 # A worker does not fail for what DeepSpeed and FSDP warn of, and neither do these.
@@ -205,7 +205,7 @@ def exchanging(exchange):
 def test_what_another_process_would_send_is_not_made_up(exchange, target):
     reply = replied(OWN, target, exchanging(exchange))
     assert isinstance(reply, Crashed), reply
-    assert "which a dry run does not know: measure it instead" in reply.sentence
+    assert "which a prediction does not know: measure it instead" in reply.sentence
     assert reply.phase == "count"
 
 
@@ -238,7 +238,8 @@ def test_own_code_gets_the_buckets_of_ddp():
     reply = replied(OWN, H100, build)
     assert isinstance(reply, Crashed), reply
     assert reply.sentence.startswith(
-        "a dry run does not know what DistributedDataParallel does with gradient_as_bucket_view, at test_dry_run_shards.py:"
+        "a prediction does not know what DistributedDataParallel does with gradient_as_bucket_view, "
+        "at test_prediction_shards.py:"
     )
 
 

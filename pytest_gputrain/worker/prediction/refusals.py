@@ -20,8 +20,8 @@ _TWO_DEVICES: Final = (
     "an operator gets tensors of two devices, which fails on a GPU as well: one is on setup.device, the other on cpu, the "
     "host, where a tensor is that names no device or only setup.device.type; make it on setup.device, or move it there"
 )
-_MEMORY: Final = "the case reads the memory of a tensor, which a dry run does not have: measure it instead"
-_UNKNOWN: Final = "the case calls an operator that a dry run does not know ({}): measure it instead"
+_MEMORY: Final = "the case reads the memory of a tensor, which a prediction does not have: measure it instead"
+_UNKNOWN: Final = "the case calls an operator that a prediction does not know ({}): measure it instead"
 
 _SENTENCES: Final = (
     ("Expected all tensors to be on the same device", _TWO_DEVICES),
@@ -37,7 +37,7 @@ _INTERNAL: Final = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
 
 def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
-    """An exception in a dry run as a reply."""
+    """An exception in a prediction as a reply."""
     crashed = crash(error, progress)
     sentence = str(error) if isinstance(error, CheckFailed) else _sentence(error) or crashed.sentence
     detail = "" if isinstance(error, CheckFailed) else crashed.detail
@@ -50,7 +50,7 @@ def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
 
 def _sentence(error: Exception) -> str | None:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return f"the case reads what a tensor holds ({error.func}), which a dry run does not know: measure it instead"
+        return f"the case reads what a tensor holds ({error.func}), which a prediction does not know: measure it instead"
     message = str(error)
     return next((sentence.format(_first_line(message)) for words, sentence in _SENTENCES if words in message), None)
 

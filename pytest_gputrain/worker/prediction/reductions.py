@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run.operators import Temporaries
+from pytest_gputrain.worker.prediction.operators import Temporaries
 
 _ATEN: Final = torch.ops.aten
 _THREADS: Final = 512

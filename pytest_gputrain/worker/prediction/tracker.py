@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gputrain.worker.allocations import resizes_noted_by, wraps
-from pytest_gputrain.worker.dry_run.layouts import Layout
-from pytest_gputrain.worker.dry_run.operators import Operator, Operators, Temporaries, tensors_in
-from pytest_gputrain.worker.dry_run.shapes import Call, Shapes, forget_shape
-from pytest_gputrain.worker.dry_run.values import compute, map_tensors, touches_values
 from pytest_gputrain.worker.flops import recomputation_counted_by
 from pytest_gputrain.worker.phases import Phases
+from pytest_gputrain.worker.prediction.layouts import Layout
+from pytest_gputrain.worker.prediction.operators import Operator, Operators, Temporaries, tensors_in
+from pytest_gputrain.worker.prediction.shapes import Call, Shapes, forget_shape
+from pytest_gputrain.worker.prediction.values import compute, map_tensors, touches_values
 from pytest_gputrain.worker.storages import Storages
 from pytest_gputrain.worker.trace import Trace
 

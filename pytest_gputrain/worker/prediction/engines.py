@@ -37,7 +37,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         unknown = sorted(options.keys() - {"device_ids", "output_device"})
         if unknown:
-            raise CheckFailed(f"a dry run does not know what DistributedDataParallel does with {', '.join(unknown)}")
+            raise CheckFailed(f"a prediction does not know what DistributedDataParallel does with {', '.join(unknown)}")
         self.module = module
         self._size = dist.get_world_size(process_group)
         self._exchanging = True
@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.Module):
             return
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
-            raise CheckFailed("a dry run does not know what DistributedDataParallel does with sparse gradients")
+            raise CheckFailed("a prediction does not know what DistributedDataParallel does with sparse gradients")
         if self._arrival_order is not None:
             self._arrival_order.append(parameter)
         torch.mul(parameter.grad, 1 / self._size, out=self._views[parameter])

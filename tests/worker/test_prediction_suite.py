@@ -1,7 +1,7 @@
 """The suite's cases of one process on fakes at tiny scale, against the baselines that real workers recorded on a CPU.
 
 A peak may be 0.5 % off by what is promised. None is, and one that is tells that an operator's kernel and its fake have
-parted: `pytest_gputrain.worker.dry_run.layouts` is the place for it.
+parted: `pytest_gputrain.worker.prediction.layouts` is the place for it.
 """
 
 import functools
@@ -19,8 +19,8 @@ from pytest_gputrain.records import Prediction, Target, Task
 from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils.units import GiB
-from pytest_gputrain.worker.dry_run.predict import predict
 from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
 ROOT = Path(__file__).parents[2]

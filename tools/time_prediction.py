@@ -1,6 +1,6 @@
-"""Wall time and memory of dry runs from cold, one case a command, against the limits that the project sets itself.
+"""Wall time and memory of predictions from cold, one case a command, against the limits that the project sets itself.
 
-    python tools/time_dry_run.py [--runs N] [--only TEXT]
+    python tools/time_prediction.py [--runs N] [--only TEXT]
 
 A command is what a user types for one case: pytest starts, a worker imports its libraries, the prediction is judged, and
 nothing is remembered from an earlier run. The first run of each case does not count: it writes bytecode and warms the disk.
@@ -21,7 +21,7 @@ from typing import Final
 from pytest_gputrain.utils.units import GiB, format_bytes
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PYTEST: Final = [sys.executable, "-m", "pytest", "-m", "h100", "--gpu-dry-run", "-q", "-p", "no:cacheprovider"]
+PYTEST: Final = [sys.executable, "-m", "pytest", "-m", "h100", "--gpu-predict", "-q", "-p", "no:cacheprovider"]
 LIMIT: Final = 10.0
 """Seconds, of a language model on one GPU."""
 OTHER_LIMITS: Final = {

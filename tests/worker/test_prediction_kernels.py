@@ -1,15 +1,15 @@
-"""What a dry run expects of CUDA's operators, against what they allocated under torch's own CUDA allocator."""
+"""What a prediction expects of CUDA's operators, against what they allocated under torch's own CUDA allocator."""
 
 import pytest
 from kernel_facts import FACTS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.dry_run.kernels import temporaries
-from pytest_gputrain.worker.dry_run.layouts import layouts
-from pytest_gputrain.worker.dry_run.patches import patched
-from pytest_gputrain.worker.dry_run.predict import GPU
-from pytest_gputrain.worker.dry_run.tracker import Tracker
+from pytest_gputrain.worker.prediction.kernels import temporaries
+from pytest_gputrain.worker.prediction.layouts import layouts
+from pytest_gputrain.worker.prediction.patches import patched
+from pytest_gputrain.worker.prediction.predict import GPU
+from pytest_gputrain.worker.prediction.tracker import Tracker
 from pytest_gputrain.worker.trace import EMPTY_CACHE
 
 H100 = Target(marker="h100", kind="cuda")
