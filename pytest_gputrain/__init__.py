@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pytest_gputrain.cases.grid import grid
     from pytest_gputrain.records import (
+        BatchSearch,
         Case,
         Crashed,
         Environment,
+        LossStudy,
         Lost,
+        Measured,
         Measurement,
         OutOfMemory,
+        Predicted,
+        Prediction,
         Report,
         Result,
         TimedOut,
@@ -20,15 +25,20 @@ if TYPE_CHECKING:
     from pytest_gputrain.utils.units import GiB, KiB, MiB
 
 __all__ = [
+    "BatchSearch",
     "Case",
     "Crashed",
     "Environment",
     "GiB",
     "KiB",
+    "LossStudy",
     "Lost",
+    "Measured",
     "Measurement",
     "MiB",
     "OutOfMemory",
+    "Predicted",
+    "Prediction",
     "Report",
     "Result",
     "TimedOut",

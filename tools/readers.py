@@ -24,7 +24,18 @@ from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.hardware.recording import replayed
 from pytest_gputrain.plugin import settings
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.records import Case, Event, Prediction, Report, Result, Served, Task, Verdict
+from pytest_gputrain.records import (
+    Case,
+    Event,
+    Measured,
+    Predicted,
+    Prediction,
+    Report,
+    Result,
+    Served,
+    Task,
+    Verdict,
+)
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report import progress_line, studies, summary, terminal
 from pytest_gputrain.report.history_lines import lines_of
@@ -99,7 +110,20 @@ def sound_result(name: str = "cpu_measured", **fields: Any) -> Result:
         "summary": summarise(CASE, MACHINE, replies),
         "verdict": Verdict(status="pass", sentence=f"{CASE} is within its limits"),
     }
-    return Result(**defaults | fields)
+    return Measured(**defaults | fields)
+
+
+def sound_prediction(prediction: Prediction, **fields: Any) -> Result:
+    defaults: dict[str, Any] = {
+        "nodeid": "test_llm.py::test_it",
+        "suite": "llm",
+        "key": str(CASE),
+        "case": CASE,
+        "scale": "full",
+        "platform": "h100",
+        "device": "predicted/h100",
+    }
+    return Predicted(reply=prediction, **defaults | fields)
 
 
 def sound_report() -> bytes:
@@ -109,7 +133,7 @@ def sound_report() -> bytes:
         sound_result(),
         sound_result("h100_measured", key=str(CASE), scale="full", platform="h100", device="nvidia-h100-80gb-hbm3"),
         *(sound_result(name, key=name, verdict=None) for name in ("crashed", "timed_out", "h100_out_of_memory")),
-        sound_result(replies=(), summary=None, verdict=None, prediction=predicted, device="predicted/h100", platform="h100"),
+        sound_prediction(predicted),
     )
     tolerances = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
     report = Report(generator="x", created=SESSION.created, session="s1", settings=tolerances, results=results)
@@ -148,9 +172,7 @@ def read_predictions(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     scratch.file("predicted/h100/llm_finetuning.json", data)
     store = PredictionStore(scratch.folder)
     for key, entry in store.suite("h100", "llm_finetuning").items():
-        results = [
-            sound_result(key=key, replies=(), summary=None, prediction=prediction) for prediction in entry.predictions
-        ]
+        results = [sound_prediction(prediction, key=key) for prediction in entry.predictions]
         show(results)
 
 

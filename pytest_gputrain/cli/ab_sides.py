@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pytest_gputrain.records import Report
+from pytest_gputrain.records import (
+    Measured,
+    Predicted,
+    Report,
+)
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
 
@@ -152,9 +156,9 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
         side_report = read_report(report, "both sides need versions that agree on its format")
     except BaselineError as error:
         raise SideError(str(error)) from None
-    if any(result.prediction is not None for result in side_report.results):
+    if any(isinstance(result, Predicted) for result in side_report.results):
         raise SideError("gputrain ab measures, and --gpu-predict does not; predictions are compared with recorded ones")
-    if not any(result.search is None and not result.loss_curves for result in side_report.results):
+    if not any(isinstance(result, Measured) for result in side_report.results):
         raise SideError(f"no test of {side.label} measured a case:\n{tail}")
     return side_report
 

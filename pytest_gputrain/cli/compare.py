@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,16 @@ from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
 from pytest_gputrain.gate.regression import Circumstances, judge
 from pytest_gputrain.gate.suite_noise import SuiteNoise, whole_suite
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import Baseline, Report, Result, Status, Verdict
+from pytest_gputrain.records import (
+    Baseline,
+    Measured,
+    Predicted,
+    Prediction,
+    Report,
+    Result,
+    Status,
+    Verdict,
+)
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
@@ -77,7 +87,7 @@ def _tolerance(path: Path, report: Report) -> Tolerance:
         raise BaselineError(f"{path} has no tolerances in its settings; give the file that --gpu-json wrote") from None
 
 
-def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) -> list[Result]:
+def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) -> Sequence[Result]:
     """Return the results of ``head``, each with its verdict against ``base``.
 
     Args:
@@ -99,33 +109,35 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
     }
     for (suite, key), result in after.items():
         stored = by_suite[suite].get(key)
-        if stored is not None and result.replies:
+        if stored is not None and isinstance(result, Measured):
             circumstances = Circumstances(
                 most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite])
             )
             suites.add(suite, key, judge(result.case, result.replies, stored, tolerance, circumstances=circumstances).first)
     results = []
     for (suite, key), result in after.items():
-        if result.prediction is not None:
-            verdict = _judge_prediction(result, before.get((suite, key)), tolerance.memory, base_name)
+        if isinstance(result, Predicted) and result.figures is not None:
+            verdict = _judge_prediction(result, result.figures, before.get((suite, key)), tolerance.memory, base_name)
         else:
             circumstances = Circumstances(
                 most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite]), shift=suites.shift
             )
             baseline: Baseline | None = baselines.get((suite, key))
             verdict = verdict_of(result.case, result.replies, baseline, tolerance, circumstances, base_name)
-        results.append(msgspec.structs.replace(result, verdict=verdict, published=None))
+        judged = msgspec.structs.replace(result, verdict=verdict)
+        results.append(msgspec.structs.replace(judged, published=None) if isinstance(judged, Measured) else judged)
     return results
 
 
-def _judge_prediction(result: Result, before: Result | None, tolerance: MemoryTolerance, base_name: str) -> Verdict:
-    assert result.prediction is not None
+def _judge_prediction(
+    result: Predicted, prediction: Prediction, before: Result | None, tolerance: MemoryTolerance, base_name: str
+) -> Verdict:
     if before is None:
         return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
-    if before.prediction is None:
+    if not isinstance(before, Predicted) or before.figures is None:
         return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no prediction of it")
-    recorded = Recorded(case=before.case, scale=before.scale, predictions=(before.prediction,))
+    recorded = Recorded(case=before.case, scale=before.scale, predictions=(before.figures,))
     platform = PLATFORMS.get(result.platform)
     return prediction_gate.judge(
-        result.case, result.prediction, recorded, tolerance, platform.title if platform else result.platform
+        result.case, prediction, recorded, tolerance, platform.title if platform else result.platform
     )

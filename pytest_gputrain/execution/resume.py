@@ -18,6 +18,7 @@ from pytest_gputrain.records import (
     Case,
     Environment,
     Host,
+    Measured,
     Measurement,
     Origin,
     OutOfMemory,
@@ -62,7 +63,7 @@ class ResumedReport:
         self.report = report
         self._found: defaultdict[bytes, list[ResumedReplies]] = defaultdict(list)
         for result in report.results:
-            if result.search is None and not result.loss_curves and (resumed := _resumed_replies(result, report)).replies:
+            if isinstance(result, Measured) and (resumed := _resumed_replies(result, report)).replies:
                 self._found[_key(result.case, result.scale, result.inline, result.variables_digest)].append(resumed)
 
     @classmethod
@@ -104,6 +105,8 @@ class ResumedReport:
         """What the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses nothing."""
         there = {_result_key(result) for result in results}
         for result in self.report.results:
+            if not isinstance(result, Measured):
+                continue
             resumed = _resumed_replies(result, self.report)
             if resumed.replies and _result_key(result) not in there:
                 replies = result.replies[: len(resumed.replies)]
@@ -123,7 +126,7 @@ def _processes_and_nodes(environment: Environment) -> tuple[int, int]:
     return environment.device_count, len(environment.hosts) or 1
 
 
-def _resumed_replies(result: Result, report: Report) -> ResumedReplies:
+def _resumed_replies(result: Measured, report: Report) -> ResumedReplies:
     """The result's replies up to the first without figures."""
     replies = list(itertools.takewhile(_has_figures, result.replies))
     alone = itertools.takewhile(
@@ -163,7 +166,12 @@ def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
         yield f"was measured with --gpu-foreign={foreign}; give the same"
     made_with = report.generator.rpartition(" ")[2]
     installed = {"python": platform.python_version(), "pytest-gputrain": metadata.version("pytest-gputrain"), **versions()}
-    for environment in (resumed for result in report.results for resumed in _resumed_replies(result, report).environments):
+    for environment in (
+        resumed
+        for result in report.results
+        if isinstance(result, Measured)
+        for resumed in _resumed_replies(result, report).environments
+    ):
         before = {"python": environment.python, "pytest-gputrain": made_with, **environment.packages}
         for name in before.keys() & installed.keys():
             if before[name] != installed[name]:

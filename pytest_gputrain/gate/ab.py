@@ -19,7 +19,9 @@ from pytest_gputrain.records import (
     Case,
     Crashed,
     Lost,
+    Measured,
     Measurement,
+    Predicted,
     Reply,
     Report,
     Result,
@@ -49,7 +51,7 @@ def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
     )
 
 
-def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> list[Result]:
+def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> Sequence[Result]:
     """Judge head's results, with all their runs, against base.
 
     Args:
@@ -118,19 +120,21 @@ def verdict_of(
     return verdict
 
 
-def by_case(report: Report) -> dict[_Key, Result]:
+def by_case(report: Report) -> dict[_Key, Measured | Predicted]:
     """The first result of each case: another test may have measured it again, or asked for its figures.
 
     A test that has changed nothing in the environment comes before one that has.
     """
-    results: dict[_Key, Result] = {}
+    results: dict[_Key, Measured | Predicted] = {}
     for result in sorted(report.results, key=lambda result: bool(result.variables)):
-        if result.search is None and not result.loss_curves:
+        if isinstance(result, Measured | Predicted):
             results.setdefault((result.suite, result.key), result)
     return results
 
 
-def _baseline(key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Result]]) -> Baseline | None:
+def _baseline(
+    key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Measured | Predicted]]
+) -> Baseline | None:
     baselines = [
         to_baseline(round_[key], date=report.created, session=report.session, commit=report.commit)
         for report, round_ in zip(reports, rounds, strict=True)

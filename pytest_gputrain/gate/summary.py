@@ -11,7 +11,7 @@ from pytest_gputrain.gate.loss_trend import describe_failed_curves
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.scaling import efficiency
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.records import Case, Measurement, Reply, Result, Summary
+from pytest_gputrain.records import Case, LossStudy, Measurement, Reply, Result, Summary
 from pytest_gputrain.utils.sanitize import shown
 
 _DETAIL_LINES: Final = 25
@@ -70,7 +70,7 @@ def failure_of(result: Result) -> str | None:
     for reply in result.replies:
         if not isinstance(reply, Measurement):
             return f"{result.case} {describe_failure(reply)}"
-    return describe_failed_curves(result.case, result.loss_curves)
+    return describe_failed_curves(result.case, result.loss_curves) if isinstance(result, LossStudy) else None
 
 
 def detail_of(result: Result) -> str:

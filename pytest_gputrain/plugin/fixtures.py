@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,17 @@ from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.plugin.items import RESULTS, expression_of
 from pytest_gputrain.plugin.markers import terms_of
-from pytest_gputrain.records import Case, Measurement, Prediction, Result, Scale
+from pytest_gputrain.records import (
+    FAILING,
+    STRICTLY_FAILING,
+    Case,
+    LossStudy,
+    Measurement,
+    Predicted,
+    Prediction,
+    Result,
+    Scale,
+)
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 from pytest_gputrain.utils.sanitize import shown
@@ -26,8 +36,9 @@ from pytest_gputrain.utils.suggest import did_you_mean
 
 StepBuilder = Callable[[Any], Callable[[], Any]]
 
-_FAILING_STATUSES: Final = ("failed", "regressed", "over-limit")
-_STRICT_STATUSES: Final = ("new", "inconclusive", "not-comparable")
+_COMPUTED: Final = ("median_step_seconds", "samples_per_second", "tokens_per_second", "joules_per_step")
+_FIGURES: Final = (*Measurement.__struct_fields__, *_COMPUTED)
+"""What a test may need of the figures of a case."""
 
 
 class GpuTrain:
@@ -50,32 +61,43 @@ class GpuTrain:
         except BadCase as error:
             raise _failed(error) from None
 
-    def measure(self, what: Case | StepBuilder, *, inline: bool = False, **knobs: Any) -> Measurement:
+    def measure(
+        self, what: Case | StepBuilder, *, needs: Sequence[str] = (), inline: bool = False, **knobs: Any
+    ) -> Measurement | Prediction:
         """The figures of a case, or of a function that builds a step, without judging them.
 
         Args:
             what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a
                 `pytest_gputrain.worker.training.Setup`, builds everything, and returns a function that runs one step and may
                 return its loss. It runs in the worker, which finds it by file and name.
+            needs: figures that the test cannot do without, by name. Under ``--gpu-predict`` it is skipped if one of them,
+                such as ``step_seconds``, cannot be predicted.
             inline: run in this process: any callable will do, but torch and its state stay.
             knobs: fields of `Case` to set.
 
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, one over a ``gpu_limit``
         of the test, too. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under ``--gpu-predict``
-        they are a `Prediction`, which has those of a `Measurement` that can be predicted; a test that asks for another
-        is skipped.
+        they are a `Prediction`: what it cannot tell is None.
         """
+        self._refuse_unpredictable(needs)
         result = self._run(what, inline, knobs, judged=False)
         failure = failure_of(result)
         if not failure and result.verdict is not None and result.verdict.status == "over-limit":
             failure = result.verdict.sentence
         if failure:
             raise _failed(failure)
-        return _figures(result)
+        assert result.figures is not None, "without any there was a failure"
+        return result.figures
 
-    def check(
-        self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any
-    ) -> Measurement | None:
+    def _refuse_unpredictable(self, needs: Sequence[str]) -> None:
+        """Fail a test that needs something that is no figure, and skip one that needs what cannot be predicted."""
+        for name in (needs,) if isinstance(needs, str) else needs:
+            if name not in _FIGURES:
+                raise _failed(f"needs={name!r} is no figure of a case{did_you_mean(name, _FIGURES)}")
+            if self._runner.settings.predict and getattr(Prediction, name, None) is None:
+                pytest.skip(f"needs {name}, which cannot be predicted")
+
+    def check(self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any) -> Result:
         """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
 
         Args:
@@ -87,19 +109,22 @@ class GpuTrain:
         a precision diverges that should not.
 
         Returns:
-            The figures of the first process that gave some; None for a case whose baseline is that it runs out of memory.
+            What became of the case: one of `Measured`, `Predicted`, `BatchSearch` and `LossStudy` of
+            `pytest_gputrain.records`. ``.figures`` are those of the first process that gave some, None for a case whose
+            baseline is that it runs out of memory.
         """
         result = self._run(what, inline, knobs, judged=True, scaling=scaling)
         verdict = result.verdict
         if verdict is None:  # of a search or of loss curves, which no baseline knows
-            failure = failure_of(result) or describe_divergence(result.case, result.loss_curves)
+            curves = result.loss_curves if isinstance(result, LossStudy) else ()
+            failure = failure_of(result) or describe_divergence(result.case, curves)
             if failure:
                 raise _failed(failure)
-            return _figures(result)
-        strict = verdict.status in _STRICT_STATUSES and self._runner.is_strict(result.device)
-        if verdict.status in _FAILING_STATUSES or strict:
+            return result
+        strict = verdict.status in STRICTLY_FAILING and self._runner.is_strict(result.device)
+        if verdict.status in FAILING or strict:
             raise _failed(f"{verdict.sentence}{' (strict)' if strict else ''}")
-        return _figures(result) if result.summary or result.prediction else None
+        return result
 
     def _run(
         self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool, scaling: bool = False
@@ -171,9 +196,9 @@ class GpuTrain:
             properties.append(("gputrain.peak_allocated_bytes", result.summary.peak_allocated_bytes))
             if result.summary.scaling_efficiency is not None:
                 properties.append(("gputrain.scaling_efficiency", result.summary.scaling_efficiency))
-        if result.prediction is not None:
-            properties.append(("gputrain.predicted_peak_allocated_bytes", result.prediction.peak_allocated_bytes))
-            properties.append(("gputrain.predicted_to_fit", result.prediction.fits))
+        if isinstance(result, Predicted) and result.figures is not None:
+            properties.append(("gputrain.predicted_peak_allocated_bytes", result.figures.peak_allocated_bytes))
+            properties.append(("gputrain.predicted_to_fit", result.figures.fits))
         self._item.user_properties += properties
         detail = detail_of(result)
         if detail:
@@ -204,22 +229,6 @@ def _address(function: StepBuilder, root: Path) -> str:
     except (TypeError, ValueError):
         raise BadCase(f"{name} does not lie in a file below {root}, so the worker may not run it") from None
     return f"{relative.as_posix()}::{name}"
-
-
-def _figures(result: Result) -> Measurement:
-    if result.prediction is None:
-        return next(reply for reply in result.replies if isinstance(reply, Measurement))
-    fields = {name: getattr(result.prediction, name) for name in Prediction.__struct_fields__}
-    return _Predicted(**fields)  # type: ignore[return-value]  # what it lacks, no test gets to see
-
-
-class _Predicted(Prediction, frozen=True, kw_only=True):
-    """A prediction in place of a measurement: an attribute that cannot be predicted skips the test."""
-
-    def __getattr__(self, name: str) -> Any:
-        if not hasattr(Measurement, name):
-            raise AttributeError(f"a prediction has no {name}")
-        pytest.skip(f"a prediction has no {name}")
 
 
 def lend_gpu(runner: Runner) -> Iterator[Gpu]:

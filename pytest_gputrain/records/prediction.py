@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
@@ -108,5 +108,14 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     packages: dict[str, str]
     """Version of every training library whose code the case runs, without local label (``+cu130``); for own code, of those
     that it imported."""
+    step_seconds: ClassVar[None] = None
+    """Of this and what follows a `Measurement` has a figure, and a prediction none."""
+    median_step_seconds: ClassVar[None] = None
+    samples_per_second: ClassVar[None] = None
+    tokens_per_second: ClassVar[None] = None
+    losses: ClassVar[None] = None
+    peak_host_bytes: ClassVar[None] = None
+    device_used_bytes: ClassVar[None] = None
+    joules_per_step: ClassVar[None] = None
     processes: Whole | None = None
     """Workers and servers that stand for more of them on a CPU; None where those run that the case names."""

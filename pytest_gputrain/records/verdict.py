@@ -1,21 +1,24 @@
-"""Defines the records of baselines, verdicts, results and the report that holds them."""
+"""Defines the records of baselines and of verdicts on runs that are compared with them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
-from pytest_gputrain.records.case import FORMAT, Case, Scale
-from pytest_gputrain.records.prediction import LiveTensor, Prediction, TrainingPhase
+from pytest_gputrain.records.case import Case, Scale
+from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.records.published import Figures
-from pytest_gputrain.records.reply import Environment, Reply
-from pytest_gputrain.records.study import LossCurve, Search
+from pytest_gputrain.records.reply import Environment
 from pytest_gputrain.records.whole import Whole
 
 Status = Literal[
     "pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded", "over-limit"
 ]
+FAILING: Final[tuple[Status, ...]] = ("failed", "regressed", "over-limit")
+"""What fails a test."""
+STRICTLY_FAILING: Final[tuple[Status, ...]] = ("new", "inconclusive", "not-comparable")
+"""What fails a test in addition where a comparison has to be made."""
 MetricName = Literal[
     "step_seconds",
     "peak_allocated_bytes",
@@ -154,115 +157,3 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     def metric(self, name: MetricName) -> MetricVerdict | None:
         return next((metric for metric in self.metrics if metric.metric == name), None)
-
-
-class RankSpread(Struct, frozen=True, kw_only=True):
-    """How far the processes of a case lie apart, in the run where they lie farthest."""
-
-    slowest: Whole | None
-    """Rank whose own work takes longest by the median of its steps; None where the steps do not tell their own work."""
-    lag: float | None
-    """How much longer than that of the fastest, as a share of the fastest's; None likewise."""
-    lag_seconds: float | None
-    least_peak_allocated_bytes: Whole
-    most_peak_allocated_bytes: Whole
-
-
-class Summary(Struct, frozen=True, kw_only=True):
-    """Figures derived from the runs of a case, for readers that do not want to derive them."""
-
-    median_step_seconds: float
-    """Median over the runs of each run's median."""
-    samples_per_second: float
-    tokens_per_second: float | None
-    peak_allocated_bytes: Whole
-    """Median of the runs' peaks (the higher of the middle two)."""
-    model_flops_utilization: float | None
-    """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
-    scaling_efficiency: float | None = None
-    """See `pytest_gputrain.gate.scaling.efficiency`; the median over the runs."""
-    ranks: RankSpread | None = None
-    first_step_seconds: float | None = None
-    """Of the first step of the warm-up, in which kernels are loaded, tuned and, with ``compile``, made; median over the
-    runs, None without warm-up."""
-    joules_per_step: float | None = None
-    """Energy of all GPUs of the case; this and what follows the median over the runs, None where no driver tells."""
-    joules_per_sample: float | None = None
-    power_watts: float | None = None
-    """Of all GPUs of the case together."""
-    clock_mhz: Whole | None = None
-    """Of the GPU that has the lowest."""
-    gpu_utilization: float | None = None
-    """Share of the time in which a kernel ran."""
-
-
-class Origin(Struct, frozen=True, kw_only=True):
-    """An earlier run that replies of a resumed one are of."""
-
-    session: str
-    """Id of the pytest run."""
-    date: str
-    """When it began: UTC, ISO 8601."""
-    commit: str
-    branch: str
-    runs: Whole
-    """Replies of it."""
-
-
-class Result(Struct, frozen=True, kw_only=True):
-    """One case in one test: a row of the table and of the JSON report."""
-
-    nodeid: str
-    suite: str
-    key: str
-    case: Case
-    scale: Scale
-    platform: str
-    """Catalog marker of the machine, or ``unknown``."""
-    device: str
-    """Slug: the folder of its baselines."""
-    replies: tuple[Reply, ...] = ()
-    """One per fresh process; of a prediction only that of a process that failed."""
-    resumed: tuple[Origin, ...] = ()
-    """Whose the first replies are, where ``--gpu-resume`` took them from an earlier report; one run after the other."""
-    inline: bool = False
-    """Whether it ran in the pytest process."""
-    variables: tuple[str, ...] = ()
-    """Names of the environment variables that the test had changed since the session began; values may be secrets."""
-    variables_digest: str = ""
-    """Tells other values of these variables from the same ones; empty where none had changed."""
-    prediction: Prediction | None = None
-    """Of a prediction."""
-    remedy: str = ""
-    """What makes a case fit that does not, found by further predictions."""
-    summary: Summary | None = None
-    verdict: Verdict | None = None
-    """None where the test only measured."""
-    published: Published | None = None
-    """The row that it was compared with under ``--gpu-baseline=published``."""
-    search: Search | None = None
-    """Of ``--gpu-find-batch``."""
-    loss_curves: tuple[LossCurve, ...] = ()
-    """Of ``--gpu-loss``; fp32 first."""
-    to_come: Whole = 0
-    """Runs that its baseline still waits for; none of them is stored before all are there."""
-
-
-class Report(Struct, frozen=True, kw_only=True):
-    """The document of ``--gpu-json``."""
-
-    format: Whole = FORMAT
-    generator: str
-    created: str
-    session: str
-    commit: str = ""
-    changes: str = ""
-    """Tells uncommitted changes of tracked files from others, what runs write apart; empty for none."""
-    branch: str = ""
-    arguments: tuple[str, ...] = ()
-    settings: dict[str, Any] = {}
-    """Only JSON values."""
-    exit_status: Whole = 0
-    """2 until the run has come to its end."""
-    notes: tuple[str, ...] = ()
-    results: tuple[Result, ...] = ()

@@ -21,7 +21,15 @@ from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Case, Report, Result, Verdict
+from pytest_gputrain.records import (
+    Baseline,
+    Case,
+    Measured,
+    Predicted,
+    Report,
+    Result,
+    Verdict,
+)
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import history_lines, json_report
@@ -91,7 +99,7 @@ class Collector:
             passed: whether its test did; figures of a test that failed otherwise become no baseline.
         """
         self._indices[result.nodeid, result.key, result.variables_digest] = len(self.results)
-        if not passed:
+        if not passed and isinstance(result, Measured):
             result = msgspec.structs.replace(result, to_come=0)
         self._note_incomplete(len(self.results), result)
         self.results.append(result)
@@ -114,10 +122,10 @@ class Collector:
         self._save_now_and_then()
 
     def _note_incomplete(self, index: int, result: Result) -> None:
-        (self._incomplete.add if result.to_come else self._incomplete.discard)(index)
+        (self._incomplete.add if _is_incomplete(result) else self._incomplete.discard)(index)
 
     def _record_if_complete(self, result: Result) -> None:
-        if _is_recorded(result) and not result.to_come:
+        if _is_recorded(result) and not _is_incomplete(result):
             self._record(result)
 
     def _record(self, result: Result) -> None:
@@ -134,11 +142,12 @@ class Collector:
             if chosen is first:
                 return
             self._stored[result.device, result.suite, result.key] = stored
-        if result.prediction is not None:
+        if isinstance(result, Predicted) and result.figures is not None:
             case = Case(**result.case.identity())
-            entry = Recorded(case=case, scale=result.scale, predictions=(result.prediction,))
+            entry = Recorded(case=case, scale=result.scale, predictions=(result.figures,))
             self._predicted[result.platform, result.suite][result.key] = entry
             return
+        assert isinstance(result, Measured), "nothing else is recorded"
         self._records_resumed = self._records_resumed or bool(result.resumed)
         session = self.session
         baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
@@ -222,6 +231,7 @@ class Collector:
         wanted = 0
         for index in self._incomplete:
             result = self.results[index]
+            assert isinstance(result, Measured), "nothing else waits for runs"
             wanted = len(result.replies) + result.to_come
             self.results[index] = msgspec.structs.replace(result, verdict=None)
         trouble = (
@@ -235,7 +245,11 @@ class Collector:
     def _note_resumed(self) -> None:
         if self._resumed_report is None:
             return
-        cases = {(result.device, result.suite, result.key) for result in self.results if result.resumed}
+        cases = {
+            (result.device, result.suite, result.key)
+            for result in self.results
+            if isinstance(result, Measured) and result.resumed
+        }
         sentence = f"{count(len(cases), 'case') if cases else 'no case'} taken from {self._resumed_report.path}"
         unknown = (
             ""
@@ -313,6 +327,11 @@ def _utf8(text: str) -> str:
 def _nothing_pending() -> defaultdict[tuple[str, str], SpilledDict[str, Baseline]]:
     """Return an empty collection of baselines that are not saved yet, by device and suite."""
     return defaultdict(lambda: SpilledDict(Baseline))
+
+
+def _is_incomplete(result: Result) -> bool:
+    """Whether the case's baseline waits for further runs."""
+    return isinstance(result, Measured) and result.to_come > 0
 
 
 def _is_recorded(result: Result) -> bool:

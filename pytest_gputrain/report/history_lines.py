@@ -16,12 +16,22 @@ from pytest_gputrain.cases.libraries import LIBRARIES
 from pytest_gputrain.gate.memory import PHASES
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.summary import summarise
-from pytest_gputrain.records import Environment, HistoryLine, Measurement, MetricName, Result, TrainingPhase
-from pytest_gputrain.report.results import latest
+from pytest_gputrain.records import (
+    Environment,
+    HistoryLine,
+    Measured,
+    Measurement,
+    MetricName,
+    Predicted,
+    Result,
+    TrainingPhase,
+)
+from pytest_gputrain.report.results import (
+    latest,
+    of_kind,
+)
 from pytest_gputrain.storage.history import read
-from pytest_gputrain.storage.predictions import FOLDER
 from pytest_gputrain.utils.git import RunInfo
-from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_topology
 
 
@@ -39,11 +49,8 @@ def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    everything = SelectedRecords(results, range(len(results)))
-    declared = everything.those(lambda result: result.search is None and not result.loss_curves)
-    return [
-        _line_of(part, part_session) for result in latest(declared) for part, part_session in _by_session(result, session)
-    ]
+    declared: Sequence[Measured | Predicted] = latest(of_kind(results, Measured, Predicted))
+    return [_line_of(part, part_session) for result in declared for part, part_session in _by_session(result, session)]
 
 
 def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> list[HistoryLine]:
@@ -58,9 +65,9 @@ def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> lis
     return [line for line in lines if _LineIdentity(line.session, line.device, line.suite, line.key) not in present]
 
 
-def _by_session(result: Result, session: RunInfo) -> Iterator[tuple[Result, RunInfo]]:
+def _by_session(result: Measured | Predicted, session: RunInfo) -> Iterator[tuple[Measured | Predicted, RunInfo]]:
     """The runs of a case, each with the session that measured it; the verdict is that of the last."""
-    if not result.resumed:
+    if isinstance(result, Predicted) or not result.resumed:
         yield result, session
         return
     sessions = [
@@ -78,13 +85,13 @@ def _by_session(result: Result, session: RunInfo) -> Iterator[tuple[Result, RunI
             yield msgspec.structs.replace(result, replies=replies, summary=summary, verdict=verdict), part_session
 
 
-def _line_of(result: Result, session: RunInfo) -> HistoryLine:
+def _line_of(result: Measured | Predicted, session: RunInfo) -> HistoryLine:
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     failed = next((reply for reply in result.replies if not isinstance(reply, Measurement)), None)
     environments = [getattr(reply, "environment", None) for reply in result.replies]
     environment: Environment | None = next(filter(None, environments), None)
-    # Of a case under --gpu-predict there is either a prediction or a failure.
-    prediction, verdict, summary = result.prediction, result.verdict, result.summary
+    prediction = result.figures if isinstance(result, Predicted) else None
+    verdict, summary = result.verdict, result.summary
     outcome: Any = "predicted" if prediction else "measured"
     sentence = verdict.sentence if verdict else None
     if failed is not None:
@@ -102,7 +109,7 @@ def _line_of(result: Result, session: RunInfo) -> HistoryLine:
     }
     time = verdict.metric("step_seconds") if verdict else None
     return HistoryLine(
-        kind="prediction" if result.device.startswith(f"{FOLDER}/") else "measurement",
+        kind="prediction" if isinstance(result, Predicted) else "measurement",
         date=session.created,
         session=session.id,
         commit=session.commit,
@@ -174,15 +181,15 @@ _COMPARED: Final[dict[MetricName, str]] = {
 
 
 def _count(result: Result, measured: Sequence[Measurement], name: str) -> int | None:
-    if result.prediction is not None:
-        return getattr(result.prediction, name, None)
+    if isinstance(result, Predicted):
+        return getattr(result.figures, name, None)
     values = [value for run in measured if (value := getattr(run, name)) is not None]
     return statistics.median_high(values) if values else None
 
 
 def _phase(result: Result, measured: Sequence[Measurement], phase: TrainingPhase) -> int | None:
-    if result.prediction is not None:
-        return result.prediction.phase_peak_bytes.get(phase)
+    if isinstance(result, Predicted):
+        return result.figures.phase_peak_bytes.get(phase) if result.figures else None
     peaks = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
     return statistics.median_high(peaks) if peaks else None
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.gate.memory import in_phase, tensor
-from pytest_gputrain.records import Prediction, Result
+from pytest_gputrain.records import Predicted, Prediction, Result
 from pytest_gputrain.report import rich_text
+from pytest_gputrain.report.results import of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _SHOWN_TENSORS: Final = 3
 
 
 def table(
-    results: Sequence[Result], names: Callable[[Result], Sequence[str]], verdict: Callable[[Result], Text], width: int
+    results: Sequence[Predicted], names: Callable[[Result], Sequence[str]], verdict: Callable[[Result], Text], width: int
 ) -> Table:
     """A row for each case: memory as the driver shows it, allocated, FLOPs and the least time of a step, whether it fits."""
     figures: dict[str, Callable[[Prediction], str]] = {
@@ -44,14 +45,14 @@ def table(
         result_table.add_column(header, justify="right", no_wrap=True)
     result_table.add_column("Verdict", no_wrap=True)
     for result in results:
-        cells = [show(result.prediction) if result.prediction else "" for show in figures.values()]
+        cells = [show(result.figures) if result.figures else "" for show in figures.values()]
         result_table.add_row(*map(rich_text.text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
     return result_table
 
 
 def explain(results: Sequence[Result]) -> list[str]:
     """Return sentences: what the table means, which cases do not fit and, of few cases, the largest tensors at the peaks."""
-    predicted = [(result, result.prediction) for result in results if result.prediction is not None]
+    predicted = [(result, figures) for result in of_kind(results, Predicted) if (figures := result.figures) is not None]
     if not predicted:
         return []
     first = predicted[0][1]

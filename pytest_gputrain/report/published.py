@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pytest_gputrain.records import Lost, Measurement, OutOfMemory, Published, Result, TimedOut
+from pytest_gputrain.records import Lost, Measured, Measurement, OutOfMemory, Published, Result, TimedOut
 from pytest_gputrain.records.published import Figure
 from pytest_gputrain.report import rich_text
 from pytest_gputrain.utils.units import GiB, MiB, format_bytes, format_seconds
@@ -141,7 +141,7 @@ def outcome(result: Result) -> str:
             return "crashed"
 
 
-def table(results: Sequence[Result], verdict: Callable[[Result], Text]) -> Table:
+def table(results: Sequence[Measured], verdict: Callable[[Result], Text]) -> Table:
     """A line for each case with its verdict, below it one for each figure; readable at 80 columns."""
     comparison_table = rich_text.table()
     comparison_table.add_column("Case", overflow="fold")

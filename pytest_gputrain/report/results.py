@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar, cast
 
-from pytest_gputrain.records import Result, Verdict
+from pytest_gputrain.records import Predicted, Result, Verdict
 from pytest_gputrain.utils.spill import SelectedRecords
 
+_Kind = TypeVar("_Kind", bound=Result)
 
-def latest(results: Sequence[Result]) -> Sequence[Result]:
+
+def of_kind(results: Sequence[Result], *kinds: type[_Kind]) -> Sequence[_Kind]:
+    """Return the results of these kinds, in their order."""
+    indices = [index for index, result in enumerate(results) if isinstance(result, kinds)]
+    return cast("Sequence[_Kind]", SelectedRecords(results, indices))
+
+
+def latest(results: Sequence[_Kind]) -> Sequence[_Kind]:
     """Each case of each device once: the last that was judged, else the last that was measured.
 
     Those whose test had changed something in the environment come after all others.
@@ -43,4 +51,6 @@ def verdict_of(result: Result) -> str:
     verdict: Verdict | None = result.verdict
     if verdict:
         return verdict.status
-    return "measured" if result.summary else "predicted" if result.prediction else "failed"
+    if result.figures is None:
+        return "failed"
+    return "predicted" if isinstance(result, Predicted) else "measured"

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pytest_gputrain.records import Case, Result
+from pytest_gputrain.records import (
+    BatchSearch,
+    Case,
+    LossStudy,
+    Result,
+)
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import rich_text
+from pytest_gputrain.report.results import of_kind
 from pytest_gputrain.utils.units import format_percent, format_rate
 
 if TYPE_CHECKING:
@@ -30,12 +36,11 @@ _OUTCOMES: Final = {
 }
 
 
-def search_table(results: Sequence[Result], names: Names) -> Table:
+def search_table(results: Sequence[BatchSearch], names: Names) -> Table:
     """Throughput at batch 1 and at the best one, as published tables give it, and the largest batch that fits."""
     table = _table("Batch 1", "Fastest (batch)", "Largest", "Tries", last="Outcome")
     for result in results:
         search = result.search
-        assert search is not None
         tries = {attempt.batch_size: attempt for attempt in search.tries}
         fastest = tries.get(search.fastest or 0)
         _add_row(
@@ -52,7 +57,7 @@ def search_table(results: Sequence[Result], names: Names) -> Table:
     return table
 
 
-def loss_table(results: Sequence[Result], names: Names) -> Table:
+def loss_table(results: Sequence[LossStudy], names: Names) -> Table:
     """Return a table of the loss curves, with a row for each precision."""
     table = _table("First loss", "Last loss", "From fp32", last="Trend")
     for result in results:
@@ -108,9 +113,9 @@ def _trend(curve: LossCurve) -> str:
 
 def explain(results: Sequence[Result]) -> list[str]:
     """Sentences for what the tables cannot show."""
-    lines = _counted({result.key: _end_of(result.search) for result in results if result.search is not None})
+    lines = _counted({result.key: _end_of(result.search) for result in of_kind(results, BatchSearch)})
     reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for result in results:
+    for result in of_kind(results, LossStudy):
         for curve in result.loss_curves:
             if curve.outcome == "left_out":
                 reasons[curve.reason].append(curve.precision)

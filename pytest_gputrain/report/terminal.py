@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
-from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
+from pytest_gputrain.records import (
+    BatchSearch,
+    LossStudy,
+    Measured,
+    Measurement,
+    MetricName,
+    OutOfMemory,
+    Predicted,
+    Result,
+)
 from pytest_gputrain.report import predictions, published, rich_text, studies
-from pytest_gputrain.report.results import BY_ATTENTION, verdict_of
-from pytest_gputrain.storage.predictions import FOLDER
+from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
@@ -54,18 +62,14 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
         console.print(rich_text.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
         for line in _links(members):
             console.print(rich_text.text(line, style="dim"))
-        searched = members.those(lambda result: result.search is not None)
-        curved = members.those(lambda result: bool(result.loss_curves))
-        judged = members.those(lambda result: result.search is None and not result.loss_curves)
-        if device.endswith(_PREDICTED):
-            console.print(predictions.table(judged, _names, _verdict, width))
-        elif any(result.published for result in judged):
-            console.print(published.table(judged, _verdict))
-        elif judged:
-            console.print(_table(judged, width))
-        if searched:
+        if predicted := of_kind(members, Predicted):
+            console.print(predictions.table(predicted, _names, _verdict, width))
+        if measured := of_kind(members, Measured):
+            compared = any(result.published for result in measured)
+            console.print(published.table(measured, _verdict) if compared else _table(measured, width))
+        if searched := of_kind(members, BatchSearch):
             console.print(studies.search_table(searched, _names))
-        if curved:
+        if curved := of_kind(members, LossStudy):
             console.print(studies.loss_table(curved, _names))
     if len(shown) < len(rows):
         console.print(rich_text.text(f"(and {len(rows) - len(shown):,} more cases; the JSON report has all)"))
@@ -154,7 +158,6 @@ _DOUBTS: Final = {
     "not-comparable": "not comparable with the baseline",
     "improved": "better than the baseline",
 }
-_PREDICTED: Final = " (predicted)"
 _CHANGES: Final[dict[MetricName, str]] = {
     "peak_allocated_bytes": "Δ mem.",
     "step_seconds": "Δ time",
@@ -194,7 +197,7 @@ _METRICS: Final[dict[MetricName, str]] = {
 }
 
 
-def _table(results: Sequence[Result], width: int) -> Table:
+def _table(results: Sequence[Measured], width: int) -> Table:
     figures: dict[str, Callable[[Result], str]] = {"Peak mem.": _peak, "(Model)": _model, "Sec/step": _seconds}
     changes = {header: functools.partial(change, name) for name, header in _CHANGES.items()}
     compared = {header: change for header, change in changes.items() if any(map(change, results))}
@@ -297,10 +300,10 @@ def _links(results: Sequence[Result]) -> list[str]:
 
 def _device(result: Result) -> str:
     platform = PLATFORMS.get(result.platform)
-    dry = _PREDICTED if result.device.startswith(f"{FOLDER}/") else ""
+    predicted = " (predicted)" if isinstance(result, Predicted) else ""
     if result.platform == CPU:
-        return f"CPU{dry}"
-    return f"{platform.title if platform else result.device} x{result.case.gpus}{dry}"
+        return f"CPU{predicted}"
+    return f"{platform.title if platform else result.device} x{result.case.gpus}{predicted}"
 
 
 def _cases(count: int) -> str:

@@ -13,16 +13,16 @@ import msgspec
 
 from pytest_gputrain.cases.identity import identity_of
 from pytest_gputrain.execution.executor import Executor
-from pytest_gputrain.records import Result, Task, Verdict
+from pytest_gputrain.records import Measured, Task, Verdict
 from pytest_gputrain.utils.errors import BadCase
 
 
 @dataclass(kw_only=True, slots=True)
 class _Waiting:
-    result: Result
+    result: Measured
     task: Task
     wanted: int
-    again: Callable[[int], Result]
+    again: Callable[[int], Measured]
 
 
 class Interleaver:
@@ -36,7 +36,7 @@ class Interleaver:
         self._executor = executor
         self._waiting: list[_Waiting] = []
 
-    def add(self, result: Result, task: Task, wanted: int, again: Callable[[int], Result]) -> Result:
+    def add(self, result: Measured, task: Task, wanted: int, again: Callable[[int], Measured]) -> Measured:
         """Take in the first runs of a case, and return them with how many are to come.
 
         Args:
@@ -57,7 +57,7 @@ class Interleaver:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def complete(self) -> Iterator[Result]:
+    def complete(self) -> Iterator[Measured]:
         """Measure what is to come, one run of each case in turn; after each the case's result with all its runs so far."""
         self._executor.only(waiting.task for waiting in self._waiting)
         while self._waiting:
@@ -86,6 +86,6 @@ class Interleaver:
                     self._executor.drop(task)
 
 
-def _with_runs_to_come(result: Result, wanted: int) -> Result:
+def _with_runs_to_come(result: Measured, wanted: int) -> Measured:
     recorded = result.verdict is not None and result.verdict.status == "recorded"
     return msgspec.structs.replace(result, to_come=max(0, wanted - len(result.replies)) if recorded else 0)

@@ -17,8 +17,11 @@ from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.records import (
+    BatchSearch,
     Case,
     LimitVerdict,
+    LossStudy,
+    Measured,
     Reply,
     Result,
     Scale,
@@ -197,25 +200,27 @@ class Runner:
             row, verdict = self.criteria.against_published(case_criteria, case, replies)
         elif case_criteria.judged:
             replies, verdict = self._verdict(request, replies)
-        return Result(
-            nodeid=request.nodeid,
-            suite=case_criteria.suite,
-            key=case_criteria.key,
-            case=case,
-            scale=case_criteria.task.scale,
-            platform=host.platform,
-            device=host.device,
-            replies=replies,
-            resumed=self.executor.resumed(case_criteria.task, request.inline, request.builder).origins,
-            inline=request.inline,
-            variables=tuple(case_criteria.task.variables),
-            variables_digest=case_criteria.task.variables_digest,
-            summary=summarise(case, host.platform, replies),
-            verdict=with_limits(case, verdict, limits),
-            published=row,
-            search=study.search,
-            loss_curves=study.loss_curves,
-        )
+        common: dict[str, Any] = {
+            "nodeid": request.nodeid,
+            "suite": case_criteria.suite,
+            "key": case_criteria.key,
+            "case": case,
+            "scale": case_criteria.task.scale,
+            "platform": host.platform,
+            "device": host.device,
+            "replies": replies,
+            "inline": request.inline,
+            "variables": tuple(case_criteria.task.variables),
+            "variables_digest": case_criteria.task.variables_digest,
+            "summary": summarise(case, host.platform, replies),
+            "verdict": with_limits(case, verdict, limits),
+        }
+        if study.search is not None:
+            return BatchSearch(search=study.search, **common)
+        if study.loss_curves:
+            return LossStudy(loss_curves=study.loss_curves, **common)
+        resumed = self.executor.resumed(case_criteria.task, request.inline, request.builder).origins
+        return Measured(resumed=resumed, published=row, **common)
 
     @property
     def is_study(self) -> bool:

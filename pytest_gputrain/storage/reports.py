@@ -13,11 +13,13 @@ from pytest_gputrain.records import (
     BaselineRun,
     Case,
     LiveTensor,
+    LossStudy,
+    Measured,
     Measurement,
     OutOfMemory,
+    Predicted,
     Reply,
     Report,
-    Result,
     TrainingPhase,
 )
 from pytest_gputrain.storage.baselines import decode, refuse_renamed
@@ -31,7 +33,8 @@ def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote")
     """
     report = decode(path, Report, "a report of --gpu-json", remedy)
     for result in report.results:
-        for precision in (result.case.precision, *(curve.precision for curve in result.loss_curves)):
+        curves = result.loss_curves if isinstance(result, LossStudy) else ()
+        for precision in (result.case.precision, *(curve.precision for curve in curves)):
             refuse_renamed(path, result.key, precision, "write the report again")
     return report
 
@@ -50,8 +53,8 @@ class ReportStore:
         for result in sorted(
             report.results, key=lambda result: not result.variables
         ):  # the case in its own environment counts
-            if result.search is not None or result.loss_curves:
-                continue  # of another batch than the case's, or of other steps
+            if not isinstance(result, Measured):
+                continue  # predicted, or of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
                 self._suites.setdefault(result.suite, {})[result.key] = baseline
@@ -67,7 +70,7 @@ class ReportStore:
         return self._suites.get(suite, {})
 
 
-def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Baseline:
+def to_baseline(result: Measured | Predicted, *, date: str, session: str, commit: str) -> Baseline:
     """The figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out).
 
     Args:
@@ -75,7 +78,8 @@ def to_baseline(result: Result, *, date: str, session: str, commit: str) -> Base
         session: id of the pytest run.
         commit: of the code measured; empty for unknown.
     """
-    earlier = [origin for origin in result.resumed for _ in range(origin.runs)]
+    origins = result.resumed if isinstance(result, Measured) else ()
+    earlier = [origin for origin in origins for _ in range(origin.runs)]
     runs = (
         _baseline_run(reply, date=origin.date, session=origin.session, commit=origin.commit)
         if origin

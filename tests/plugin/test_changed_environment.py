@@ -342,7 +342,7 @@ DRY = ("--gpu-predict", "--gpu-platform=h100")
 def test_a_prediction_predicts_for_each_environment(project: Project) -> None:
     project.write(test_mine=WIDE)
     project.run(*DRY, "--gpu-json=report.json").assert_outcomes(passed=2)
-    narrow, wide = (result["prediction"]["peak_allocated_bytes"] for result in project.report()["results"])
+    narrow, wide = (result["reply"]["peak_allocated_bytes"] for result in project.report()["results"])
     assert wide > 3 * narrow
     assert [result["variables"] for result in project.report()["results"]] == [[], ["TOKEN", "WIDTH"]]
     result = project.run(*DRY, "--gpu-baseline-update")

@@ -190,7 +190,7 @@ def test_inline_measures_a_closure(project: Project) -> None:
             def local(setup):
                 return lambda: SEEN.append(weight.sum())
 
-            figures = gputrain.check(local, inline=True, precision="fp32", steps=4)
+            figures = gputrain.check(local, inline=True, precision="fp32", steps=4).figures
             assert len(figures.step_seconds) == 4
             assert len(SEEN) >= 4
         """
@@ -226,7 +226,7 @@ def test_own_code_on_two_processes_exchanges_scales_and_is_named_once(project: P
             return step
 
         def test_two(gputrain):
-            figures = gputrain.check(build, parallel="ddp", gpus=2, precision="fp32", steps=2, scaling=True)
+            figures = gputrain.check(build, parallel="ddp", gpus=2, precision="fp32", steps=2, scaling=True).figures
             assert figures.losses == (2.0, 2.0)
         """
     )

@@ -106,7 +106,7 @@ def test_what_does_not_fit_fails_until_that_is_recorded(project: Project) -> Non
     result = project.run(*DRY, "--gpu-strict", "--gpu-json=report.json")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*does not fit: build-fp32*"])
-    assert project.report()["results"][0]["prediction"]["fits"] is False
+    assert project.report()["results"][0]["reply"]["fits"] is False
 
 
 def test_code_that_cannot_run_fails_with_its_reason(project: Project) -> None:
@@ -230,7 +230,16 @@ def test_memory(gputrain):
 
 
 def test_time(gputrain):
-    assert gputrain.measure(build, precision="fp32").median_step_seconds > 0
+    assert gputrain.measure(build, needs=("median_step_seconds",), precision="fp32").median_step_seconds > 0
+
+
+def test_time_is_none(gputrain):
+    figures = gputrain.check(build, precision="fp32").figures
+    assert (figures.median_step_seconds, figures.step_seconds) == (None, None)
+
+
+def test_misspelt_need(gputrain):
+    gputrain.measure(build, needs=["step_second"], precision="fp32")
 
 
 def test_closure(gputrain):
@@ -241,19 +250,13 @@ def test_compiled(gputrain):
     from pytest_gputrain import Case
 
     gputrain.check(Case(model="phi-3-mini-128k", sequence_length=512, compile="default"))
-
-
-def test_typo(gputrain):
-    import pytest
-
-    with pytest.raises(AttributeError, match="a prediction has no peak_alocated"):
-        gputrain.measure(build, precision="fp32").peak_alocated
 """
         )
     result = project.run(*DRY)
-    result.assert_outcomes(passed=3, skipped=3)
+    result.assert_outcomes(passed=3, skipped=3, failed=1)
+    assert "needs='step_second' is no figure of a case (did you mean 'step_seconds'?)" in result.stdout.str()
     assert skips(result) == {
-        "test_time": "a prediction has no median_step_seconds",
+        "test_time": "needs median_step_seconds, which cannot be predicted",
         "test_closure": "runs inline, but a prediction takes a process of its own",
         "test_compiled": "is compiled, and a prediction does not know what a compiler makes of it",
     }
@@ -331,7 +334,7 @@ def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project) -> None:
     project.run("-m", "cpu", "-k", "ctr", "--gpu-json=real.json")
     (real,) = project.report("real.json")["results"]
     assert result["scale"] == real["scale"] == "tiny"
-    assert result["prediction"]["peak_allocated_bytes"] == real["replies"][0]["peak_allocated_bytes"]
+    assert result["reply"]["peak_allocated_bytes"] == real["replies"][0]["peak_allocated_bytes"]
 
 
 HINT = (

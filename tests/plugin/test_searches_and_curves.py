@@ -28,7 +28,7 @@ def hungry(setup):
 
     return step
 """
-CHECKED = "\n\ndef test_it(gputrain):\n    figures = gputrain.check(hungry, precision='fp32', steps=2, warmup=0)\n"
+CHECKED = "\n\ndef test_it(gputrain):\n    figures = gputrain.check(hungry, precision='fp32', steps=2, warmup=0).figures\n"
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_model_of_the_zoo_is_searched_for_real(project: Project) -> None:
 
 
         def test_it(gputrain):
-            assert gputrain.check(CASE).sequence_length == 16
+            assert gputrain.check(CASE).figures.sequence_length == 16
         """
     )
     project.run("--gpu-find-batch", "--gpu-find-batch-max=2", "--gpu-json=report.json").assert_outcomes(passed=1)

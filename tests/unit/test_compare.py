@@ -129,10 +129,10 @@ def test_a_suite_that_is_slower_as_a_whole_regresses(compare: Compare) -> None:
 
 
 def test_predictions_are_compared_with_predictions(compare: Compare) -> None:
-    fields: dict[str, Any] = {"replies": (), "summary": None, "device": "predicted/h100"}
+    fields: dict[str, Any] = {"device": "predicted/h100"}
     peaks = prediction().phase_peak_bytes
     more = prediction(peak_allocated_bytes=33 * GiB, phase_peak_bytes={**peaks, "backward": 33 * GiB})
-    base, head = result(prediction=prediction(), **fields), result(prediction=more, **fields)
+    base, head = result(reply=prediction(), **fields), result(reply=more, **fields)
     code, out, _ = compare([base], [head], "--fail-on=regressed")
     assert code == 1
     assert "backward" in out

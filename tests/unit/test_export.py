@@ -63,7 +63,7 @@ RUN = report(
     branch="main",
 )
 LLAMA, GEMMA = "llm/llama-3.1-8b-lora-bf16", "llm/gemma-7b-lora-bf16"
-PREDICTED = report(result(replies=(), summary=None, prediction=prediction(), device="predicted/h100"))
+PREDICTED = report(result(reply=prediction(), device="predicted/h100"))
 
 
 def text_of(name: str, *reports: Report) -> str:

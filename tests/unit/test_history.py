@@ -102,8 +102,8 @@ def test_a_case_without_figures_has_a_line_with_the_reason(reply: Any) -> None:
 
 
 def test_a_prediction_is_told_from_a_measurement() -> None:
-    foretold = result(replies=(), summary=None, prediction=prediction(), device="predicted/h100", verdict=None)
-    failed = result(replies=(crashed(),), summary=None, device="predicted/h100", key="other")
+    foretold = result(reply=prediction(), device="predicted/h100", verdict=None)
+    failed = result(reply=crashed(), device="predicted/h100", key="other")
     line, other = lines_of([foretold, failed], SESSION)
     assert (line.kind, line.outcome, other.kind, other.outcome) == ("prediction", "predicted", "prediction", "crashed")
     assert (line.peak_allocated_bytes, line.roofline_seconds, line.fits) == (32 << 30, 2.5, True)
@@ -397,7 +397,7 @@ def test_a_one_liner_makes_a_column_of_every_key(
 ) -> None:
     """A key that is null in the first thousands of lines is the hard part: a reader guesses types from some."""
     pytest.importorskip(library)
-    foretold = result(replies=(), summary=None, prediction=prediction(), device="predicted/h100", verdict=None)
+    foretold = result(reply=prediction(), device="predicted/h100", verdict=None)
     (early,) = lines_of([foretold], SESSION)
     append(tmp_path / "history.jsonl", [early] * 3000 + [LINE])
     monkeypatch.chdir(tmp_path)

@@ -122,13 +122,11 @@ def everything(text: str) -> Report:
         result(case, **common, replies=(run,)),
         result(case.replace(gpus=2, parallel="ddp", named=("gpus",)), **common | {"key": f"{text}2"}, replies=(two,)),
         result(case, **common | {"key": f"{text}3"}, replies=(crashed(detail=text),), summary=None, verdict=failed),
-        result(case, **common, replies=(), summary=None, verdict=None, loss_curves=curves),
+        result(case, **common, replies=(crashed(),), summary=None, verdict=None, loss_curves=curves),
         result(
             case,
             **common | {"device": f"predicted/{text}"},
-            replies=(),
-            summary=None,
-            prediction=prediction(largest={"forward": (live_tensor(operator=text, dtype=text),)}, packages={text: text}),
+            reply=prediction(largest={"forward": (live_tensor(operator=text, dtype=text),)}, packages={text: text}),
         ),
     )
     return report(*results, commit=text, branch=text, arguments=(text,), notes=(text,), generator=text)
@@ -295,7 +293,7 @@ def test_live_tensors_are_told_by_the_phase_that_made_them_and_the_rest_is_shown
     }
     peaks = {"backward": 32 * GiB}
     predicted = prediction(largest=largest, phase_peak_bytes=peaks)
-    reader = read(report(result(prediction=predicted, replies=(), summary=None, device="predicted/h100")))
+    reader = read(report(result(reply=predicted, device="predicted/h100")))
     text = squeezed(reader.text)
     assert "The largest tensors (2 rows)" in text
     assert "backward 20.0 GiB 1 aten._log_softmax build" in text
@@ -303,9 +301,7 @@ def test_live_tensors_are_told_by_the_phase_that_made_them_and_the_rest_is_shown
     assert "79.0 GiB of h100" in text
     assert "tensors not among the largest" in text
     complete = {"backward": (*largest["backward"], live_tensor(bytes=2 * GiB, phase="backward"))}
-    text = read(
-        report(result(prediction=prediction(largest=complete, phase_peak_bytes=peaks), replies=(), summary=None))
-    ).text
+    text = read(report(result(reply=prediction(largest=complete, phase_peak_bytes=peaks)))).text
     assert "tensors not among the largest" not in text
 
 

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
 
 from pytest_gputrain.gate.loss_trend import describe_divergence, describe_failed_curves
-from pytest_gputrain.records import Reply, Result, Task
+from pytest_gputrain.records import (
+    BatchSearch,
+    LossStudy,
+    Reply,
+    Result,
+    Task,
+)
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import studies as shown
 from pytest_gputrain.report.terminal import render
@@ -224,7 +231,7 @@ def test_a_recipe_that_diverges_in_fp32_is_told() -> None:
     assert shown.explain([row]) == [f"{CASE} diverges in fp32 already: its recipe does, whatever the precision"]
 
 
-@given(values_of(Result).filter(lambda outcome: outcome.replies and (outcome.search or outcome.loss_curves)))
+@given(st.one_of(values_of(BatchSearch), values_of(LossStudy)).filter(lambda outcome: outcome.replies))
 def test_any_findings_can_be_shown(outcome: Result) -> None:
     if all(getattr(reply, "step_seconds", True) for reply in outcome.replies):
         assert render([outcome], width=80, colour=False)

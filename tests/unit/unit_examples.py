@@ -10,13 +10,17 @@ from hypothesis import strategies as st
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
+    BatchSearch,
     Case,
     Crashed,
     Environment,
     LiveTensor,
+    LossStudy,
+    Measured,
     Measurement,
     OperatorWork,
     OutOfMemory,
+    Predicted,
     Prediction,
     Report,
     Result,
@@ -148,7 +152,11 @@ def prediction(**fields: Any) -> Prediction:
     return Prediction(**{**example, **fields})
 
 
+KINDS: tuple[type[Result], ...] = (Measured, Predicted, BatchSearch, LossStudy)
+
+
 def result(case: Case = CASE, **fields: Any) -> Result:
+    """A result of the kind that has the ``fields``: a ``reply`` is one of a prediction."""
     example: dict[str, Any] = {
         "nodeid": f"benchmarks/test_llm.py::test[{case}]",
         "suite": "llm",
@@ -167,7 +175,11 @@ def result(case: Case = CASE, **fields: Any) -> Result:
         ),
         "verdict": Verdict(status="pass", sentence=f"{case} is within its limits"),
     }
-    return Result(**{**example, **fields})
+    kinds = {"reply": Predicted, "search": BatchSearch, "loss_curves": LossStudy}
+    kind = next((kind for name, kind in kinds.items() if name in fields), Measured)
+    if kind is Predicted:
+        del example["replies"], example["summary"]
+    return kind(**{**example, **fields})
 
 
 def report(*results: Result, **fields: Any) -> Report:

@@ -9,7 +9,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_gputrain.records import Report
+from pytest_gputrain.records import (
+    Predicted,
+    Report,
+)
 from pytest_gputrain.report.export.points import Point, points
 from pytest_gputrain.report.results import verdict_of
 from pytest_gputrain.utils.units import MiB
@@ -22,7 +25,7 @@ def export(reports: Sequence[Report]) -> str:
 
 
 def _entry(point: Point) -> dict[str, Any]:
-    metric = "predicted peak memory" if point.result.prediction else "peak memory"
+    metric = "predicted peak memory" if isinstance(point.result, Predicted) else "peak memory"
     result = point.result
     entry = {
         "name": f"{point.name}: {metric}",

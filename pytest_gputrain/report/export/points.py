@@ -7,7 +7,16 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_gputrain.records import Crashed, Lost, Measurement, OutOfMemory, Result, TimedOut
+from pytest_gputrain.records import (
+    Crashed,
+    Lost,
+    Measurement,
+    OutOfMemory,
+    Predicted,
+    Result,
+    Study,
+    TimedOut,
+)
 from pytest_gputrain.report.results import latest
 
 
@@ -58,12 +67,12 @@ def left_out(results: Sequence[Result], *, timed: bool = False) -> list[str]:
 
 def _point(result: Result, timed: bool) -> Point | str:
     """Return the point of a result, or a sentence why it has none."""
-    if result.search is not None or result.loss_curves:
+    if isinstance(result, Study):
         return f"{result.key} is left out: its figures are of a search or of loss curves, not of the case as declared"
-    if result.prediction is not None and timed:
-        return f"{result.key} is left out: a prediction has no time"
-    if result.prediction is not None:
-        return Point(result=result, runs=(), peak_allocated_bytes=result.prediction.peak_allocated_bytes)
+    if isinstance(result, Predicted) and result.figures is not None:
+        if timed:
+            return f"{result.key} is left out: a prediction has no time"
+        return Point(result=result, runs=(), peak_allocated_bytes=result.figures.peak_allocated_bytes)
     runs = tuple(reply for reply in result.replies if isinstance(reply, Measurement))
     if result.summary is None or not runs or len(runs) < len(result.replies):
         return f"{result.key} is left out: it {_outcome(result.replies)}"

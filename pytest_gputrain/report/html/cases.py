@@ -13,8 +13,24 @@ import msgspec
 
 from pytest_gputrain.gate.loss_trend import describe_failed_curves
 from pytest_gputrain.gate.summary import detail_of, failure_of
-from pytest_gputrain.records import Case, Environment, Measurement, MetricName, Report, Result, knob_text
-from pytest_gputrain.report.results import latest, verdict_of
+from pytest_gputrain.records import (
+    BatchSearch,
+    Case,
+    Environment,
+    LossStudy,
+    Measured,
+    Measurement,
+    MetricName,
+    Predicted,
+    Report,
+    Result,
+    knob_text,
+)
+from pytest_gputrain.report.results import (
+    latest,
+    of_kind,
+    verdict_of,
+)
 from pytest_gputrain.utils.units import (
     format_bytes,
     format_flops,
@@ -111,16 +127,18 @@ def gathered(results: Sequence[Result]) -> Cases:
 
 def _latest(results: Sequence[Result]) -> Iterator[Result]:
     """A study is a row of its own: it says nothing of the case as declared."""
-    for is_study in (False, True):
-        yield from latest([result for result in results if bool(result.search or result.loss_curves) is is_study])
+    yield from latest(of_kind(results, Measured, Predicted))
+    yield from latest(of_kind(results, BatchSearch, LossStudy))
 
 
 def _verdict(result: Result) -> str:
-    if result.loss_curves:
-        return "failed" if describe_failed_curves(result.case, result.loss_curves) else "loss curves"
-    if result.search is not None:
-        return "failed" if result.search.fastest is None else "searched"
-    return verdict_of(result)
+    match result:
+        case LossStudy():
+            return "failed" if describe_failed_curves(result.case, result.loss_curves) else "loss curves"
+        case BatchSearch():
+            return "failed" if result.search.fastest is None else "searched"
+        case _:
+            return verdict_of(result)
 
 
 def _row(result: Result, cells: tuple[Cell, ...]) -> Row:
@@ -157,15 +175,15 @@ def _summary(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell
 
 
 def _predicted(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell]:
-    return lambda result: _cell(getattr(result.prediction, name) if result.prediction else None, show)
+    return lambda result: _cell(getattr(result.figures, name, None) if isinstance(result, Predicted) else None, show)
 
 
 def _measured(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell]:
     def cell(result: Result) -> Cell:
         runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
         values = [value for run in runs if (value := getattr(run, name)) is not None]
-        if result.prediction is not None:
-            values = [value for value in [getattr(result.prediction, name, None)] if value is not None]
+        if isinstance(result, Predicted):
+            values = [value for value in [getattr(result.figures, name, None)] if value is not None]
         return _cell(statistics.median_high(values) if values else None, show)
 
     return cell
@@ -186,7 +204,7 @@ def _change(*names: MetricName) -> Callable[[Result], Cell]:
 
 
 def _peak(result: Result) -> Cell:
-    peak = result.prediction or result.summary
+    peak = result.figures if isinstance(result, Predicted) else result.summary
     return _cell(peak.peak_allocated_bytes if peak else None, format_bytes)
 
 
@@ -195,7 +213,7 @@ def _share(value: float) -> str:
 
 
 def _fits(result: Result) -> Cell:
-    fits = result.prediction.fits if result.prediction else None
+    fits = result.figures.fits if isinstance(result, Predicted) and result.figures else None
     return Cell() if fits is None else Cell(text="yes" if fits else "no", value=int(fits), tone="" if fits else "bad")
 
 
@@ -231,14 +249,14 @@ def environment_summaries(results: Sequence[Result]) -> list[EnvironmentSummary]
     by_environment: defaultdict[bytes, list[Result]] = defaultdict(list)
     for result in _latest(results):
         environments = _environments([result])
-        if result.prediction is not None:
-            by_environment[_key(result.prediction.target)].append(result)
+        if isinstance(result, Predicted) and result.figures is not None:
+            by_environment[_key(result.figures.target)].append(result)
         elif environments:
             by_environment[
                 _key(msgspec.structs.replace(environments[0], device_count=0, topology=(), hosts=(), threads=0))
             ].append(result)
     return [
-        _predicted_summary(members) if members[0].prediction else _measured_summary(members)
+        _predicted_summary(predicted) if (predicted := of_kind(members, Predicted)) else _measured_summary(members)
         for members in by_environment.values()
     ]
 
@@ -284,8 +302,8 @@ def _several(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(numbers))))
 
 
-def _predicted_summary(results: Sequence[Result]) -> EnvironmentSummary:
-    predictions = [result.prediction for result in results if result.prediction is not None]
+def _predicted_summary(results: Sequence[Predicted]) -> EnvironmentSummary:
+    predictions = [result.figures for result in results if result.figures is not None]
     target = predictions[0].target
     memory = target.memory_bytes
     facts = {

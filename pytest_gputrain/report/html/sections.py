@@ -12,10 +12,22 @@ from pytest_gputrain.gate.memory import in_phase
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
-from pytest_gputrain.records import Measurement, Prediction, Published, Result, TrainingPhase
+from pytest_gputrain.records import (
+    LossStudy,
+    Measured,
+    Measurement,
+    Predicted,
+    Prediction,
+    Published,
+    Result,
+    TrainingPhase,
+)
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
 from pytest_gputrain.report.published import FRAMEWORKS, METRICS, Metric, printed
-from pytest_gputrain.report.results import latest
+from pytest_gputrain.report.results import (
+    latest,
+    of_kind,
+)
 from pytest_gputrain.storage.published import PublishedStore
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -55,9 +67,9 @@ def published(results: Sequence[Result], store: PublishedStore | None, charts: C
         store: rows for reports that were not compared with them; None for none.
     """
     pairs_by_table: defaultdict[tuple[str, str], list[tuple[Published, Result]]] = defaultdict(list)
-    for result in latest(results):
+    for result in latest(of_kind(results, Measured)):
         row = result.published
-        if row is None and store is not None and result.scale == "full" and result.prediction is None:
+        if row is None and store is not None and result.scale == "full":
             row = store.get(result.platform, result.suite, str(result.case))
             row = row if row is not None and row.case.identity() == result.case.identity() else None
         if row is not None and result.summary is not None:
@@ -117,9 +129,9 @@ def _description(groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
 def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """Throughput by the number of GPUs, for cases that differ in nothing else."""
     speeds_by_case: defaultdict[tuple[str, str, str, str, str], dict[int, tuple[float, str]]] = defaultdict(dict)
-    for result in latest(results):
+    for result in latest(of_kind(results, Measured)):
         runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
-        if not runs or result.summary is None or result.search is not None:
+        if not runs or result.summary is None:
             continue
         alone = one_worker(result.case)
         plain = alone.replace(named=tuple(name for name in alone.named if name not in ("gpus", "servers")), servers=0)
@@ -160,7 +172,7 @@ def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChar
 
 def losses(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """The curves of ``--gpu-loss``, those of a case in one chart."""
-    for result in results:
+    for result in of_kind(results, LossStudy):
         curves = [curve for curve in result.loss_curves if curve.losses]
         if not curves:
             continue
@@ -210,8 +222,8 @@ _REST: Final = 4
 
 def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
     """The tensors that a prediction holds alive at the peak of each phase, by the phase that made them."""
-    for result in latest(results):
-        prediction = result.prediction
+    for result in latest(of_kind(results, Predicted)):
+        prediction = result.figures
         if prediction is None or not any(prediction.largest.values()):
             continue
         phases = [phase for phase in _PHASES if phase in prediction.phase_peak_bytes]

@@ -20,7 +20,19 @@ from pytest_gputrain.gate.prediction import judge
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.lease import lease_cores
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Case, Crashed, Event, OutOfMemory, Prediction, Result, Scale, Task, TimedOut, Verdict
+from pytest_gputrain.records import (
+    Case,
+    Crashed,
+    Event,
+    OutOfMemory,
+    Predicted,
+    Prediction,
+    Result,
+    Scale,
+    Task,
+    TimedOut,
+    Verdict,
+)
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, MemoryTolerance, Terms
@@ -110,16 +122,14 @@ class PredictingRunner(Runner):
         self.refuse_namesake(suite, case, recorded.case if recorded else None)
         task = self._task(case, module)
         reply = self._predict(task)
-        prediction = reply if isinstance(reply, Prediction) else None
-        failed = () if isinstance(reply, Prediction) else (reply,)
         verdict, helps = None, ""
-        if judged and failed:
-            verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(failed[0], 'prediction')}")
-        elif judged and prediction is not None:
-            verdict, helps = self._judged(task, prediction, recorded, self.criteria.tolerance(terms).memory)
-        if prediction is not None:
-            verdict = with_limits(case, verdict, judge_prediction(terms.caps, case, prediction, scale=self.scale()))
-        return Result(
+        if isinstance(reply, Prediction):
+            if judged:
+                verdict, helps = self._judged(task, reply, recorded, self.criteria.tolerance(terms).memory)
+            verdict = with_limits(case, verdict, judge_prediction(terms.caps, case, reply, scale=self.scale()))
+        elif judged:
+            verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(reply, 'prediction')}")
+        return Predicted(
             nodeid=nodeid,
             suite=suite,
             key=key,
@@ -127,10 +137,9 @@ class PredictingRunner(Runner):
             scale=self.scale(),
             platform=self._platform,
             device=f"{FOLDER}/{self._platform}",
-            replies=failed,
+            reply=reply,
             variables=tuple(task.variables),
             variables_digest=task.variables_digest,
-            prediction=prediction,
             remedy=helps,
             verdict=verdict,
         )
