@@ -158,6 +158,12 @@ def test_figures_of_several_reports_are_beside_the_published_ones(
     assert {row["case"] for row in csv_rows(out) if row["measured"]} == {str(LLAMA.case), str(gemma.case)}
 
 
+def test_published_tables_are_written_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed = run(capsys, "--published", "--format=csv")[1]
+    assert run(capsys, "--published", "--format=csv", "-o", str(tmp_path / "new" / "tables.csv")) == (0, "", "")
+    assert (tmp_path / "new" / "tables.csv").read_text() == printed
+
+
 def test_tables_of_other_platforms_stay_as_published(capsys: pytest.CaptureFixture[str], written: Any) -> None:
     _, out, _ = run(capsys, written(measured(LLAMA)), "--published", "--format", "csv")
     assert {row["platform"] for row in csv_rows(out) if row["measured"]} == {"h100"}

@@ -308,6 +308,9 @@ def test_csv_has_a_row_for_every_case_and_no_figure_for_failed_ones() -> None:
     assert [row["peak_allocated_bytes"] for row in rows[:5]] == [str(10 * MiB)] * 2 + [""] * 3
     assert [row["verdict"] for row in rows[:5]] == ["pass", "regressed", "failed", "failed", "failed"]
     assert {row["commit"] for row in rows} == {"c0ffee"}
+    some = ("created", "model", "gpus", "batch_size", "processes", "samples_per_second", "tokens_per_second", "model_bytes")
+    model_bytes = str(measurement().model_bytes)
+    assert [rows[0][name] for name in some] == [RUN.created, "llama-3.1-8b", "1", "2", "3", "2.0", "", model_bytes]
 
 
 def test_markdown_has_a_row_for_every_case() -> None:
