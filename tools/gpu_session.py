@@ -10,7 +10,7 @@ the other from the published case on. Cases of more GPUs than there are skip. Wh
 fails is done, too, and told. DIR is all there is to carry home; copy its baselines over those of the repository.
 
 ``--table`` prints measured beside predicted figures, as Markdown; the published ones are printed by
-``gputrain table --published --report``.
+``gputrain export REPORT --published``.
 """
 
 from __future__ import annotations

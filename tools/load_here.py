@@ -148,7 +148,17 @@ def history(table: Table, folder: Path, count: int) -> None:
         with path.open("w") as file:
             file.writelines(lines(length, max(1, cases * length // count)))
         size = path.stat().st_size
-        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "trend", str(path), "--format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest_gputrain.cli.main",
+            "trend",
+            str(path),
+            "--format",
+            "json",
+            "--fail-on",
+            "never",
+        ]
         with (folder / "trends.json").open("w") as out:
             process = subprocess.Popen(command, stdout=out, env={**os.environ, "PYTHONPATH": str(ROOT)})
             _, status, usage = os.wait4(process.pid, 0)

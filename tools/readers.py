@@ -305,18 +305,17 @@ def ignore(sentence: str) -> None:
 
 _FILES: Final = ("report.json", "history.jsonl", ".")
 _COMMANDS: Final = (
-    ("table", "report.json"),
-    ("table", "report.json", "--format", "csv"),
-    ("table", "--published", "amd-diffusion", "--report", "report.json"),
+    ("export", "report.json"),
+    ("export", "report.json", "--published", "amd-diffusion"),
+    ("export", "report.json", "--published", "--format", "csv"),
     ("compare", "report.json", "report.json"),
     *(("export", "report.json", "--format", name) for name in ("bencher", "csv", "markdown", "github-action-benchmark")),
     ("export", "report.json", "--format", "pytest-benchmark"),
-    ("export", "report.json", "--format", "mlperf"),
 )
 _LINES: Final = (
     *_COMMANDS,
     ("trend", "history.jsonl", "--format", "json"),
-    ("trend", "history.jsonl", "--least", "5%", "--newest", "3", "--branch", "*"),
+    ("trend", "history.jsonl", "--least", "5%", "--newest", "3", "--branch", "*", "--fail-on", "regressed,improved"),
     ("check-baselines", "."),
     ("node", "shared", "--host", "a:1"),
     ("ab", "--base", "main", "benchmarks", "-k", "lora"),

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
+from pytest_gputrain.cli import failing
 from pytest_gputrain.cli.ab_sides import Side, SideError, open_side, run, uncommitted
-from pytest_gputrain.cli.comparison_output import FAILING, print_comparison
+from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
 from pytest_gputrain.gate.ab import compare, missing
 from pytest_gputrain.records import MAX_RUNS, Report
 from pytest_gputrain.report import json_report
 from pytest_gputrain.utils import console
 
-_FAILING_WHEN_STRICT = ("new", "inconclusive", "not-comparable")
 _INTERRUPTED = 130
 
 
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
     ab.add_argument(
         "--rounds", type=_rounds, default=5, metavar="N", help="fresh processes of each case and side (default: 5)"
     )
-    ab.add_argument("--strict", action="store_true", help="fail cases that are new, inconclusive or not comparable")
+    failing.add_option(ab)
     ab.add_argument("--json", type=Path, metavar="FILE", help="write head's figures and verdicts as a report")
 
 
@@ -50,7 +50,7 @@ def _rounds(text: str) -> int:
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run both sides and print; 0, 1 where a case regressed or failed, 2 where there is nothing to judge, 130 on Ctrl-C."""
+    """Run both sides and print; 0, 1 where a verdict is one of ``--fail-on``, 2 for nothing to judge, 130 on Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that worktrees go
     try:
         with contextlib.ExitStack() as stack:
@@ -84,12 +84,10 @@ def _conclude(
     options: argparse.Namespace, base: Side, head: Side, reports: dict[str, list[Report]], arguments: Sequence[str]
 ) -> int:
     results = compare(reports["base"], reports["head"], base.label)
-    failing = (*FAILING, *(_FAILING_WHEN_STRICT if options.strict else ()))
-    verdicts = [result.verdict for result in results if result.verdict is not None]
     missing_cases = missing(reports["base"], reports["head"])
     ending = f"of {options.rounds} rounds, {base.label} in more"
     notes = print_comparison(results, [f"{key}: {head.label} has it in {rounds} {ending}" for key, rounds in missing_cases])
-    status = int(any(verdict.status in failing for verdict in verdicts) or (options.strict and bool(missing_cases)))
+    status = failing.exit_status(options, verdicts(results, missing_cases))
     if options.json is not None:
         last = reports["head"][-1]
         settings = {**last.settings, "base": base.label, "head": head.label, "rounds": options.rounds}

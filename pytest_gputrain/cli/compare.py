@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from pytest_gputrain.cli.comparison_output import print_comparison
+from pytest_gputrain.cli import failing
+from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
 from pytest_gputrain.gate import prediction as prediction_gate
 from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
 from pytest_gputrain.gate.regression import Circumstances, judge
@@ -22,7 +23,6 @@ from pytest_gputrain.records import (
     Prediction,
     Report,
     Result,
-    Status,
     Verdict,
 )
 from pytest_gputrain.records.recorded import Recorded
@@ -41,25 +41,11 @@ def add_to(commands: Any) -> None:
     )
     compare.add_argument("base", type=Path, metavar="A", help="report of --gpu-json to compare with")
     compare.add_argument("head", type=Path, metavar="B", help="report of --gpu-json to judge")
-    compare.add_argument(
-        "--fail-on",
-        type=_statuses,
-        default=(),
-        metavar="VERDICT,...",
-        help="exit with 1 where a case has one of these verdicts, as regressed,failed",
-    )
-
-
-def _statuses(text: str) -> tuple[str, ...]:
-    named = tuple(part.strip() for part in text.split(","))
-    for name in named:
-        if name not in get_args(Status):
-            raise argparse.ArgumentTypeError(f"{name!r} is no verdict; known: {', '.join(get_args(Status))}")
-    return named
+    failing.add_option(compare)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the comparison; 0, 1 where ``--fail-on`` names a verdict that a case has, 2 for bad input."""
+    """Print the comparison; 0, 1 where a verdict is one of ``--fail-on``, 2 for bad input."""
     try:
         base, head = (read_report(path) for path in (options.base, options.head))
         tolerance = _tolerance(options.head, head)
@@ -71,10 +57,10 @@ def main(options: argparse.Namespace) -> int:
         console.say(f"{options.head} has no case to compare")
         return 2
     all_slower, sentence = whole_suite(results, tolerance.time)
-    only = [f"{key}: only {options.base.name} has it" for key, _ in missing([base], [head])]
+    missing_cases = missing([base], [head])
+    only = [f"{key}: only {options.base.name} has it" for key, _ in missing_cases]
     print_comparison(results, [*only, *filter(None, [sentence])])
-    statuses = {result.verdict.status for result in results if result.verdict} | ({"regressed"} if all_slower else set())
-    return int(bool(statuses & set(options.fail_on)))
+    return failing.exit_status(options, verdicts(results, missing_cases) | ({"regressed"} if all_slower else set()))
 
 
 def _tolerance(path: Path, report: Report) -> Tolerance:

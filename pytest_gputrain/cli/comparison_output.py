@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence, Sized
 
-from pytest_gputrain.records import Result
+from pytest_gputrain.cli import failing
+from pytest_gputrain.records import Result, Status
 from pytest_gputrain.report import terminal
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.sanitize import shown
-
-FAILING: Final = ("regressed", "failed")
 
 
 def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) -> tuple[str, ...]:
@@ -19,8 +17,14 @@ def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) ->
     changed = [
         result.verdict.sentence
         for result in results
-        if result.verdict is not None and result.verdict.status in (*FAILING, "improved")
+        if result.verdict is not None and result.verdict.status in (*failing.DEFAULT, "improved")
     ]
     notes = (*terminal.explain(results), *further_notes)
     console.put("\n".join([terminal.render(results, width=width, colour=colour), *map(shown, changed), *map(shown, notes)]))
     return notes
+
+
+def verdicts(results: Iterable[Result], missing_cases: Sized) -> set[Status]:
+    """Return the verdicts of a comparison, in which a case that head lacks counts as not comparable."""
+    absent: set[Status] = {"not-comparable"} if missing_cases else set()
+    return absent | {result.verdict.status for result in results if result.verdict is not None}

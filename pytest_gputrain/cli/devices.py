@@ -64,9 +64,8 @@ def main(options: argparse.Namespace) -> int:
     if not gpus:
         console.put("no GPU is seen here; cases train on the CPU, at tiny scale")
         return 0
-    width, colour = console.standard_output()
-    table = tables.TextTable(title=f"GPUs, driver {_drivers(gpus)}", headers=_HEADERS, rows=tuple(rows), keys=())
-    console.put(tables.render([table], "terminal", width=width, colour=colour))
+    table = tables.TextTable(title=f"GPUs, driver {_drivers(gpus)}", headers=_HEADERS, rows=tuple(rows))
+    console.put(tables.render([table], "terminal"))
     return 0
 
 

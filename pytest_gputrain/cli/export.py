@@ -1,19 +1,23 @@
-"""Runs the command ``gputrain export``, which writes reports in the format of another tool."""
+"""Runs the command ``gputrain export``, which prints reports and published tables, or writes them for another tool."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pytest_gputrain.gate.messages import count
+from pytest_gputrain.records import Report
+from pytest_gputrain.report.export import published
 from pytest_gputrain.report.export.formats import FORMATS
 from pytest_gputrain.report.export.points import left_out, points
 from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.files import write_atomically
+from pytest_gputrain.utils.suggest import did_you_mean
 
 
 def add_to(commands: Any) -> None:
@@ -21,15 +25,22 @@ def add_to(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="write a report in the format of another tool",
-        description="Write a report of --gpu-json in the format of another tool.",
+        help="print reports and published tables, or write them for another tool",
+        description="Print reports of --gpu-json and published tables, or write them for another tool.",
         epilog=f"formats:\n{formats}",
     )
-    export.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="report of --gpu-json")
-    export.add_argument("--format", required=True, choices=FORMATS, metavar="FORMAT", help="one of those below")
+    export.add_argument("reports", nargs="*", type=Path, metavar="REPORT", help="report of --gpu-json")
+    export.add_argument("--format", default="terminal", choices=FORMATS, metavar="FORMAT", help="one of those below")
     export.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="file, or folder of a format with several (default: print it)"
     )
+    export.add_argument(
+        "--published",
+        nargs="*",
+        metavar="TABLE",
+        help=f"these published tables (default: all) beside the figures of the reports, as {', '.join(published.FORMATS)}",
+    )
+    export.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -51,20 +62,16 @@ def _export(options: argparse.Namespace) -> list[str]:
     """Write the export, and return sentences for what it lacks.
 
     Raises:
-        BaselineError: a report cannot be read.
+        BaselineError: a file cannot be read.
         ValueError: the arguments do not fit together, or there is nothing to write.
         OSError: the output cannot be written.
     """
-    format_ = FORMATS[options.format]
-    if len(options.reports) > 1 and not format_.many:
-        raise ValueError(f"{options.format} holds one run, and {count(len(options.reports), 'report')} were given; give one")
-    reports = [read_report(path) for path in options.reports]
-    notes: list[str] = []
-    if not format_.complete:
-        if not any(points(report.results, timed=format_.timed) for report in reports):
-            raise ValueError(f"{', '.join(map(str, options.reports))} has no case with figures for {options.format}")
-        notes = [sentence for report in reports for sentence in left_out(report.results, timed=format_.timed)]
-    written = format_.export(reports)
+    if options.format == "terminal" and options.output is not None:
+        raise ValueError(f"terminal is printed; give the --format that {options.output} is to have")
+    if options.published is None:
+        written, notes = _of_reports(options)
+    else:
+        written, notes = _of_published_tables(options)
     if isinstance(written, Mapping):
         _write_folder(options, written)
     elif options.output is None:
@@ -72,6 +79,53 @@ def _export(options: argparse.Namespace) -> list[str]:
     else:
         write_atomically(options.output, written.encode())
     return notes
+
+
+def _of_reports(options: argparse.Namespace) -> tuple[str | Mapping[str, str], list[str]]:
+    format_ = FORMATS[options.format]
+    if not options.reports:
+        raise ValueError("nothing to export; give a report of --gpu-json, or --published")
+    if len(options.reports) > 1 and not format_.many:
+        raise ValueError(f"{options.format} holds one run, and {count(len(options.reports), 'report')} were given; give one")
+    reports = _read(options)
+    if format_.complete:
+        return format_.export(reports), []
+    if not any(points(report.results, timed=format_.timed) for report in reports):
+        raise ValueError(f"{', '.join(map(str, options.reports))} has no case with figures for {options.format}")
+    notes = [sentence for report in reports for sentence in left_out(report.results, timed=format_.timed)]
+    return format_.export(reports), notes
+
+
+def _of_published_tables(options: argparse.Namespace) -> tuple[str, list[str]]:
+    if options.format not in published.FORMATS:
+        raise ValueError(f"{options.format} has no form for published tables; give one of {', '.join(published.FORMATS)}")
+    tables = _chosen(PublishedStore.beside(options.baseline_dir.absolute()).tables, options.published)
+    reports = _read(options)
+    results = [result for report in reports for result in report.results]
+    notes = [
+        sentence
+        for path, report in zip(options.reports, reports, strict=True)
+        for sentence in published.left_out(path, report.results, tables)
+    ]
+    return published.FORMATS[options.format](tables, results), notes
+
+
+def _read(options: argparse.Namespace) -> list[Report]:
+    return [read_report(path) for path in options.reports]
+
+
+def _chosen(tables: Sequence[PublishedTable], names: Sequence[str]) -> Sequence[PublishedTable]:
+    """Raises:
+    ValueError: a table is not known.
+    """
+    tables_by_name = {table.name: table for table in tables}
+    for name in names:
+        if name not in tables_by_name:
+            raise ValueError(
+                f"there is no published table {name!r}{did_you_mean(name, tables_by_name)}; known: "
+                f"{', '.join(tables_by_name)} (reports stand before --published)"
+            )
+    return [tables_by_name[name] for name in dict.fromkeys(names)] or tables
 
 
 def _write_folder(options: argparse.Namespace, texts: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain.cli import failing
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Change, Course, Moment, Trends
 from pytest_gputrain.report import tables
@@ -26,7 +27,8 @@ def add_to(commands: Any) -> None:
     trend = commands.add_parser(
         "trend",
         help="at which commits a case became slower or bigger, from a history",
-        description="Tells at which commits the figures of a case changed, from the files that --gpu-history appended to.",
+        description="Tells at which commits the figures of a case changed, from the files that --gpu-history appended to. "
+        "A change for the worse is a verdict regressed, one for the better improved.",
     )
     trend.add_argument("history", nargs="+", type=Path, metavar="HISTORY", help="file of --gpu-history; several are one")
     trend.add_argument(
@@ -43,9 +45,7 @@ def add_to(commands: Any) -> None:
     trend.add_argument("--newest", type=_whole, metavar="N", help="only changes among the last N runs of their case")
     trend.add_argument("--format", choices=("terminal", "markdown", "json"), default="terminal", help="default: terminal")
     trend.add_argument("--html", type=Path, metavar="FILE", help="draw the trends in an HTML file, too")
-    trend.add_argument(
-        "--fail-on", choices=("regressed", "changed"), help="exit with 1 where a change is told: one for the worse, or any"
-    )
+    failing.add_option(trend)
 
 
 def _ratio(text: str) -> float:
@@ -62,7 +62,7 @@ def _whole(text: str) -> int:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print what the histories tell; 0, 1 where ``--fail-on`` says so, 2 for bad input."""
+    """Print what the histories tell; 0, 1 where a change is one of ``--fail-on``, 2 for bad input."""
     if options.html is not None and (lacking := page.missing()):
         console.say(f"--html: {lacking}")
         return 2
@@ -77,8 +77,7 @@ def main(options: argparse.Namespace) -> int:
     if options.format == "json":
         console.put(msgspec.json.format(msgspec.json.encode(Trends(courses=courses)), indent=1).decode())
     else:
-        width, colour = console.standard_output()
-        console.put(tables.render(_text_tables(courses), options.format, width=width, colour=colour))
+        console.put(tables.render(_text_tables(courses), options.format))
     if options.html is not None:
         try:
             page.write(options.html, [], page.HistoryTrends(history, courses), baseline_dir=Path("baselines"))
@@ -86,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
             console.say(f"{options.html} cannot be written: {error}")
             return 2
     changes = [change for course in courses for change in course.changes]
-    return int(bool(options.fail_on) and any(change.worse or options.fail_on == "changed" for change in changes))
+    return failing.exit_status(options, ("regressed" if change.worse else "improved" for change in changes))
 
 
 def _with_wanted_changes(course: Course, options: argparse.Namespace) -> Course:
@@ -132,14 +131,11 @@ def _text_tables(courses: Sequence[Course]) -> list[tables.TextTable]:
     if not changed:
         summary = f"no change in {len(courses)} series"
     return [
-        tables.TextTable(
-            title="Now", headers=(*_NAMES, "Runs", "Level", "Noise", "Latest", "Since"), rows=tuple(now), keys=()
-        ),
+        tables.TextTable(title="Now", headers=(*_NAMES, "Runs", "Level", "Noise", "Latest", "Since"), rows=tuple(now)),
         tables.TextTable(
             title="Changes",
             headers=(*_NAMES, "Change", "From", "Commits", "Between", "Changed with it"),
             rows=tuple(changed),
-            keys=(),
             notes=(summary,),
         ),
     ]

@@ -52,12 +52,14 @@ def write(
         file.write(fitted(summary_lines, MOST_BYTES - present))
 
 
-def lines(results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str]) -> list[str]:
-    """The whole summary."""
+def lines(
+    results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str], title: str = "gputrain"
+) -> list[str]:
+    """Return the whole summary."""
     cases = sorted(map(_row, latest(results)), key=lambda row: BY_ATTENTION.index(row[0]))
     counts = Counter(row[0] for row in cases)
     counted_verdicts = ", ".join(f"{counts[status]} {status}" for status in BY_ATTENTION if counts[status])
-    summary_lines = [f"## gputrain: {counted_verdicts or 'no case has run'}", ""]
+    summary_lines = [f"## {markdown.escaped(title)}: {counted_verdicts or 'no case has run'}", ""]
     summary_lines += [
         f"- **{markdown.escaped(failure.title)}** {markdown.escaped(failure.sentence)}" for failure in failures
     ]

@@ -91,12 +91,14 @@ def test_the_working_tree_counts_as_it_is(repository: Project, ab: Ab, capsys: p
     assert "files here differ from the last commit; neither side has these changes" in capsys.readouterr().err
 
 
-def test_a_case_that_base_does_not_have_is_told_and_fails_when_strict(
+def test_a_case_that_base_does_not_have_is_told_and_fails_where_it_is_to(
     repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     test = repository.path / "test_tuning.py"
     test.write_text(test.read_text().replace('"gemma-7b"', '"gemma-2-9b"'))
-    assert ab("--base", "fast", "--rounds=1", "-k", "gemma", "--strict") == 1
+    assert ab("--base", "fast", "--rounds=1", "-k", "gemma") == 0
+    assert ab("--base", "fast", "--rounds=1", "-k", "gemma", "--fail-on=new") == 1
+    assert ab("--base", "fast", "--rounds=1", "-k", "gemma", "--fail-on=not-comparable") == 1
     output = capsys.readouterr().out
     assert re.search(r"gemma-2-9b-lora-bf16: fast \(\w+\) has no such case", output)
     assert re.search(rf"{GEMMA}: \. .*has it in 0 of 1 rounds, fast \(\w+\) in more", output)

@@ -1,9 +1,10 @@
-"""Tests ``gputrain table``: published tables in three formats, with or without a report's figures, and bad input."""
+"""Tests what ``gputrain export`` prints: published tables with or without a report's figures, reports, and bad input."""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from unit_examples import CASE, measurement, out_of_memory, report, result
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Published, Result, Summary
+from pytest_gputrain.records import Published, Result, Summary, Verdict
 from pytest_gputrain.report import json_report
+from pytest_gputrain.report.export.published import CSV_HEADERS
 from pytest_gputrain.report.tables import TextTable, render
 from pytest_gputrain.storage.published import PublishedStore
 
@@ -64,56 +66,116 @@ def written(tmp_path: Path) -> Any:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(["table", *arguments])
+    code = main(["export", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def blocks(text: str) -> list[list[list[str]]]:
-    """The tables of a CSV output."""
-    return [list(csv.reader(io.StringIO(block))) for block in text.strip().split("\n\n")]
+def csv_rows(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_csv_has_every_row_of_every_table(capsys: pytest.CaptureFixture[str]) -> None:
+def tables(text: str) -> list[list[list[str]]]:
+    """The tables of a Markdown output: headers and rows."""
+    blocks = [[line for line in block.splitlines() if line.startswith("|")] for block in text.split("\n\n")]
+    cells = [[[_plain(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block] for block in blocks if block]
+    return [[header, *rows] for header, _, *rows in cells]
+
+
+def _plain(cell: str) -> str:
+    return re.sub(r"\\(.)", r"\1", cell).strip()
+
+
+def test_csv_is_one_table_with_every_row_of_every_published_one(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--published", "--format", "csv")
     assert (code, err) == (0, "")
-    rows = [row for block in blocks(out) for row in block[1:]]
-    expected = [(table.name, row.platform, str(row.case)) for table in STORE.tables for row in table.published()]
-    assert sorted((row[0], row[1], row[2]) for row in rows) == sorted(expected)
-    assert all(len(row) == len(block[0]) for block in blocks(out) for row in block)
+    expected = [
+        (table.name, row.platform, row.suite, str(row.case), framework)
+        for table in STORE.tables
+        for row in table.published()
+        for framework in row.figures or [""]
+    ]
+    rows = csv_rows(out)
+    assert [tuple(row[name] for name in ("table", "platform", "suite", "case", "framework")) for row in rows] == expected
+    assert {len(row) for row in csv.reader(io.StringIO(out))} == {len(CSV_HEADERS)}
 
 
-def test_csv_cells_are_the_published_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_of_csv_are_numbers(capsys: pytest.CaptureFixture[str], written: Any) -> None:
+    _, out, _ = run(capsys, written(measured(LLAMA, seconds=4.8)), "--published", "--format", "csv")
+    numbers = [cell for row in csv_rows(out) for name, cell in row.items() if "_" in name and cell]
+    assert len(numbers) > 100
+    assert all(float(number) > 0 for number in numbers)
+    (row,) = (row for row in csv_rows(out) if row["measured"])
+    assert (row["case"], row["published"], row["measured"]) == ("llama-3.1-8b-lora-bf16", "measured", "measured")
+    assert (row["published_step_seconds"], row["measured_step_seconds"]) == ("6.4", "4.8")
+    assert float(row["ratio_step_seconds"]) == pytest.approx(0.75)
+    assert row["measured_peak_reserved_bytes"] == str(39 * GiB)
+    assert float(row["ratio_peak_reserved_bytes"]) == pytest.approx(1.08, abs=0.005)
+
+
+def test_csv_has_the_middle_of_a_range_and_a_row_for_each_framework(
+    capsys: pytest.CaptureFixture[str], written: Any
+) -> None:
+    row = _row("h800", "vision_language", "llava-1.6-7b-pretrain-bf16-zero2")
+    path = written(measured(row, seconds=2.0))
+    _, out, _ = run(capsys, path, "--published", "paddlemix", "--format", "csv")
+    both = [cells for cells in csv_rows(out) if cells["measured"]]
+    assert [cells["framework"] for cells in both] == ["pytorch", "paddle"]
+    assert [f"{float(cells['ratio_samples_per_second']):.2f}" for cells in both] == ["0.98", "0.78"]
     _, out, _ = run(capsys, "--published", "pangu-deepspeed", "--format", "csv")
-    for block in blocks(out):
-        for cells, row in zip(block[1:], STORE.tables[-1].published(block[1][1]), strict=True):
-            assert cells[3:] == list(row.cells.values())
-    assert blocks(out)[0][0][3:6] == ["Model", "Total time/epoch", "Time per sample"]
+    assert "10.0" in {cells["published_update_seconds"] for cells in csv_rows(out)}, "9-11s/it"
+
+
+def test_markdown_cells_are_the_published_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--published", "pangu-deepspeed", "--format", "markdown")
+    table = STORE.tables[-1]
+    assert len(tables(out)) == len(table.platforms)
+    for platform, (headers, *rows) in zip(table.platforms, tables(out), strict=True):
+        assert headers[:3] == ["Model", "Total time/epoch", "Time per sample"]
+        for cells, row in zip(rows, table.published(platform), strict=True):
+            assert cells[: len(row.cells)] == [" ".join(cell.split()) for cell in row.cells.values()]
 
 
 def test_measured_figures_stand_beside_the_published_ones(capsys: pytest.CaptureFixture[str], written: Any) -> None:
-    _, out, err = run(
-        capsys, "--published", "llm-trainer", "--report", written(measured(LLAMA, seconds=4.8)), "--format=csv"
-    )
-    (h100,) = (block for block in blocks(out) if block[1][1] == "h100")
+    _, out, err = run(capsys, written(measured(LLAMA, seconds=4.8)), "--published", "llm-trainer", "--format=markdown")
+    (h100,) = (table for table in tables(out) if "Measured sec/step" in table[0])
     rows = [dict(zip(h100[0], cells, strict=True)) for cells in h100[1:]]
-    mine = next(row for row in rows if row["case"] == "llama-3.1-8b-lora-bf16")
+    (mine,) = (row for row in rows if row["Measured sec/step"])
+    assert list(mine.values())[:2] == ["Llama 3.1 8B", "LoRA"]
     assert (mine["Sec/step"], mine["Measured sec/step"], mine["Ratio sec/step"]) == ("6.4", "4.80 s", "0.75")
     assert (mine["Measured peak reserved"], mine["Ratio peak reserved"]) == ("39.0 GiB", "1.08")
-    assert {row["Measured sec/step"] for row in rows if row is not mine} == {""}
     assert err == ""
 
 
+def test_figures_of_several_reports_are_beside_the_published_ones(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gemma = _row("h100", "llm_finetuning", "gemma-2-9b-qlora-bf16")
+    for name, row in (("a.json", LLAMA), ("b.json", gemma)):
+        json_report.write(report(measured(row, seconds=3.0)), tmp_path / name)
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    _, out, _ = run(capsys, *paths, "--published", "llm-trainer", "--format", "csv")
+    assert {row["case"] for row in csv_rows(out) if row["measured"]} == {str(LLAMA.case), str(gemma.case)}
+
+
+def test_published_tables_are_written_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed = run(capsys, "--published", "--format=csv")[1]
+    assert run(capsys, "--published", "--format=csv", "-o", str(tmp_path / "new" / "tables.csv")) == (0, "", "")
+    assert (tmp_path / "new" / "tables.csv").read_text() == printed
+
+
 def test_tables_of_other_platforms_stay_as_published(capsys: pytest.CaptureFixture[str], written: Any) -> None:
-    _, out, _ = run(capsys, "--published", "--report", written(measured(LLAMA)), "--format", "csv")
-    assert [block[1][1] for block in blocks(out) if "Measured sec/step" in block[0]] == ["h100"]
+    _, out, _ = run(capsys, written(measured(LLAMA)), "--published", "--format", "csv")
+    assert {row["platform"] for row in csv_rows(out) if row["measured"]} == {"h100"}
+    _, out, _ = run(capsys, written(measured(LLAMA)), "--published", "--format", "markdown")
+    assert sum("Measured sec/step" in headers for headers, *_ in tables(out)) == 1
 
 
 def test_both_frameworks_have_a_ratio(capsys: pytest.CaptureFixture[str], written: Any) -> None:
     row = _row("h800", "vision_language", "llava-1.6-7b-pretrain-bf16-zero2")
     path = written(measured(row, seconds=2.0))
-    _, out, _ = run(capsys, "--published", "paddlemix", "--report", path, "--format", "csv")
-    ((header, first, *_),) = blocks(out)
+    _, out, _ = run(capsys, path, "--published", "paddlemix", "--format", "markdown")
+    ((header, first, *_),) = tables(out)
     cells = dict(zip(header, first, strict=True))
     assert cells["Measured samples/s"] == "64"
     assert (cells["Ratio samples/s (PyTorch)"], cells["Ratio samples/s (Paddle)"]) == ("0.98", "0.78")
@@ -121,22 +183,31 @@ def test_both_frameworks_have_a_ratio(capsys: pytest.CaptureFixture[str], writte
 
 def test_of_a_case_measured_several_times_the_last_counts(capsys: pytest.CaptureFixture[str], written: Any) -> None:
     path = written(measured(LLAMA, seconds=9.0), measured(LLAMA, seconds=5.0))
-    _, out, _ = run(capsys, "--published", "llm-trainer", "--report", path)
+    _, out, _ = run(capsys, path, "--published", "llm-trainer")
     assert "5.00 s" in out
     assert "9.00 s" not in out
 
 
 def test_running_out_of_memory_is_shown_as_measured(capsys: pytest.CaptureFixture[str], written: Any) -> None:
     path = written(measured(LLAMA, replies=(out_of_memory(),), summary=None))
-    _, out, _ = run(capsys, "--published", "llm-trainer", "--report", path, "--format", "csv")
-    assert "6.4,OOM,,OOM,,OOM," in out
+    _, out, _ = run(capsys, path, "--published", "llm-trainer", "--format", "markdown")
+    assert "| 6.4 | OOM |  | OOM |  | OOM |" in out
+    _, out, _ = run(capsys, path, "--published", "llm-trainer", "--format", "csv")
+    assert [row["case"] for row in csv_rows(out) if row["measured"] == "OOM"] == [str(LLAMA.case)]
 
 
 def test_a_case_published_as_out_of_memory_shows_what_it_measures(capsys: pytest.CaptureFixture[str], written: Any) -> None:
     row = _row("h100", "llm_finetuning", "gemma-2-9b-qlora-bf16")
     path = written(measured(row, seconds=20.0))
-    _, out, _ = run(capsys, "--published", "llm-trainer", "--report", path, "--format", "csv")
-    assert "OOM (8.4 GiB),OOM,20.0 s," in out
+    _, out, _ = run(capsys, path, "--published", "llm-trainer", "--format", "markdown")
+    assert "| OOM (8.4 GiB) | OOM | 20.0 s |" in out
+    _, out, _ = run(capsys, path, "--published", "llm-trainer", "--format", "csv")
+    (mine,) = (row for row in csv_rows(out) if row["measured"])
+    assert (mine["published"], mine["published_step_seconds"], mine["measured_step_seconds"]) == (
+        "out_of_memory",
+        "",
+        "20.0",
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +222,7 @@ def test_results_that_no_table_shows_are_told_in_one_line(
     capsys: pytest.CaptureFixture[str], written: Any, fields: dict[str, Any], sentence: str
 ) -> None:
     path = written(measured(LLAMA, **fields), measured(LLAMA, **fields))
-    code, out, err = run(capsys, "--published", "llm-trainer", "--report", path)
+    code, out, err = run(capsys, path, "--published", "llm-trainer")
     assert code == 0
     assert "Measured" not in out
     assert err.startswith(f"gputrain: 2 results of {path} {sentence}")
@@ -159,7 +230,7 @@ def test_results_that_no_table_shows_are_told_in_one_line(
 
 
 def test_markdown_rows_have_the_cells_of_their_header(capsys: pytest.CaptureFixture[str], written: Any) -> None:
-    _, out, _ = run(capsys, "--published", "--report", written(measured(LLAMA)), "--format", "markdown")
+    _, out, _ = run(capsys, written(measured(LLAMA)), "--published", "--format", "markdown")
     lines = out.splitlines()
     rules = [number for number, line in enumerate(lines) if line.startswith("| --- |")]
     assert len(rules) == sum(len(table.platforms) for table in STORE.tables)
@@ -172,8 +243,8 @@ def test_markdown_rows_have_the_cells_of_their_header(capsys: pytest.CaptureFixt
 
 def test_markdown_shows_what_a_cell_holds() -> None:
     cell = "a | *b* `c` <br> [d](e)\nf"
-    text_table = TextTable(title="t", headers=("h",), rows=((cell,),), keys=((),))
-    text = render([text_table], "markdown", width=80, colour=False)
+    text_table = TextTable(title="t", headers=("h",), rows=((cell,),))
+    text = render([text_table], "markdown")
     assert r"| a \| \*b\* \`c\` \<br\> \[d\](e) f |" in text
 
 
@@ -189,20 +260,32 @@ def test_a_report_alone_is_printed_as_at_the_end_of_a_run(capsys: pytest.Capture
     _, out, _ = run(capsys, path)
     assert "llm on H100 x1, full scale" in out
     assert "Llama 3.1 8B" in out
-    _, as_csv, _ = run(capsys, path, "--format", "csv")
-    assert as_csv.splitlines()[0].startswith("suite,device,scale,case,step_seconds,")
-    assert "llm,nvidia-h100-80gb-hbm3,full,llama-3.1-8b-lora-bf16," in as_csv
-    _, as_markdown, _ = run(capsys, path, "--format", "markdown")
-    assert "| llm | nvidia-h100-80gb-hbm3 | full | llama-3.1-8b-lora-bf16 |" in as_markdown
+    assert run(capsys, path, "--format", "terminal")[1] == out
+    assert run(capsys, path, path)[1].count("llm on H100 x1, full scale") == 2
+
+
+def test_a_regression_in_a_report_that_is_printed_is_no_verdict_of_the_command(
+    capsys: pytest.CaptureFixture[str], written: Any
+) -> None:
+    code, out, _ = run(capsys, written(result(CASE, verdict=Verdict(status="regressed", sentence="slower"))))
+    assert (code, "regressed" in out) == (0, True)
+
+
+def test_table_is_refused_and_names_export(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", "report.json"]) == 2
+    assert capsys.readouterr() == ("", "gputrain: there is no gputrain table; gputrain export prints the same tables\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "nothing to print; give a report, or --published"),
+        ([], "nothing to export; give a report of --gpu-json, or --published"),
         (["gone.json"], "gone.json cannot be read: No such file or directory"),
-        (["--published", "lm-trainer"], "there is no published table 'lm-trainer'; known: amd-diffusion, llm-trainer,"),
-        (["a.json", "--report", "b.json"], "two reports were given, a.json and b.json; give one"),
+        (
+            ["--published", "lm-trainer"],
+            "there is no published table 'lm-trainer' (did you mean 'llm-trainer'?); known: amd-diffusion, llm-",
+        ),
+        (["--published", "report.json"], "there is no published table 'report.json'; known: amd-diffusion, "),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(
@@ -216,7 +299,7 @@ def test_bad_input_is_one_sentence_and_code_2(
 
 def test_a_file_that_is_no_report_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
-    code, _, err = run(capsys, "--published", "--report", str(tmp_path / "no.json"))
+    code, _, err = run(capsys, str(tmp_path / "no.json"), "--published")
     assert code == 2
     assert "no.json is not a report of --gpu-json" in err
 
@@ -230,7 +313,7 @@ def test_tables_of_another_folder_are_printed(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    code = "import sys; from pytest_gputrain.cli.main import main; sys.exit(main(['table', '--published']))"
+    code = "import sys; from pytest_gputrain.cli.main import main; sys.exit(main(['export', '--published']))"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert command.stdout is not None
     assert command.stderr is not None

@@ -21,7 +21,6 @@ from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Report, Result, Summary, Verdict
 from pytest_gputrain.records.study import Search, Try
 from pytest_gputrain.report import json_report
-from pytest_gputrain.report.export.bencher import export as bencher
 from pytest_gputrain.report.export.formats import FORMATS
 from pytest_gputrain.report.export.points import file_names, left_out, points
 from pytest_gputrain.report.export.pytest_benchmark import stats
@@ -245,7 +244,7 @@ STEPS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9).map(tuple)
 
 @given(st.lists(STEPS, min_size=1, max_size=5))
 def test_the_value_lies_between_its_bounds(runs: list[tuple[float, ...]]) -> None:
-    latency = json.loads(bencher([report(measured("llama-3.1-8b", *runs))]))[LLAMA]["latency"]
+    latency = json.loads(text_of("bencher", report(measured("llama-3.1-8b", *runs))))[LLAMA]["latency"]
     assert 0 < latency["lower_value"] <= latency["value"] <= latency["upper_value"] < math.inf
 
 
@@ -292,63 +291,6 @@ def test_otava_reads_no_number_of_a_run_in_which_the_case_failed() -> None:
     assert series["step_seconds"] == [0.5]
 
 
-# Megatron-LM
-
-
-class GoldenValueMetric(msgspec.Struct, forbid_unknown_fields=True):
-    """tests/functional_tests/python_test_utils/common.py: GoldenValueMetric; GoldenValues is a dict of it by name."""
-
-    start_step: int
-    end_step: int
-    step_interval: int
-    values: dict[int, int | float | str]
-
-
-def test_megatron_reads_golden_values_of_the_middle_process() -> None:
-    folder = texts_of("megatron", RUN)
-    assert sorted(folder) == ["llm.gemma-7b-lora-bf16.json", "llm.llama-3.1-8b-lora-bf16.json"]
-    text = folder["llm.llama-3.1-8b-lora-bf16.json"]
-    golden = msgspec.convert(json.loads(text), dict[str, GoldenValueMetric], strict=False)
-    assert golden["iteration-time"].values == {1: 0.55, 2: 0.45, 3: 0.65}
-    assert golden["mem-max-allocated-bytes"].values == dict.fromkeys((1, 2, 3), 10 * MiB)
-    assert golden["lm loss"].values == {1: 3.0, 2: 2.0, 3: 1.0}
-    for metric in golden.values():
-        assert list(metric.values) == list(range(metric.start_step, metric.end_step + 1, metric.step_interval))
-
-
-def test_megatron_gets_no_losses_where_own_code_returns_none() -> None:
-    silent = result(replies=(measurement(losses=()),))
-    (text,) = texts_of("megatron", report(silent)).values()
-    assert sorted(json.loads(text)) == ["iteration-time", "mem-max-allocated-bytes"]
-
-
-# MLPerf
-
-
-def parse_line(line: str) -> dict[str, Any]:
-    """parse_line and string_to_logline of mlperf_logging/compliance_checker/mlp_parser/ruleset_610.py."""
-    token = ":::MLLOG "
-    assert line.startswith(token)
-    fields: dict[str, Any] = json.loads(line[len(token) :])
-    float(fields["time_ms"])
-    assert {"key", "value", "metadata"} <= set(fields)
-    return fields
-
-
-def test_mlperf_lines_parse_and_tell_how_long_the_steps_took() -> None:
-    lines = list(map(parse_line, text_of("mlperf", RUN).splitlines()))
-    llama = [line for line in lines if line["namespace"] == LLAMA]
-    assert {line["namespace"] for line in lines} == {LLAMA, GEMMA}
-    assert {line["event_type"] for line in lines} == {"POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"}
-    by_key = {line["key"]: line for line in llama}
-    assert by_key["submission_benchmark"]["value"] == "llama-3.1-8b"
-    assert by_key["global_batch_size"]["value"] == 2
-    assert by_key["run_stop"]["time_ms"] - by_key["run_start"]["time_ms"] == 1650
-    assert by_key["run_stop"]["metadata"]["status"] == "success"
-    steps = [line["value"].get("train_step_time") for line in llama if line["key"] == "tracked_stats"]
-    assert steps == [0.55, 0.45, 0.65, None]
-
-
 # CSV and Markdown
 
 
@@ -366,13 +308,29 @@ def test_csv_has_a_row_for_every_case_and_no_figure_for_failed_ones() -> None:
     assert [row["peak_allocated_bytes"] for row in rows[:5]] == [str(10 * MiB)] * 2 + [""] * 3
     assert [row["verdict"] for row in rows[:5]] == ["pass", "regressed", "failed", "failed", "failed"]
     assert {row["commit"] for row in rows} == {"c0ffee"}
+    some = ("created", "model", "gpus", "batch_size", "processes", "samples_per_second", "tokens_per_second", "model_bytes")
+    model_bytes = str(measurement().model_bytes)
+    assert [rows[0][name] for name in some] == [RUN.created, "llama-3.1-8b", "1", "2", "3", "2.0", "", model_bytes]
 
 
 def test_markdown_has_a_row_for_every_case() -> None:
     lines = text_of("markdown", RUN).splitlines()
-    assert lines[0] == "## Run of c0ffee on 2026-02-01T00:00:00Z"
-    assert "| llm | gemma-7b-lora-bf16 | nvidia-h100-80gb-hbm3 | 1.10 s | 2 | 10.0 MiB | regressed |" in lines
-    assert "| llm | llama-2-7b-lora-bf16 | nvidia-h100-80gb-hbm3 |  |  |  | failed |" in lines
+    assert lines[0] == "## Run of c0ffee on 2026-02-01T00:00:00Z: 1 regressed, 3 failed, 1 pass"
+    assert "| regressed | llm | gemma-7b-lora-bf16 | nvidia-h100-80gb-hbm3 | 1.10 s |  | 10.0 MiB |  |" in lines
+    assert "| failed | llm | llama-2-7b-lora-bf16 | nvidia-h100-80gb-hbm3 | crashed |  | crashed |  |" in lines
+    assert text_of("markdown", RUN, RUN).count("## Run of c0ffee on ") == 2
+
+
+def test_csv_and_markdown_of_predictions_have_memory_only() -> None:
+    (row,) = csv.DictReader(io.StringIO(text_of("csv", PREDICTED)))
+    assert (row["step_seconds"], row["peak_allocated_bytes"], row["processes"]) == ("", str(32 * 1024**3), "0")
+    assert "| llm | llama-3.1-8b-lora-bf16 | predicted/h100 |  |  | 32.0 GiB |  |" in text_of("markdown", PREDICTED)
+
+
+def test_cells_of_csv_are_numbers_or_nothing_where_the_header_says_a_unit() -> None:
+    units = ("_seconds", "_bytes", "_second", "_utilization", "gpus", "batch_size", "processes")
+    for row in csv.DictReader(io.StringIO(text_of("csv", RUN, PREDICTED))):
+        assert all(cell == "" or float(cell) >= 0 for name, cell in row.items() if name.endswith(units))
 
 
 # The command
@@ -393,8 +351,8 @@ def test_the_command_prints_and_tells_what_it_left_out(written: str, capsys: pyt
 
 
 def test_the_command_writes_a_file_and_a_folder(written: str, tmp_path: Path) -> None:
-    assert main(["export", written, "--format=mlperf", "-o", str(tmp_path / "new" / "run.log")]) == 0
-    assert (tmp_path / "new" / "run.log").read_text() == text_of("mlperf", RUN)
+    assert main(["export", written, "--format=bencher", "-o", str(tmp_path / "new" / "run.json")]) == 0
+    assert (tmp_path / "new" / "run.json").read_text() == text_of("bencher", RUN)
     assert main(["export", written, written, "--format=otava", "-o", str(tmp_path / "otava")]) == 0
     assert len(list((tmp_path / "otava").iterdir())) == 3
 
@@ -404,9 +362,14 @@ def test_the_command_writes_a_file_and_a_folder(written: str, tmp_path: Path) ->
     [
         (["gone.json", "--format=csv"], "gone.json cannot be read: No such file or directory"),
         (["report.json", "report.json", "--format=bencher"], "bencher holds one run, and 2 reports were given; give one"),
-        (["report.json", "--format=megatron"], "megatron is several files; give a folder for them with -o"),
+        (["report.json", "--format=otava"], "otava is several files; give a folder for them with -o"),
         (["report.json", "--format=otava", "-o", "report.json"], "otava is several files, and report.json is no folder"),
-        (["predicted.json", "--format=mlperf"], "predicted.json has no case with figures for mlperf"),
+        (["predicted.json", "--format=pytest-benchmark"], "predicted.json has no case with figures for pytest-benchmark"),
+        (["report.json", "-o", "table.txt"], "terminal is printed; give the --format that table.txt is to have"),
+        (
+            ["report.json", "--published", "--format=bencher"],
+            "bencher has no form for published tables; give one of terminal, ",
+        ),
         (["report.json", "--format=csv", "-o", "report.json/x"], "report.json/x cannot be written: "),
     ],
 )

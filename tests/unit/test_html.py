@@ -444,7 +444,7 @@ def test_gputrain_trend_draws_what_it_tells(tmp_path: Path, capsys: pytest.Captu
         tmp_path, *([timed(1.0 if day < 9 else 1.02 if day < 18 else 1.3, key=key) for key in "ab"] for day in range(27))
     )
     history, output = str(tmp_path / "history.jsonl"), tmp_path / "page.html"
-    assert main(["trend", history, "--html", str(output), "--case=a", "--least=10%", "--metric=samples_per_second"]) == 0
+    assert main(["trend", history, "--html", str(output), "--case=a", "--least=10%", "--metric=samples_per_second"]) == 1
     text = squeezed(Reader(output.read_text()).text)
     assert "samples_per_second" in text
     assert "-21.5 % on" in text

@@ -60,7 +60,7 @@ def trend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def trends_of(trend: Run, *histories: Iterable[HistoryLine], arguments: Iterable[str] = ()) -> Trends:
-    code, out, _ = trend(*histories, arguments=["--format=json", *arguments])
+    code, out, _ = trend(*histories, arguments=["--format=json", "--fail-on=never", *arguments])
     assert code == 0
     return msgspec.json.decode(out, type=Trends)
 
@@ -89,7 +89,7 @@ def test_a_change_is_told_with_its_commits_and_what_changed_with_it(trend: Run) 
 
 def test_the_terminal_has_a_line_for_each_change_and_each_series(trend: Run) -> None:
     code, out, err = trend(slower(60, 40))
-    assert (code, err) == (0, "")
+    assert (code, err) == (1, "")
     (row,) = (" ".join(text.split()) for text in out.splitlines() if "c0039..c0040" in text)
     assert row.startswith(f"llm {CASE} nvidia-h100-80gb-hbm3 step time +")
     assert "slower 1.00 s -> 1.05 s c0039..c0040 2026-01-02" in row
@@ -227,15 +227,19 @@ def test_changes_can_be_limited_to_large_and_to_new_ones(trend: Run) -> None:
 @pytest.mark.parametrize(
     ("by", "arguments", "code"),
     [
-        (1.1, ["--fail-on=regressed"], 1),
-        (1.1, ["--fail-on=regressed", "--newest=5"], 0),
-        (0.9, ["--fail-on=regressed"], 0),
-        (0.9, ["--fail-on=changed"], 1),
-        (1.0, ["--fail-on=changed"], 0),
-        (1.1, [], 0),
+        (1.1, [], 1),
+        (1.1, ["--newest=5"], 0),
+        (1.1, ["--least=20%"], 0),
+        (1.1, ["--fail-on=improved"], 0),
+        (1.1, ["--fail-on=never"], 0),
+        (0.9, [], 0),
+        (0.9, ["--fail-on=regressed,improved"], 1),
+        (1.0, ["--fail-on=regressed,improved"], 0),
     ],
 )
-def test_the_exit_status_is_what_was_asked_for(trend: Run, by: float, arguments: list[str], code: int) -> None:
+def test_a_change_for_the_worse_fails_unless_something_else_is_asked_for(
+    trend: Run, by: float, arguments: list[str], code: int
+) -> None:
     assert trend(slower(60, 40, by), arguments=arguments)[0] == code
 
 

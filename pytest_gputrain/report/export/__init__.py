@@ -1,1 +1,1 @@
-"""Writes reports in the formats of other tools; `pytest_gputrain.report.export.formats` names them."""
+"""Writes reports and published tables; `pytest_gputrain.report.export.formats` lists the formats."""

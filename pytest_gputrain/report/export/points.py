@@ -45,11 +45,6 @@ class Point:
         """The median step, as `pytest_gputrain.records.Summary` has it."""
         return statistics.median(run.median_step_seconds for run in self.runs)
 
-    @property
-    def middle_run(self) -> Measurement:
-        """The run whose median step is the middle one, for formats that hold a single run."""
-        return sorted(self.runs, key=lambda run: run.median_step_seconds)[(len(self.runs) - 1) // 2]
-
 
 def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
     """Return the point of each case that has figures without doubt.

@@ -5,7 +5,6 @@ A round is a training step. github-action-benchmark (tool ``pytest``) and Benche
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,10 @@ from pytest_gputrain.report.export.points import Point, points
 from pytest_gputrain.report.results import verdict_of
 
 
-def export(reports: Sequence[Report]) -> str:
-    """Return the text for the one report of ``reports``."""
-    (report,) = reports
+def document(report: Report) -> dict[str, Any]:
+    """Return what ``--benchmark-json`` would have written of the report's cases."""
     timed = points(report.results, timed=True)
-    document = {
+    return {
         "machine_info": _machine(timed),
         "commit_info": {
             "id": report.commit.removesuffix("+dirty"),
@@ -30,7 +28,6 @@ def export(reports: Sequence[Report]) -> str:
         "datetime": report.created.replace("Z", "+00:00"),
         "version": report.generator,
     }
-    return json.dumps(document, indent=4) + "\n"
 
 
 def entry(point: Point) -> dict[str, Any]:

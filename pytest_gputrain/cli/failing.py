@@ -1,0 +1,42 @@
+"""Holds ``--fail-on``, which all subcommands that judge have: the option, and the exit status that verdicts make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Final
+
+from pytest_gputrain.records import Status
+from pytest_gputrain.utils.suggest import did_you_mean
+
+DEFAULT: Final[tuple[Status, ...]] = ("regressed", "over-limit", "failed")
+"""What fails a test, too."""
+VERDICTS: Final[tuple[Status, ...]] = (*DEFAULT, "inconclusive", "not-comparable", "new", "improved")
+NEVER: Final = "never"
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fail-on",
+        type=_verdicts,
+        default=DEFAULT,
+        metavar="VERDICT,...",
+        help=f"verdicts that make the exit status 1, of {', '.join(VERDICTS)}; or {NEVER} (default: {','.join(DEFAULT)})",
+    )
+
+
+def _verdicts(text: str) -> tuple[str, ...]:
+    if text == NEVER:
+        return ()
+    named = tuple(part.strip() for part in text.split(","))
+    for name in named:
+        if name not in VERDICTS:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no verdict{did_you_mean(name, VERDICTS)}; give some of {', '.join(VERDICTS)}, or {NEVER} alone"
+            )
+    return named
+
+
+def exit_status(options: argparse.Namespace, verdicts: Iterable[Status]) -> int:
+    """Return 1 where one of the verdicts is among those of ``--fail-on``, otherwise 0."""
+    return int(not set(verdicts).isdisjoint(options.fail_on))

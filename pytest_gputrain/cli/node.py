@@ -1,0 +1,32 @@
+"""Runs the command ``gputrain node``, this machine's part of cases that pytest spreads over several nodes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+from pathlib import Path
+from typing import Any
+
+from pytest_gputrain.utils import console
+from pytest_gputrain.utils.sanitize import shown
+
+
+def add_to(commands: Any) -> None:
+    node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
+    node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")
+    node.add_argument(
+        "--host",
+        default=socket.gethostname(),
+        metavar="HOST",
+        help="name or address that the other nodes reach this one by (default: its name)",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; 0."""
+    from pytest_gputrain.execution.launch.node_service import serve
+
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(options.shared.absolute(), options.host, lambda line: console.put(f"gputrain: {shown(line)}"))
+    return 0

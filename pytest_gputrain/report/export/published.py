@@ -1,0 +1,126 @@
+"""Exports published tables, with what reports measured of their rows beside the published figures."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.records import Published, Result
+from pytest_gputrain.records.published import Figure, Figures
+from pytest_gputrain.report.published import FRAMEWORKS, METRICS, ComparedFigure, compared_figures, outcome
+from pytest_gputrain.report.tables import Form, TextTable, csv_text, render
+from pytest_gputrain.storage.published import PublishedTable
+
+_ByRow = Mapping[tuple[str, str, str], Result]
+"""Results by what a row is found by, see `_row`."""
+
+
+def _row(of: Published | Result) -> tuple[str, str, str]:
+    """Return platform, suite and key; at tiny scale a case has another key, which no table has."""
+    return of.platform, of.suite, of.key if isinstance(of, Result) else str(of.case)
+
+
+def _by_row(results: Sequence[Result]) -> _ByRow:
+    """Return the results by row; of a case measured several times the last."""
+    return {_row(result): result for result in results}
+
+
+def left_out(source: Path, results: Sequence[Result], tables: Sequence[PublishedTable]) -> list[str]:
+    """Return sentences for results of ``source``, a report, that no table shows."""
+    rows = {_row(row) for table in tables for row in table.published()}
+    platforms = {platform for table in tables for platform in table.platforms}
+    counts_by_reason: Counter[str] = Counter()
+    for result in results:
+        if result.scale == "tiny":
+            counts_by_reason["measured at tiny scale, which has nothing to do with published figures"] += 1
+        elif result.platform not in platforms:
+            counts_by_reason[f"measured on {result.platform}, for which the tables have nothing"] += 1
+        elif _row(result) not in rows:
+            counts_by_reason[f"of {result.platform} without a row in the tables"] += 1
+    return [f"{count(number, 'result')} of {source} {reason}" for reason, number in counts_by_reason.items()]
+
+
+def _text(tables: Sequence[PublishedTable], results: Sequence[Result], *, form: Form) -> str:
+    by_row = _by_row(results)
+    return render([_text_table(table, platform, by_row) for table in tables for platform in table.platforms], form)
+
+
+def _text_table(table: PublishedTable, platform: str, results: _ByRow) -> TextTable:
+    """Return the rows of one platform in their published columns, then what was measured with its ratios."""
+    rows = table.published(platform)
+    setup = table.platforms[platform]
+    headers = [column.title for column in table.columns]
+    cells = [[_plain(row.cells[column.header]) for column in table.columns] for row in rows]
+    if len(set(map(tuple, cells))) < len(cells):  # the document prints several cases in one line
+        headers.append("Case")
+        cells = [[*printed, str(row.case)] for printed, row in zip(cells, rows, strict=True)]
+    measured = [results.get(_row(row)) for row in rows]
+    if any(measured):
+        compared = [
+            {_key(line): line for line in compared_figures(row, result)} for row, result in zip(rows, measured, strict=True)
+        ]
+        for metric in METRICS:
+            of_metric = [key for key in FRAMEWORKS if any((metric.title, key) in row_lines for row_lines in compared)]
+            if not of_metric:
+                continue
+            headers.append(f"Measured {metric.title}")
+            for framework in of_metric:
+                headers.append(f"Ratio {metric.title}{f' ({FRAMEWORKS[framework]})' if len(of_metric) > 1 else ''}")
+            for printed, row_lines in zip(cells, compared, strict=True):
+                own = [row_lines.get((metric.title, framework)) for framework in of_metric]
+                either = next((line for line in own if line), row_lines.get((metric.title, "")))
+                printed += [either.measured if either else "", *(line.ratio if line else "" for line in own)]
+    known_platform = PLATFORMS.get(platform)
+    return TextTable(
+        title=f"{table.name} on {known_platform.title if known_platform else platform.upper()}: {table.title}",
+        headers=tuple(headers),
+        rows=tuple(map(tuple, cells)),
+        about=(f"{table.source.document} of {table.source.repository}, {table.source.url}", str(setup), *setup.conditions),
+        notes=(*table.notes, f"Memory: {table.memory}", *setup.topology),
+    )
+
+
+def _key(line: ComparedFigure) -> tuple[str, str]:
+    return line.metric, line.framework
+
+
+def _plain(cell: str) -> str:
+    """Return a cell without the links of its document, which are relative to that document."""
+    return " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).split())
+
+
+CSV_HEADERS: Final = (
+    *("table", "platform", "suite", "case", "framework", "published", "measured"),
+    *(f"{side}_{metric.field}" for metric in METRICS for side in ("published", "measured", "ratio")),
+)
+
+
+def _csv(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
+    """Return a row for each case and framework; figures in seconds, bytes and samples a second, of a range the middle."""
+    by_row = _by_row(results)
+    rows = (row for table in tables for row in table.published())
+    return csv_text(CSV_HEADERS, [cells for row in rows for cells in _csv_rows(row, by_row.get(_row(row)))])
+
+
+def _csv_rows(row: Published, result: Result | None) -> Iterator[list[object]]:
+    measured = "" if result is None else "measured" if result.summary else outcome(result)
+    for framework, figures in (row.figures or {"": Figures()}).items():
+        cells: list[object] = [row.table, row.platform, row.suite, str(row.case), framework, row.outcome, measured]
+        for metric in METRICS:
+            figure: Figure | None = getattr(figures, metric.field)
+            printed, value = figure and figure.middle, metric.measured(result) if result else None
+            cells += [printed, value, value / printed if printed and value is not None else None]
+        yield cells
+
+
+FORMATS: Final[dict[str, Callable[[Sequence[PublishedTable], Sequence[Result]], str]]] = {
+    "terminal": functools.partial(_text, form="terminal"),
+    "markdown": functools.partial(_text, form="markdown"),
+    "csv": _csv,
+}

@@ -1,0 +1,102 @@
+"""Tests ``--fail-on``, which is one option in all subcommands that judge, and the exit status of each of them."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from pytest_gputrain.cli import failing, main
+from pytest_gputrain.plugin import fixtures
+from pytest_gputrain.records import Status
+
+ARGUMENTS = {"ab": ["--base=main"], "compare": ["a.json", "b.json"], "trend": ["history.jsonl"]}
+"""What each subcommand that judges cannot do without."""
+OTHERS = {
+    "check-baselines": [],
+    "devices": [],
+    "export": ["report.json"],
+    "html": ["report.json"],
+    "node": ["folder"],
+}
+
+judging = pytest.mark.parametrize("command", ARGUMENTS)
+
+
+def parsed(command: str, *arguments: str) -> argparse.Namespace:
+    return main._parser().parse_args([command, *ARGUMENTS[command], *arguments])
+
+
+def test_every_subcommand_is_known_to_judge_or_not_to() -> None:
+    assert {*ARGUMENTS, *OTHERS} == set(main.COMMANDS)
+    for command, arguments in OTHERS.items():
+        _, rest = main._parser().parse_known_args([command, *arguments, "--fail-on=new"])
+        assert rest == ["--fail-on=new"]
+
+
+@judging
+def test_a_regression_fails_without_an_option(command: str) -> None:
+    options = parsed(command)
+    for verdict in get_args(Status):
+        fails = verdict in ("regressed", "over-limit", "failed")
+        assert failing.exit_status(options, ["pass", verdict]) == int(fails), verdict
+    assert failing.exit_status(options, []) == 0
+
+
+def test_what_fails_without_an_option_is_what_fails_a_test() -> None:
+    assert set(failing.DEFAULT) == set(fixtures._FAILING_STATUSES)
+
+
+@judging
+@pytest.mark.parametrize("verdict", failing.VERDICTS)
+def test_every_verdict_can_be_what_fails(command: str, verdict: Status) -> None:
+    options = parsed(command, f"--fail-on={verdict}")
+    assert [status for status in get_args(Status) if failing.exit_status(options, [status])] == [verdict]
+
+
+@judging
+def test_several_verdicts_are_separated_by_commas(command: str) -> None:
+    options = parsed(command, "--fail-on", "new, improved")
+    assert [status for status in get_args(Status) if failing.exit_status(options, [status])] == ["improved", "new"]
+
+
+@judging
+def test_nothing_fails_where_never_is_given(command: str) -> None:
+    assert failing.exit_status(parsed(command, "--fail-on=never"), get_args(Status)) == 0
+
+
+@judging
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("regresed", "'regresed' is no verdict (did you mean 'regressed'?); give some of regressed, over-limit, "),
+        ("regressed,not comparable", "'not comparable' is no verdict (did you mean 'not-comparable'?); give some of "),
+        ("slower", "'slower' is no verdict; give some of regressed, "),
+        ("pass", "'pass' is no verdict"),
+        ("new,never", "'never' is no verdict"),
+        ("", "'' is no verdict"),
+    ],
+)
+def test_another_word_is_refused_in_one_sentence_with_the_nearest(
+    command: str, text: str, start: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(command, f"--fail-on={text}")
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"gputrain {command}: error: argument --fail-on: {start}")
+    assert last.endswith("improved, or never alone")
+
+
+@judging
+def test_the_help_has_the_verdicts_and_the_default(command: str) -> None:
+    code = f"import sys; from pytest_gputrain.cli.main import main; main([{command!r}, '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    text = " ".join(done.stdout.split())
+    assert "regressed, over-limit, failed, inconclusive, not- comparable, new, improved; or never" in text.replace(
+        "not-comparable", "not- comparable"
+    )
+    assert "(default: regressed,over-limit,failed)" in text.replace("over- limit", "over-limit")
