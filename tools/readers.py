@@ -42,10 +42,10 @@ from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.html import page
 from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.report.trend.series import analyse
-from pytest_gputrain.session.prediction.cache import Cache
 from pytest_gputrain.storage import baselines, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
+from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
 from pytest_gputrain.utils.files import UNREADABLE
@@ -232,7 +232,7 @@ def read_progress(data: bytes, scratch: Scratch, rng: random.Random) -> None:
 
 def read_cache(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     task = Task(case=CASE, scale="full", device_type="cpu", root="/")
-    cache = Cache(scratch.folder)
+    cache = PredictionCache(scratch.folder)
     path = cache._path(task)
     if path is not None:
         scratch.file(path.name, data)

@@ -13,8 +13,8 @@ from pytest_gputrain.cli import failing
 from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
 from pytest_gputrain.gate import prediction as prediction_gate
 from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
-from pytest_gputrain.gate.regression import Circumstances, judge
-from pytest_gputrain.gate.suite_noise import SuiteNoise, whole_suite
+from pytest_gputrain.gate.regression import Circumstances, first_ratio
+from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.records import (
     Baseline,
@@ -84,30 +84,19 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
         key: to_baseline(result, date=base.created, session=base.session, commit=base.commit)
         for key, result in before.items()
     }
-    suites = SuiteNoise()
-    by_suite = {
-        suite: {
-            key: baseline
-            for (baseline_suite, key), baseline in baselines.items()
-            if baseline_suite == suite and baseline.runs
-        }
+    noise = SuiteNoise()
+    priors = {
+        suite: prior_of(baseline for (of, _), baseline in baselines.items() if of == suite and baseline.runs)
         for suite, _ in after
     }
     for (suite, key), result in after.items():
-        stored = by_suite[suite].get(key)
-        if stored is not None and isinstance(result, Measured):
-            circumstances = Circumstances(
-                most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite])
-            )
-            suites.add(suite, key, judge(result.case, result.replies, stored, tolerance, circumstances=circumstances).first)
+        noise.add(suite, key, first_ratio(result.case, result.replies, baselines.get((suite, key)), tolerance))
     results = []
     for (suite, key), result in after.items():
         if isinstance(result, Predicted) and result.figures is not None:
             verdict = _judge_prediction(result, result.figures, before.get((suite, key)), tolerance.memory, base_name)
         else:
-            circumstances = Circumstances(
-                most=len(result.replies), prior=suites.prior(result.device, suite, by_suite[suite]), shift=suites.shift
-            )
+            circumstances = Circumstances(most=len(result.replies), prior=priors[suite], shift=noise.shift)
             baseline: Baseline | None = baselines.get((suite, key))
             verdict = verdict_of(result.case, result.replies, baseline, tolerance, circumstances, base_name)
         judged = msgspec.structs.replace(result, verdict=verdict)

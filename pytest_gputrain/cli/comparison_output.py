@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
 
-from pytest_gputrain.cli import failing
-from pytest_gputrain.records import Result, Status
+from pytest_gputrain.records import (
+    FAILING,
+    Result,
+    Status,
+)
 from pytest_gputrain.report import terminal
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.sanitize import shown
@@ -17,7 +20,7 @@ def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) ->
     changed = [
         result.verdict.sentence
         for result in results
-        if result.verdict is not None and result.verdict.status in (*failing.DEFAULT, "improved")
+        if result.verdict is not None and result.verdict.status in (*FAILING, "improved")
     ]
     notes = (*terminal.explain(results), *further_notes)
     console.put("\n".join([terminal.render(results, width=width, colour=colour), *map(shown, changed), *map(shown, notes)]))

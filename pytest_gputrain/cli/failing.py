@@ -6,12 +6,10 @@ import argparse
 from collections.abc import Iterable
 from typing import Final
 
-from pytest_gputrain.records import Status
+from pytest_gputrain.records import FAILING, STRICTLY_FAILING, Status
 from pytest_gputrain.utils.suggest import did_you_mean
 
-DEFAULT: Final[tuple[Status, ...]] = ("regressed", "over-limit", "failed")
-"""What fails a test, too."""
-VERDICTS: Final[tuple[Status, ...]] = (*DEFAULT, "inconclusive", "not-comparable", "new", "improved")
+VERDICTS: Final[tuple[Status, ...]] = (*FAILING, *STRICTLY_FAILING, "improved")
 NEVER: Final = "never"
 
 
@@ -19,9 +17,9 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fail-on",
         type=_verdicts,
-        default=DEFAULT,
+        default=FAILING,
         metavar="VERDICT,...",
-        help=f"verdicts that make the exit status 1, of {', '.join(VERDICTS)}; or {NEVER} (default: {','.join(DEFAULT)})",
+        help=f"verdicts that make the exit status 1, of {', '.join(VERDICTS)}; or {NEVER} (default: {','.join(FAILING)})",
     )
 
 

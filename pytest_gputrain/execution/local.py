@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain.execution.executor import Executor, Watch, not_started
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
@@ -21,7 +22,7 @@ from pytest_gputrain.hardware.lease import lease, lease_cores
 from pytest_gputrain.hardware.machine import Machine, detect
 from pytest_gputrain.hardware.watch import Watch as GpuWatch
 from pytest_gputrain.hardware.watch import watching
-from pytest_gputrain.records import Case, Conditions, Crashed, Event, Measurement, OutOfMemory, Reply, Task, TimedOut
+from pytest_gputrain.records import Case, Conditions, Crashed, Event, Host, Measurement, OutOfMemory, Reply, Task, TimedOut
 from pytest_gputrain.utils.errors import BadCase
 
 _SETTLING_SECONDS: Final = 0.5
@@ -29,7 +30,7 @@ _SETTLING_LOOKS: Final = 4
 """How often to look who is on the GPUs before whoever is there counts."""
 
 
-class LocalMachine:
+class LocalExecutor(Executor[Reply]):
     """Runs tasks on this machine, under the conditions that the options set.
 
     Args:
@@ -59,23 +60,31 @@ class LocalMachine:
             self._machine = detect(platform=self._conditions.platform, gpu_ids=self._conditions.gpu_ids)
         return self._machine
 
-    def run(
-        self, task: Task, *, nodes: int, watch: Callable[[Event], None], inline: bool = False, builder: Any = None
-    ) -> Reply:
-        """Run a case with the devices lent to it, in processes of its own unless ``inline``.
+    @property
+    def host(self) -> Host:
+        try:
+            return self.machine.host
+        except HardwareError as error:
+            raise BadCase(str(error)) from None
 
-        Args:
-            nodes: that it takes; this one is the first of several.
+    def run(self, task: Task, *, watch: Watch, inline: bool = False, builder: Any = None) -> Reply:
+        try:
+            return self._run(task, watch, inline, builder)
+        except OSError as error:
+            raise not_started(task.case, error) from None
 
-        Raises:
-            BadCase: the devices cannot be had.
-        """
+    def close(self) -> None:
+        if self._fork_server is not None:
+            self._fork_server.close()
+
+    def _run(self, task: Task, watch: Watch, inline: bool, builder: Any) -> Reply:
+        """Run a case with the devices lent to it; of several nodes this one is the first."""
 
         def noted(event: Event) -> None:
             watched.note(event)
             watch(event)
 
-        visible = self.machine.gpus
+        visible, nodes = self.machine.gpus, task.nodes
         count = min(task.case.gpus, len(visible)) if visible else task.processes + task.servers
         with _lease(visible[:1] if inline else visible, count) as gpus:
             if len(gpus) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
@@ -182,11 +191,3 @@ def _process_tree() -> set[int]:
     own = psutil.Process()
     root = (own.parent() or own) if "PYTEST_XDIST_WORKER" in os.environ else own
     return {own.pid, root.pid, *(child.pid for child in root.children(recursive=True))}
-
-
-def describe_refusal(case: Case, error: OSError) -> str:
-    """Say why no process of a case could be started."""
-    return (
-        f"{case} was not measured, because its process could not be started: {error}; is there room in the folder for "
-        "temporary files (TMPDIR), and do the limits of this user (ulimit -a) allow it?"
-    )

@@ -79,12 +79,11 @@ class ResumedReport:
             raise BaselineError(f"--gpu-resume: {path} {why}, or leave --gpu-resume out to measure all cases")
         return cls(path, report)
 
-    def of(self, task: Task, *, inline: bool, host: Host, nodes: int) -> ResumedReplies:
+    def of(self, task: Task, *, inline: bool, host: Host) -> ResumedReplies:
         """Replies of the case that stand for as many fresh processes; those of the test that has most.
 
         Args:
             host: the machine that would run it; one without a name may turn out to be any device of its platform.
-            nodes: that it would take there.
         """
         fitting = [
             resumed
@@ -93,7 +92,7 @@ class ResumedReport:
             and resumed.host.platform == host.platform
             and (resumed.host.device == host.device or not host.name)
             and all(
-                _processes_and_nodes(environment) == (task.processes + task.servers, nodes)
+                _processes_and_nodes(environment) == (task.processes + task.servers, task.nodes)
                 for environment in resumed.environments
             )
         ]

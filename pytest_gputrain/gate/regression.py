@@ -76,8 +76,6 @@ class GateResult(NamedTuple):
     verdict: Verdict
     settled: bool = True
     """Whether further fresh processes could not change the verdict; if not, it is the one if there are to be none."""
-    first: float | None = None
-    """Logarithm of the first run's step time over the baseline's, where that was compared."""
 
 
 def judge(
@@ -108,9 +106,8 @@ def judge(
         return GateResult(Verdict(status="not-comparable", sentence=sentence))
     here = next(reply.environment for reply in replies if isinstance(reply, (Measurement, OutOfMemory)))
     foreign = _other_device(here, baseline.runs)
-    fitted = [run for run in baseline.runs if run.outcome == "measured"]
-    # None is recorded of both kinds, but a report may have such a case. One bad process must not lift its limits.
-    baseline_fits = 2 * len(fitted) >= len(baseline.runs)
+    fitted = _fitted(baseline)
+    baseline_fits = _fits(baseline, fitted)
     if foreign and (out or not baseline_fits):
         sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {foreign}; {_RECORD}"
         return GateResult(Verdict(status="not-comparable", sentence=sentence))
@@ -143,13 +140,37 @@ def judge(
         tolerance,
         circumstances,
     )
-    return GateResult(verdict, all(judged_metric.settled for judged_metric in judged_metrics), judged_metrics[0].first)
+    return GateResult(verdict, all(judged_metric.settled for judged_metric in judged_metrics))
+
+
+def first_ratio(case: Case, replies: Sequence[Reply], baseline: Baseline | None, tolerance: Tolerance) -> float | None:
+    """Logarithm of the first run's step time over the baseline's; None where the two are not compared."""
+    measured = [reply for reply in replies if isinstance(reply, Measurement)]
+    if baseline is None or baseline.case.identity() != case.identity() or not replies or len(measured) < len(replies):
+        return None
+    fitted = _fitted(baseline)
+    if not fitted or not _fits(baseline, fitted) or _why_time_is_foreign(measured[0].environment, fitted, tolerance):
+        return None
+    decision = decide(_medians(fitted), [measured[0].median_step_seconds], tolerance=tolerance.time)
+    return decision.ratios[0]
+
+
+def _fitted(baseline: Baseline) -> list[BaselineRun]:
+    return [run for run in baseline.runs if run.outcome == "measured"]
+
+
+def _fits(baseline: Baseline, fitted: Sequence[BaselineRun]) -> bool:
+    # None is recorded of both kinds, but a report may have such a case. One bad process must not lift its limits.
+    return 2 * len(fitted) >= len(baseline.runs)
+
+
+def _medians(fitted: Sequence[BaselineRun]) -> list[float]:
+    return [statistics.median(run.step_seconds) for run in fitted]
 
 
 class _JudgedMetric(NamedTuple):
     metric: MetricVerdict
     settled: bool = True
-    first: float | None = None
 
 
 def _from_peak(peak: JudgedPeak) -> _JudgedMetric:
@@ -206,7 +227,7 @@ def _time(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
 ) -> _JudgedMetric:
     new = [run.median_step_seconds for run in measured]
-    base = [statistics.median(run.step_seconds) for run in fitted]
+    base = _medians(fitted)
     reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
     if reason:
         value, baseline = statistics.median(new), statistics.median(base)
@@ -293,7 +314,7 @@ def _ruled(
         runs=len(new),
         votes=decision.votes,
     )
-    return _JudgedMetric(metric, decision.settled, decision.ratios[0])
+    return _JudgedMetric(metric, decision.settled)
 
 
 def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> str:

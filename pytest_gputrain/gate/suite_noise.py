@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from pytest_gputrain.gate.step_times import LEAST_SHIFT, MANY_CASES, suite_prior, suite_shift
 from pytest_gputrain.records import Baseline, Measurement, Result
@@ -18,7 +18,6 @@ class SuiteNoise:
         self._first: dict[tuple[str, str], float] = {}
         self._shift: float | None = None
         """Of the first runs that are known; None until it is asked for."""
-        self._priors: dict[tuple[str, str], float] = {}
 
     @property
     def lacking(self) -> int:
@@ -41,21 +40,20 @@ class SuiteNoise:
     def knows(self, suite: str, key: str) -> bool:
         return (suite, key) in self._first
 
-    def prior(self, device: str, suite: str, baselines: Mapping[str, Baseline]) -> float:
-        """Standard deviation between processes that a case of the suite is expected to have on the device.
 
-        Args:
-            baselines: of the suite on the device, by key; the same ones each time.
-        """
-        if (device, suite) not in self._priors:
-            self._priors[device, suite] = suite_prior(
-                [
-                    [statistics.median(run.step_seconds) for run in baseline.runs]
-                    for baseline in baselines.values()
-                    if all(run.step_seconds for run in baseline.runs)
-                ]
-            )
-        return self._priors[device, suite]
+def prior_of(baselines: Iterable[Baseline]) -> float:
+    """Standard deviation between processes that a case of a suite is expected to have.
+
+    Args:
+        baselines: of the suite on a device.
+    """
+    return suite_prior(
+        [
+            [statistics.median(run.step_seconds) for run in baseline.runs]
+            for baseline in baselines
+            if all(run.step_seconds for run in baseline.runs)
+        ]
+    )
 
 
 def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]:

@@ -12,8 +12,11 @@ import pytest
 
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.identity import suite_of
-from pytest_gputrain.execution.executor import Executor
+from pytest_gputrain.execution.executor import Executor, conditions_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
+from pytest_gputrain.execution.launch.fork_server import ForkServer
+from pytest_gputrain.execution.local import LocalExecutor
+from pytest_gputrain.execution.predicted import PredictingExecutor
 from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
 from pytest_gputrain.hardware.devices import Gpu
@@ -23,18 +26,25 @@ from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.plugin.settings import read
-from pytest_gputrain.records import Case, Event, Result
+from pytest_gputrain.records import (
+    Case,
+    Event,
+    Reply,
+    Result,
+)
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import ProgressLine
-from pytest_gputrain.session.prediction.runner import PredictingRunner
+from pytest_gputrain.session.predicting import PredictingRunner
+from pytest_gputrain.session.request import CaseRunner
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.session.selection import ExpectedCase, platform_meant, platforms_named, platforms_of
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.forecast import Forecast
+from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.signals import undisturbed
@@ -68,17 +78,20 @@ class CaseSession:
             if settings.html is not None and on_controller:
                 _check_installed()
             resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
-            executor = _fleet(config, settings, resumed_report, environment) or Executor(
-                settings, resumed_report, environment
-            )
-            self.runner = (
-                _predicting_runner(config, settings, environment) if settings.predict else Runner(settings, executor)
-            )
+            self.forecast = _forecast(config, settings)
+            self.executor: Executor[Any]
+            self.runner: CaseRunner
+            if settings.predict:
+                self.executor = predicting = _predicting_executor(config, settings, environment)
+                self.runner = PredictingRunner(settings, predicting, environment, self._watch)
+            else:
+                self.executor = _fleet_executor(config, settings, self.forecast) or LocalExecutor(
+                    conditions_of(settings), _fork_server(settings), environment.began
+                )
+                self.runner = Runner(settings, self.executor, environment, resumed_report, self._watch)
         except (ValueError, BaselineError) as error:
             raise pytest.UsageError(str(error)) from None
-        self.runner.executor.watch = self._watch
         self.collector = Collector(settings, resumed_report) if on_controller else None
-        self.forecast = _forecast(config, settings)
         self._progress_line: ProgressLine | None = None
         self._measured: defaultdict[str, list[Result]] = defaultdict(list)
         self._failed: set[str] = set()
@@ -95,7 +108,7 @@ class CaseSession:
 
     def gpu(self) -> Iterator[Gpu]:
         """Yield what the fixture ``gpu`` is, for as long as the test runs."""
-        return lend_gpu(self.runner)
+        return lend_gpu(self.executor)
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Have a test with cases run with each combination of ``--gpu-set``."""
@@ -140,9 +153,7 @@ class CaseSession:
                 suite = suite_of(item.path)
                 terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
                 expected += [ExpectedCase(suite, case, markers, expression, terms) for case in _cases_of(item)]
-        self.runner.expect(expected)
-        if self.collector is not None:  # a worker of xdist submits what it runs
-            self.runner.prefetch()
+        self.runner.expect(expected, submit=self.collector is not None)  # a worker of xdist submits what it runs
 
     def _watch(self, case: Case, event: Event, run: int) -> None:
         """Draw what the running case does, where there is a terminal to draw on."""
@@ -157,9 +168,9 @@ class CaseSession:
 
     def complete(self) -> None:
         """Run what is still to be measured after the last test, and judge the suite as a whole."""
-        if self.runner.interleaver and self.collector is not None:
-            late_reports.announce(self.config, self.runner.interleaver)
-        for result in self.runner.interleaver.complete():
+        if self.runner.waiting and self.collector is not None:
+            late_reports.announce(self.config, self.runner.waiting)
+        for result in self.runner.complete():
             self._update(result)
         if self.collector is not None:
             regressed, sentence = self.collector.suite_shift()
@@ -191,7 +202,7 @@ class CaseSession:
     def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Put what a test has measured into its report."""
         if report.failed:
-            self.runner.interleaver.forget(item.nodeid)
+            self.runner.forget(item.nodeid)
         results = item.stash.get(RESULTS, [])
         if results or has_cases(item):  # of whatever phase: a fixture may measure too
             # An attribute of plain JSON travels from an xdist worker with the report.
@@ -233,7 +244,7 @@ class CaseSession:
                 collector.add(result, passed=False)
         if self.runner.settings.predict and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
             collector.notes.append("nothing was predicted: every case was skipped; -rs tells why")
-            collector.failed |= self.runner.is_strict("")
+            collector.failed |= self.runner.is_strict()
         collector.notes += notes
         # What somebody chose by pytest.exit stays.
         cut_short = interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -255,7 +266,7 @@ class CaseSession:
 
     def stop(self) -> None:
         """End what was kept running for the cases to come."""
-        self.runner.executor.close()
+        self.runner.close()
 
     def show(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Write the tables, notes and annotations below pytest's own summary."""
@@ -326,9 +337,11 @@ def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
     return Forecast(settings.baseline_dir, platforms[0])
 
 
-def _fleet(
-    config: pytest.Config, settings: Settings, resumed_report: ResumedReport | None, environment: SessionEnvironment
-) -> Executor | None:
+def _fork_server(settings: Settings) -> ForkServer | None:
+    return ForkServer() if settings.isolation == "auto" else None
+
+
+def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecast | None) -> Executor[Reply] | None:
     """Return the executor of ``--gpu-fleet``; None where cases run on this machine.
 
     Raises:
@@ -344,12 +357,11 @@ def _fleet(
     from pytest_gputrain.execution.fleet.durations import Durations
     from pytest_gputrain.execution.fleet.executor import FleetExecutor, scheduler_of
 
-    durations = Durations(platforms[0], settings.history, _forecast(config, settings))
-    scheduler = scheduler_of(settings, platforms[0])
-    return FleetExecutor(settings, platforms[0], scheduler, durations.of, resumed_report, environment)
+    durations = Durations(platforms[0], settings.history, forecast)
+    return FleetExecutor(settings, platforms[0], scheduler_of(settings, platforms[0]), durations.of)
 
 
-def _predicting_runner(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> PredictingRunner:
+def _predicting_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> PredictingExecutor:
     """Raises:
     ValueError: no platform is named, or several are.
     """
@@ -363,7 +375,9 @@ def _predicting_runner(config: pytest.Config, settings: Settings, environment: S
     folder = None
     with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
         folder = None if cache is None else cache.mkdir("gputrain")
-    return PredictingRunner(settings, platforms[0], folder, environment)
+    return PredictingExecutor(
+        platforms[0], PredictionCache(folder), settings.timeout_seconds, environment.began, _fork_server(settings)
+    )
 
 
 def _cases_of(item: pytest.Item) -> list[Case]:

@@ -11,10 +11,12 @@ import pytest
 
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID, suite_of
 from pytest_gputrain.cases.sweep import override
+from pytest_gputrain.execution.executor import Executor
+from pytest_gputrain.execution.local import LocalExecutor
 from pytest_gputrain.gate.loss_trend import describe_divergence
 from pytest_gputrain.gate.summary import detail_of, failure_of
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.hardware.devices import Gpu
+from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.plugin.items import RESULTS, expression_of
 from pytest_gputrain.plugin.markers import terms_of
@@ -29,7 +31,7 @@ from pytest_gputrain.records import (
     Result,
     Scale,
 )
-from pytest_gputrain.session.runner import Runner
+from pytest_gputrain.session.request import CaseRunner, Request
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.suggest import did_you_mean
@@ -44,7 +46,7 @@ _FIGURES: Final = (*Measurement.__struct_fields__, *_COMPUTED)
 class GpuTrain:
     """What a test asks for figures. A case is measured once per process, however many tests ask."""
 
-    def __init__(self, item: pytest.Item, runner: Runner, overridden: Mapping[str, Any]) -> None:
+    def __init__(self, item: pytest.Item, runner: CaseRunner, overridden: Mapping[str, Any]) -> None:
         """
         Args:
             overridden: knobs of the command line, which count before those of any case.
@@ -121,7 +123,7 @@ class GpuTrain:
             if failure:
                 raise _failed(failure)
             return result
-        strict = verdict.status in STRICTLY_FAILING and self._runner.is_strict(result.device)
+        strict = verdict.status in STRICTLY_FAILING and self._runner.is_strict()
         if verdict.status in FAILING or strict:
             raise _failed(f"{verdict.sentence}{' (strict)' if strict else ''}")
         return result
@@ -129,17 +131,14 @@ class GpuTrain:
     def _run(
         self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool, scaling: bool = False
     ) -> Result:
-        markers = {mark.name for mark in self._item.iter_markers()}
-        expression = expression_of(self._item.config)
-        suite = suite_of(self._item.path)
+        builder = None if isinstance(what, Case) else what
         try:
-            case = self._override(self._case(what, inline, knobs))
-            self._runner.check_selection(case, markers, expression, scaling=scaling)
-            builder = None if isinstance(what, Case) else what
-            result = self._runner.run(
-                self._item.nodeid,
-                suite,
-                case,
+            request = Request(
+                nodeid=self._item.nodeid,
+                suite=suite_of(self._item.path),
+                case=self._override(self._case(what, inline, knobs)),
+                markers=frozenset(mark.name for mark in self._item.iter_markers()),
+                expression=expression_of(self._item.config),
                 judged=judged,
                 scaling=scaling,
                 inline=inline,
@@ -147,6 +146,7 @@ class GpuTrain:
                 module=getattr(builder, "__module__", "") or "",
                 terms=terms_of(self._item),
             )
+            result = self._runner.run(request)
         except CannotRun as reason:
             raise pytest.skip.Exception(shown(str(reason)), _use_item_location=True) from None
         except BadCase as error:
@@ -231,15 +231,13 @@ def _address(function: StepBuilder, root: Path) -> str:
     return f"{relative.as_posix()}::{name}"
 
 
-def lend_gpu(runner: Runner) -> Iterator[Gpu]:
-    """Yield a GPU that nobody else has meanwhile; skip the test where there is none."""
-    if runner.settings.predict:
-        pytest.skip("--gpu-predict lends no GPU")
-    if runner.settings.fleet is not None:
-        pytest.skip("--gpu-fleet runs cases on other machines, and lends no GPU of this one")
+def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
+    """Yield a GPU of this machine that nobody else has meanwhile; skip the test where there is none."""
+    if not isinstance(executor, LocalExecutor):
+        pytest.skip("cases run on other machines, or are predicted, and no GPU of this machine is lent")
     try:
-        machine = runner.executor.machine
-    except BadCase as error:
+        machine = executor.machine
+    except HardwareError as error:
         raise _failed(error) from None
     if not machine.gpus:
         pytest.skip(f"needs a GPU, found {CPU}")

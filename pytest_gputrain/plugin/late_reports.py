@@ -14,7 +14,6 @@ from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.summary import detail_of
 from pytest_gputrain.records import Result
 from pytest_gputrain.report.github import Failure
-from pytest_gputrain.session.interleave import Interleaver
 from pytest_gputrain.utils.sanitize import shown
 
 ALL_CASES: Final = "gputrain::all_cases_together"
@@ -23,12 +22,12 @@ ALL_CASES: Final = "gputrain::all_cases_together"
 _OUTPUT: Final = "gputrain"
 
 
-def announce(config: pytest.Config, interleaver: Interleaver) -> None:
+def announce(config: pytest.Config, baselines: int) -> None:
     """Say why the run goes on after the last test."""
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         terminal.ensure_newline()
-        terminal.write_line(f"gputrain: further runs of {count(len(interleaver), 'baseline')}, one of each in turn")
+        terminal.write_line(f"gputrain: further runs of {count(baselines, 'baseline')}, one of each in turn")
 
 
 def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | None = None) -> None:

@@ -130,6 +130,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ranks of the case that train, one a GPU."""
     servers: Whole = 0
     """Further ranks, which serve the tables."""
+    nodes: Whole = 1
+    """That the ranks are spread over."""
     root: str
     """Folder that ``case.code`` is relative to."""
     module: str = ""

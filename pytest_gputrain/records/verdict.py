@@ -15,9 +15,9 @@ from pytest_gputrain.records.whole import Whole
 Status = Literal[
     "pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded", "over-limit"
 ]
-FAILING: Final[tuple[Status, ...]] = ("failed", "regressed", "over-limit")
+FAILING: Final[tuple[Status, ...]] = ("regressed", "over-limit", "failed")
 """What fails a test."""
-STRICTLY_FAILING: Final[tuple[Status, ...]] = ("new", "inconclusive", "not-comparable")
+STRICTLY_FAILING: Final[tuple[Status, ...]] = ("inconclusive", "not-comparable", "new")
 """What fails a test in addition where a comparison has to be made."""
 MetricName = Literal[
     "step_seconds",

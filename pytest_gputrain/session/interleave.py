@@ -13,7 +13,12 @@ import msgspec
 
 from pytest_gputrain.cases.identity import identity_of
 from pytest_gputrain.execution.executor import Executor
-from pytest_gputrain.records import Measured, Task, Verdict
+from pytest_gputrain.records import (
+    Measured,
+    Reply,
+    Task,
+    Verdict,
+)
 from pytest_gputrain.utils.errors import BadCase
 
 
@@ -32,7 +37,7 @@ class Interleaver:
         executor: runs them.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor[Reply]) -> None:
         self._executor = executor
         self._waiting: list[_Waiting] = []
 

@@ -11,12 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pytest_gputrain.cases.identity import identity_of
-from pytest_gputrain.execution.executor import ExpectedRuns
+from pytest_gputrain.cases.identity import identity_of, key_of
+from pytest_gputrain.execution.executor import WantedRuns
+from pytest_gputrain.gate.judge import Criteria, judge
+from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Host, Reply, Task
 from pytest_gputrain.records.tolerance import Terms
-from pytest_gputrain.session.criteria import CaseCriteria, Criteria
+from pytest_gputrain.session.criteria import CriteriaLookup
 from pytest_gputrain.utils.errors import BadCase
 
 
@@ -29,7 +31,7 @@ class ExpectedTask(NamedTuple):
 
 
 class _HostReplies(NamedTuple):
-    replies: Sequence[Reply]
+    replies: tuple[Reply, ...]
     host: Host
 
 
@@ -40,8 +42,8 @@ class Prefetcher:
         host: machine that the tests were selected for.
     """
 
-    def __init__(self, criteria: Criteria, expected_tasks: Iterable[ExpectedTask], host: Host) -> None:
-        self._criteria = criteria
+    def __init__(self, lookup: CriteriaLookup, expected_tasks: Iterable[ExpectedTask], host: Host) -> None:
+        self._lookup = lookup
         self._host = host
         self._expected_tasks: defaultdict[bytes, list[ExpectedTask]] = defaultdict(list)
         for expected_task in expected_tasks:
@@ -51,13 +53,13 @@ class Prefetcher:
         self._to_come = set(self._expected_tasks)
         self._put_off: dict[bytes, _HostReplies] = {}
 
-    def first(self) -> Iterator[ExpectedRuns]:
+    def first(self) -> Iterator[WantedRuns]:
         """The runs that are known from the start."""
-        runs = self._criteria.wanted(self._host, records=self._criteria.records_all)
+        runs = self._lookup.wanted(self._host, records=self._lookup.records(recorded=True))
         for expected_tasks in self._expected_tasks.values():
-            yield ExpectedRuns(expected_tasks[0].suite, expected_tasks[0].task, runs)
+            yield WantedRuns(expected_tasks[0].suite, expected_tasks[0].task, runs)
 
-    def further(self, task: Task, replies: Sequence[Reply], host: Host) -> Iterator[ExpectedRuns]:
+    def further(self, task: Task, replies: Sequence[Reply], host: Host) -> Iterator[WantedRuns]:
         """The runs that the first replies of a task ask for, and those of tasks that were put off until these were there.
 
         Args:
@@ -68,37 +70,31 @@ class Prefetcher:
         self._to_come.discard(identity)
         if not replies:
             self._expected_tasks.pop(identity, None)
-        for case_criteria in self._all_criteria(identity, host):
-            outcome = self._criteria.judge(case_criteria, replies, self._suite_noise, self._criteria.most(case_criteria))
-            self._suite_noise.add(case_criteria.suite, case_criteria.key, outcome.first)
-        waiting, self._put_off = self._put_off | {identity: _HostReplies(replies, host)}, {}
+        for expected, criteria in self._criteria(identity, host):
+            first = first_ratio(criteria.case, replies, criteria.baseline, criteria.tolerance)
+            self._suite_noise.add(expected.suite, key_of(criteria.case, criteria.scale), first)
+        waiting, self._put_off = self._put_off | {identity: _HostReplies(tuple(replies), host)}, {}
         for waiting_identity, host_replies in waiting.items():
-            for case_criteria in self._all_criteria(waiting_identity, host_replies.host):
-                if (prefetched := self._runs_needed(case_criteria, host_replies)) is not None:
-                    yield prefetched
+            for expected, criteria in self._criteria(waiting_identity, host_replies.host):
+                if runs := self._runs_needed(expected, criteria, host_replies):
+                    yield runs
 
-    def _runs_needed(self, case_criteria: CaseCriteria, host_replies: _HostReplies) -> ExpectedRuns | None:
-        have = len(host_replies.replies)
-        if have < case_criteria.wanted:
-            return ExpectedRuns(case_criteria.suite, case_criteria.task, case_criteria.wanted)
-        if case_criteria.records:
-            return None
-        outcome = self._criteria.judge(
-            case_criteria, host_replies.replies, self._suite_noise, max(have, self._criteria.most(case_criteria))
-        )
-        if outcome.settled and self._criteria.judge_limits(case_criteria, host_replies.replies).settled:
+    def _runs_needed(self, expected: ExpectedTask, criteria: Criteria, host_replies: _HostReplies) -> WantedRuns | None:
+        replies, have = host_replies.replies, len(host_replies.replies)
+        if have < criteria.wanted:
+            return WantedRuns(expected.suite, expected.task, criteria.wanted)
+        if criteria.records or not replies or judge(criteria, replies, self._suite_noise.shift).settled:
             return None
         # Slower today may be all of them. A test in doubt looks at so many others, too, if there are as many.
-        if outcome.first is not None and 0 < self._suite_noise.lacking <= len(self._to_come):
-            self._put_off[identity_of(case_criteria.task)] = host_replies
+        is_compared = first_ratio(criteria.case, replies, criteria.baseline, criteria.tolerance) is not None
+        if is_compared and 0 < self._suite_noise.lacking <= len(self._to_come):
+            self._put_off[identity_of(expected.task)] = host_replies
             return None
-        return ExpectedRuns(
-            case_criteria.suite, case_criteria.task, self._criteria.next_runs(case_criteria, have), soon=True
-        )
+        return WantedRuns(expected.suite, expected.task, criteria.next_runs(have), soon=True)
 
-    def _all_criteria(self, identity: bytes, host: Host) -> Iterator[CaseCriteria]:
-        for suite, task, terms in self._expected_tasks.get(identity, ()):
+    def _criteria(self, identity: bytes, host: Host) -> Iterator[tuple[ExpectedTask, Criteria]]:
+        for expected in self._expected_tasks.get(identity, ()):
             try:
-                yield self._criteria.for_case(suite, task, host, terms)
+                yield expected, self._lookup.of(expected.suite, expected.task, host, expected.terms)
             except BadCase:
                 continue  # its test will tell

@@ -6,20 +6,20 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pytest_gputrain.cases.identity import key_of, same_id, suite_of
-from pytest_gputrain.cases.validation import problem
+from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.executor import Executor
-from pytest_gputrain.gate.limits import with_limits
+from pytest_gputrain.execution.launch.environment import SessionEnvironment
+from pytest_gputrain.execution.resume import ResumedReport
+from pytest_gputrain.gate.judge import Criteria, comparable_row, judge
+from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
-from pytest_gputrain.hardware import catalog
 from pytest_gputrain.records import (
     BatchSearch,
     Case,
-    LimitVerdict,
+    Host,
     LossStudy,
     Measured,
     Reply,
@@ -29,296 +29,229 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.records.settings import Settings
-from pytest_gputrain.records.tolerance import NO_TERMS, Terms
-from pytest_gputrain.session.criteria import CaseCriteria, Criteria
+from pytest_gputrain.session.criteria import CriteriaLookup, is_strict
+from pytest_gputrain.session.declared import DeclaredCases
 from pytest_gputrain.session.interleave import Interleaver
 from pytest_gputrain.session.prefetch import ExpectedTask, Prefetcher
-from pytest_gputrain.session.selection import ExpectedCase, platforms_of, what_lacks, why_skipped
-from pytest_gputrain.session.studies import Study, record_losses, search_batch
+from pytest_gputrain.session.replies import Replies, Watch
+from pytest_gputrain.session.request import Request
+from pytest_gputrain.session.selection import ExpectedCase, refuse_unfit
+from pytest_gputrain.session.studies import record_losses, search_batch
+from pytest_gputrain.session.tasks import TaskMaker
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """What a test asks of a case."""
+class _Measuring:
+    """A request on its way to its result."""
 
-    nodeid: str
-    case_criteria: CaseCriteria
-    scaling: bool
+    request: Request
+    task: Task
+    criteria: Criteria
     inline: bool
-    builder: Any
 
 
 class Runner:
-    """Runs cases for the tests of one pytest process; a case is measured once however many tests ask for it."""
+    """Answers requests by measuring. A case is measured once, however many tests ask for it.
 
-    def __init__(self, settings: Settings, executor: Executor | None = None) -> None:
-        """
-        Args:
-            executor: runs the cases; on this machine by default.
+    Args:
+        executor: runs the cases.
+        environment: variables of the session.
+        resumed_report: an earlier one, whose figures hold for this run, too.
+        watch: called with each progress event.
 
-        Raises:
-            BaselineError: the report or the published tables to compare with cannot be read.
-        """
+    Raises:
+        BaselineError: the report or the published tables to compare with cannot be read.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        executor: Executor[Reply],
+        environment: SessionEnvironment,
+        resumed_report: ResumedReport | None = None,
+        watch: Watch = lambda case, event, run: None,
+    ) -> None:
         self.settings = settings
-        self.executor = executor or Executor(settings)
-        self.criteria = Criteria(settings)
-        self._keys: dict[tuple[str, str], Case] = {}
+        self._executor = executor
+        self._tasks = TaskMaker(settings, lambda: executor.host, environment)
+        self._replies = Replies(executor, self._tasks, resumed_report, watch)
+        self._lookup = CriteriaLookup(settings)
+        self._declared = DeclaredCases(settings.root)
         self._suite_noise = SuiteNoise()
-        self.interleaver = Interleaver(self.executor)
+        self._interleaver = Interleaver(executor)
         self._expected: Sequence[ExpectedCase] = ()
 
-    def expect(self, cases: Sequence[ExpectedCase]) -> None:
-        """Take notice of what the tests that were collected are parametrized with."""
-        self._expected = cases
+    def scale(self) -> Scale:
+        return self._tasks.scale()
 
     def declare(self, suite: str, case: Case) -> Case:
-        """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
-        return self._keys.setdefault((suite, str(case)), case)
+        return self._declared.declare(suite, case)
 
-    def refuse_namesake(self, suite: str, case: Case, baseline_case: Case | None) -> None:
-        """Refuse files of one name in two folders, which would replace each other's baselines.
+    def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
+        self._expected = cases
+        if submit and self._executor.is_remote and not self._is_study:
+            self._replies.expect(self._prefetcher)
 
-        Args:
-            baseline_case: the case whose baseline there is.
-
-        Raises:
-            BadCase: that one is another file's, which is still there.
-        """
-        theirs, ours = (
-            "" if owner is None else owner.code.partition("::")[0].removeprefix("inline:") for owner in (baseline_case, case)
-        )
-        # Code of a module that a test imports may move.
-        are_tests = suite_of(Path(theirs)) == suite == suite_of(Path(ours))
-        if are_tests and theirs != ours and (self.settings.root / theirs).is_file():
-            raise BadCase(
-                f"{case} of {ours} would share its baseline with that of {theirs}: both are the suite {suite}; rename a file"
-            )
-
-    def scale(self) -> Scale:
-        """The scale of the cases.
-
-        Raises:
-            BadCase: the hardware is not what the options ask for.
-        """
-        return self.executor.scale()
-
-    def check_selection(self, case: Case, markers: set[str], expression: str, *, scaling: bool = False) -> None:
-        """Args:
-            scaling: the test wants to know how the case scales.
-
-        Raises:
-            BadCase: the case names something unknown.
-            CannotRun: this machine is not what the test was selected for, or lacks the devices.
-        """
-        wrong = problem(case, catalog.MARKERS)
-        if wrong:
-            raise BadCase(wrong)
-        declared = platforms_of(case.platforms) if case.platforms else ()
-        reason = why_skipped(markers | set(declared), expression, self.executor.host.platform, case.gpus)
-        if reason:
-            raise CannotRun(reason)
-        lacking = what_lacks(
-            case,
-            gpus=self.executor.host.gpus,
-            most_nodes=self.settings.nodes,
-            most_processes=self.settings.processes,
-            all_of_them=scaling and not self.is_study,
-        )
-        if lacking:
-            raise CannotRun(lacking)
-
-    def run(
-        self,
-        nodeid: str,
-        suite: str,
-        case: Case,
-        *,
-        judged: bool,
-        scaling: bool = False,
-        inline: bool = False,
-        builder: Any = None,
-        module: str = "",
-        terms: Terms = NO_TERMS,
-    ) -> Result:
-        """Measure ``case``, unless this session did already, and judge it if asked and if its own figures were wanted.
-
-        Args:
-            scaling: compare a case of several processes with one worker alone, too.
-            inline: run in this process.
-            builder: the user's function itself, for an inline run that has no address.
-            module: name under which this process imported the file of ``case.code``.
-            terms: limits, which count for a case that is only measured, too, and tolerances of the test.
-
-        Raises:
-            BadCase: the id is another case's, the baseline cannot be read, or an inline run cannot have its GPU or the
-                processes that a study takes.
-        """
-        judged = judged and not self.is_study
-        first = self.declare(suite, case)
-        if first.identity() != case.identity():
-            raise BadCase(same_id(suite, first, case))
-        case = self.executor.with_steps(case)
-        inline = inline or self.settings.isolation == "inline"
-        if inline and self.settings.gpu_ids:
-            raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
-        if inline and self.is_study:
-            raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
-        processes, servers = self.executor.processes(case.gpus), self.executor.processes(case.servers)
-        if inline and processes + servers > 1:
-            raise BadCase(f"the case {case} has {processes + servers} processes, so it cannot run inline; leave inline out")
-        if inline and case.parallel != "single":
-            raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
-        task = self.executor.task(case, module, growth_bytes=terms.growth_bytes, inline=inline)
-        # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
-        host = self.executor.host if self.is_study else self.executor.host_of(task, inline)
-        # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
-        case_criteria = self.criteria.for_case(suite, task, host, terms, judged=judged)
-        self.refuse_namesake(suite, case, case_criteria.baseline.case if case_criteria.baseline else None)
-        request = _Request(nodeid=nodeid, case_criteria=case_criteria, scaling=scaling, inline=inline, builder=builder)
-        if not self.is_study and case_criteria.wanted > 1:
-            self.executor.expect(task, case_criteria.wanted)
-        # A closure may be of no use when its test is over.
-        if not case_criteria.records or inline:
-            return self._result(request, case_criteria.wanted)
-        return self.interleaver.add(
-            self._result(request, 1), task, case_criteria.wanted, functools.partial(self._result, request)
-        )
-
-    def _result(self, request: _Request, runs: int) -> Result:
-        """Judge so many fresh processes of a case, and those that it takes further."""
-        case_criteria, study = request.case_criteria, self._study(request, runs)
-        case, replies, host = study.task.case, study.replies, self.executor.host_of(study.task, request.inline)
-        limits: tuple[LimitVerdict, ...] = ()
-        while case_criteria.terms.caps and not self.is_study:
-            limits, settled = self.criteria.judge_limits(case_criteria, replies)
-            if settled:
-                break
-            replies = self._with_another_run(request, replies)
-        verdict = row = None
-        if case_criteria.judged and self.criteria.are_published:
-            row, verdict = self.criteria.against_published(case_criteria, case, replies)
-        elif case_criteria.judged:
-            replies, verdict = self._verdict(request, replies)
-        common: dict[str, Any] = {
-            "nodeid": request.nodeid,
-            "suite": case_criteria.suite,
-            "key": case_criteria.key,
-            "case": case,
-            "scale": case_criteria.task.scale,
-            "platform": host.platform,
-            "device": host.device,
-            "replies": replies,
-            "inline": request.inline,
-            "variables": tuple(case_criteria.task.variables),
-            "variables_digest": case_criteria.task.variables_digest,
-            "summary": summarise(case, host.platform, replies),
-            "verdict": with_limits(case, verdict, limits),
-        }
-        if study.search is not None:
-            return BatchSearch(search=study.search, **common)
-        if study.loss_curves:
-            return LossStudy(loss_curves=study.loss_curves, **common)
-        resumed = self.executor.resumed(case_criteria.task, request.inline, request.builder).origins
-        return Measured(resumed=resumed, published=row, **common)
+    def forget(self, nodeid: str) -> None:
+        self._interleaver.forget(nodeid)
 
     @property
-    def is_study(self) -> bool:
+    def waiting(self) -> int:
+        return len(self._interleaver)
+
+    def complete(self) -> Iterator[Result]:
+        return self._interleaver.complete()
+
+    def is_strict(self) -> bool:
+        return is_strict(self.settings)
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def run(self, request: Request) -> Result:
+        """Measure the case, unless this session did already, and judge it if asked and if its own figures were wanted."""
+        host = self._executor.host
+        scaling = request.scaling and not self._is_study
+        refuse_unfit(request.case, request.markers, request.expression, host, self.settings, scaling=scaling)
+        self._declared.refuse_same_id(request.suite, request.case)
+        case, inline = self._tasks.with_steps(request.case), request.inline or self.settings.isolation == "inline"
+        if inline:
+            self._refuse_inline(case)
+        task = self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes, inline=inline)
+        # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
+        host = host if self._is_study else self._replies.host_of(task, inline)
+        # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
+        judged = request.judged and not self._is_study
+        criteria = self._lookup.of(request.suite, task, host, request.terms, judged=judged)
+        self._declared.refuse_namesake(request.suite, case, criteria.baseline.case if criteria.baseline else None)
+        if self._is_study:
+            return self._study(request, task)
+        measuring = _Measuring(request=request, task=task, criteria=criteria, inline=inline)
+        if criteria.wanted > 1:
+            self._replies.want(request.suite, task, criteria.wanted)
+        # A closure may be of no use when its test is over.
+        if not criteria.records or inline:
+            return self._measure(measuring, criteria.wanted)
+        again = functools.partial(self._measure, measuring)
+        return self._interleaver.add(again(1), task, criteria.wanted, again)
+
+    @property
+    def _is_study(self) -> bool:
         """Whether an option wants to know something else than the cases' own figures."""
         return self.settings.find_batch or self.settings.loss_steps is not None
 
-    def _study(self, request: _Request, runs: int) -> Study:
-        """The case's own figures, or what an option wants to know instead. A process is started for each task once."""
-        task, inline, builder = request.case_criteria.task, request.inline, request.builder
+    def _refuse_inline(self, case: Case) -> None:
+        """Raises:
+        BadCase: an inline run of the case cannot have its GPU, or the processes that it or a study takes.
+        """
+        if self.settings.gpu_ids:
+            raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
+        if self._is_study:
+            raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
+        processes = self._tasks.processes(case.gpus) + self._tasks.processes(case.servers)
+        if processes > 1:
+            raise BadCase(f"the case {case} has {processes} processes, so it cannot run inline; leave inline out")
+        if case.parallel != "single":
+            raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
 
-        def launch(task: Task) -> Reply:
-            return self.executor.measure(task, inline, builder, 1)[0]
-
-        if self.settings.find_batch:
-            return search_batch(task, self.settings.find_batch_max, launch)
-        if self.settings.loss_steps is not None:
-            return record_losses(task, self.settings.loss_steps, request.case_criteria.host.platform, launch)
-        return Study(task=task, replies=self.executor.measure(task, inline, builder, runs))
-
-    def _verdict(self, request: _Request, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], Verdict]:
-        """Judge the replies, after further fresh processes where the verdict is in doubt."""
-        case_criteria = request.case_criteria
-        most = len(replies) if case_criteria.records else max(len(replies), self.criteria.most(case_criteria))
-        looked = False
+    def _measure(self, measuring: _Measuring, runs: int) -> Measured:
+        """Judge so many fresh processes of a case, and those that it takes further."""
+        request, task, criteria = measuring.request, measuring.task, measuring.criteria
+        take = functools.partial(self._replies.take, task, inline=measuring.inline, builder=request.builder)
+        replies, key, looked = take(runs), key_of(task.case, task.scale), False
         while True:
-            measured, no_scaling = replies, ""
-            if request.scaling and case_criteria.task.processes > 1:
-                measured, no_scaling = self.executor.with_one_worker(case_criteria.task, replies)
-            outcome = self.criteria.judge(case_criteria, measured, self._suite_noise, most, no_scaling)
-            self._suite_noise.add(case_criteria.suite, case_criteria.key, outcome.first)
-            outcome = self.criteria.judge(case_criteria, measured, self._suite_noise, most, no_scaling)
-            if outcome.settled:
-                verdict = outcome.verdict
-                return measured, self.criteria.as_recorded(
-                    case_criteria, verdict, measured, no_scaling
-                ) if case_criteria.records else verdict
-            if outcome.first is not None and not looked:
+            shown, no_scaling = replies, ""
+            if request.scaling and criteria.compares_stored and task.processes > 1:
+                shown, no_scaling = self._replies.with_one_worker(task, replies)
+            first = first_ratio(task.case, shown, criteria.baseline, criteria.tolerance)
+            self._suite_noise.add(request.suite, key, first)
+            verdict, settled = judge(criteria, shown, self._suite_noise.shift, no_scaling)
+            if settled:
+                break
+            if first is not None and not looked:
                 looked = True
                 self._measure_other_cases()
                 continue
             # Not those of the replies with one worker's seconds: these are found anew.
-            replies = self._with_another_run(request, replies)
+            self._replies.want(request.suite, task, criteria.next_runs(len(replies)), soon=True)
+            replies = take(len(replies) + 1, before=replies)
+        host = self._replies.host_of(task, measuring.inline)
+        return Measured(
+            **self._common(request, task, host, verdict),
+            inline=measuring.inline,
+            replies=shown,
+            resumed=self._replies.resumed(task, measuring.inline, request.builder).origins,
+            summary=summarise(task.case, host.platform, shown),
+            published=comparable_row(criteria) if criteria.judged else None,
+        )
 
-    def _with_another_run(self, request: _Request, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Add the reply of a further process to those of a case in doubt."""
-        task, have = request.case_criteria.task, len(replies)
-        self.executor.expect(task, self.criteria.next_runs(request.case_criteria, have), soon=True)
-        return self.executor.measure(task, request.inline, request.builder, have + 1, replies)
+    def _study(self, request: Request, task: Task) -> Result:
+        """Find out what an option wants to know of the case. A process is started for each task once."""
+
+        def launch(task: Task) -> Reply:
+            return self._replies.take(task, 1)[0]
+
+        if self.settings.find_batch:
+            study = search_batch(task, self.settings.find_batch_max, launch)
+        else:
+            assert self.settings.loss_steps is not None, "nothing else is a study"
+            study = record_losses(task, self.settings.loss_steps, self._executor.host.platform, launch)
+        host = self._replies.host_of(study.task)
+        fields = {
+            **self._common(request, task, host, None),
+            "case": study.task.case,
+            "replies": study.replies,
+            "summary": summarise(study.task.case, host.platform, study.replies),
+        }
+        if study.search is not None:
+            return BatchSearch(search=study.search, **fields)
+        return LossStudy(loss_curves=study.loss_curves, **fields)
+
+    def _common(self, request: Request, task: Task, host: Host, verdict: Verdict | None) -> dict[str, Any]:
+        """The fields that all results have."""
+        return {
+            "nodeid": request.nodeid,
+            "suite": request.suite,
+            "key": key_of(task.case, task.scale),
+            "case": task.case,
+            "scale": task.scale,
+            "platform": host.platform,
+            "device": host.device,
+            "variables": tuple(task.variables),
+            "variables_digest": task.variables_digest,
+            "verdict": verdict,
+        }
 
     def _measure_other_cases(self) -> None:
         """Measure so many other cases once that one can tell whether this one is slower or everything is, today.
 
         Their tests find the figures and go on from them. Where there are not enough cases, nothing is measured.
         """
-        if not self._suite_noise.lacking:
+        noise = self._suite_noise
+        scale = self._tasks.scale()
+        others = [other for other in self._expected if not noise.knows(other.suite, key_of(other.case, scale))]
+        if not noise.lacking or noise.lacking > len(others) or self.settings.isolation == "inline":
             return
-        others = [
-            expected
-            for expected in self._expected
-            if not self._suite_noise.knows(expected.suite, key_of(expected.case, self.executor.scale()))
-        ]
-        if self._suite_noise.lacking > len(others) or self.settings.isolation == "inline":
-            return
-        for suite, task, terms in self.expected_tasks(others):
-            if not self._suite_noise.lacking:
+        for suite, task, terms in self._expected_tasks(others):
+            if not noise.lacking:
                 return
             try:
-                case_criteria = self.criteria.for_case(suite, task, self.executor.host_of(task), terms)
+                criteria = self._lookup.of(suite, task, self._replies.host_of(task), terms)
             except BadCase:
                 continue  # its own test will tell
-            if case_criteria.baseline is not None and case_criteria.baseline.case.identity() == task.case.identity():
-                replies = self.executor.measure(task, False, None, case_criteria.wanted)
-                self._suite_noise.add(
-                    suite,
-                    case_criteria.key,
-                    self.criteria.judge(case_criteria, replies, self._suite_noise, case_criteria.wanted).first,
-                )
+            if criteria.baseline is not None and criteria.baseline.case.identity() == task.case.identity():
+                replies = self._replies.take(task, criteria.wanted)
+                first = first_ratio(task.case, replies, criteria.baseline, criteria.tolerance)
+                noise.add(suite, key_of(task.case, task.scale), first)
 
-    def prefetch(self) -> None:
-        """Tell a fleet which runs the tests of this session will ask for."""
-        if self.is_study:
-            return
+    def _prefetcher(self) -> Prefetcher:
+        return Prefetcher(self._lookup, self._expected_tasks(self._expected), self._executor.host)
 
-        @functools.cache  # found out when the first case runs: collecting needs none of it
-        def prefetcher() -> Prefetcher:
-            return Prefetcher(self.criteria, self.expected_tasks(self._expected), self.executor.host)
-
-        self.executor.expected_runs = lambda: prefetcher().first()
-        self.executor.further_runs = lambda task, replies, host: prefetcher().further(task, replies, host)
-
-    def expected_tasks(self, expected: Iterable[ExpectedCase]) -> Iterator[ExpectedTask]:
+    def _expected_tasks(self, expected: Iterable[ExpectedCase]) -> Iterator[ExpectedTask]:
         """The tasks of those cases that may run."""
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
-                self.check_selection(case, set(markers), expression)
-                growth, stepped = terms.growth_bytes, self.executor.with_steps(case)
-                yield ExpectedTask(suite, self.executor.task(stepped, "", growth_bytes=growth, prefetched=True), terms)
-
-    def is_strict(self, device: str) -> bool:
-        """Whether a case without a comparable baseline fails that ran on ``device``."""
-        return self.criteria.is_strict(device)
+                refuse_unfit(case, markers, expression, self._executor.host, self.settings)
+                task = self._tasks.make(self._tasks.with_steps(case), growth_bytes=terms.growth_bytes, prefetched=True)
+                yield ExpectedTask(suite, task, terms)

@@ -7,9 +7,12 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
+from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
-from pytest_gputrain.records import Case
+from pytest_gputrain.records import Case, Host
+from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import Terms
+from pytest_gputrain.utils.errors import BadCase, CannotRun
 from pytest_gputrain.utils.suggest import did_you_mean
 
 _ALL: Final = frozenset(MARKERS)
@@ -83,6 +86,34 @@ def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: 
     gpu_markers = [marker for marker in (wanted or declared) if marker != CPU]
     needs = " or ".join(f"{marker} x{gpus}" for marker in gpu_markers) or CPU
     return f"needs {needs}, found {platform}"
+
+
+def refuse_unfit(
+    case: Case, markers: Collection[str], expression: str, host: Host, settings: Settings, *, scaling: bool = False
+) -> None:
+    """Refuse a case that must not, or cannot, run on a machine.
+
+    Args:
+        markers, expression: as of `why_skipped`, for the markers of the test without those of the case.
+        host: the machine, or under ``--gpu-predict`` the one that is predicted for.
+        scaling: the test wants to know how the case scales.
+
+    Raises:
+        BadCase: the case names something unknown.
+        CannotRun: the machine is not what the test was selected for, or lacks the devices.
+    """
+    if wrong := problem(case, MARKERS):
+        raise BadCase(wrong)
+    declared = platforms_of(case.platforms) if case.platforms else ()
+    if reason := why_skipped({*markers, *declared}, expression, host.platform, case.gpus):
+        raise CannotRun(f"not declared for {host.platform}, which this run predicts for" if settings.predict else reason)
+    most_processes, predicts = settings.processes, settings.predict
+    most_nodes = 1 if predicts else settings.nodes
+    lacking = what_lacks(
+        case, gpus=host.gpus, most_nodes=most_nodes, most_processes=most_processes, all_of_them=scaling and not predicts
+    )
+    if lacking:
+        raise CannotRun(lacking)
 
 
 def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, all_of_them: bool) -> str | None:

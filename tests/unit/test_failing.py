@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 
 from pytest_gputrain.cli import failing, main
-from pytest_gputrain.plugin import fixtures
 from pytest_gputrain.records import Status
 
 ARGUMENTS = {"ab": ["--base=main"], "compare": ["a.json", "b.json"], "trend": ["history.jsonl"]}
@@ -44,10 +43,6 @@ def test_a_regression_fails_without_an_option(command: str) -> None:
         fails = verdict in ("regressed", "over-limit", "failed")
         assert failing.exit_status(options, ["pass", verdict]) == int(fails), verdict
     assert failing.exit_status(options, []) == 0
-
-
-def test_what_fails_without_an_option_is_what_fails_a_test() -> None:
-    assert set(failing.DEFAULT) == set(fixtures._FAILING_STATUSES)
 
 
 @judging

@@ -152,13 +152,8 @@ def test_what_is_soon_to_be_asked_for_goes_before_what_was_expected_earlier(flee
 def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: Scheduler, tmp_path: Path) -> None:
     arrivals: list[tuple[str, int, int]] = []
 
-    def tell_of(order: Order) -> None:
-        arrivals.append((order.task.case.model, len(fleet.arrived(order)), fleet.ordered(order)))
-        if len(arrivals) == 1:
-            fleet.expect([order], soon=True)
-
     clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
-    fleet = Fleet(scheduler, tmp_path, most_jobs=9, wait_seconds=WAIT, on_arrival=tell_of, **clock)  # type: ignore[arg-type]
+    fleet = Fleet(scheduler, tmp_path, most_jobs=9, wait_seconds=WAIT, **clock)  # type: ignore[arg-type]
     fleet.expect(map(order, "abb"))
     scheduler.script = {
         10: lambda: scheduler.deliver("b1"),  # with a gap before it
@@ -166,14 +161,19 @@ def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: 
         30: lambda: scheduler.deliver("b2"),
         40: lambda: scheduler.deliver("a"),
     }
+    for arrival in fleet.wait(order("a")):
+        arrivals.append((arrival.task.case.model, len(fleet.arrived(arrival)), fleet.ordered(arrival)))
+        if len(arrivals) == 1:
+            fleet.expect([arrival], soon=True)
     assert fleet.run(order("a")) == DONE
     assert arrivals == [("b", 0, 2), ("b", 2, 3), ("b", 3, 3)]
     assert scheduler.submitted == ["a", "b", "b1", "b2"]
     # A test that asks knows best.
     fleet.expect([order("b")])
     scheduler.deliver("b3")
-    assert [fleet.run(order("b")) for _ in range(4)] == [DONE] * 4
-    assert len(arrivals) == 3
+    for _ in range(4):
+        assert list(fleet.wait(order("b"))) == []
+        assert fleet.run(order("b")) == DONE
 
 
 def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Scheduler) -> None:

@@ -241,15 +241,20 @@ def test_worker_entry_leaves_pytest_out() -> None:
 
 def test_public_names_are_these() -> None:
     assert pytest_gputrain.__all__ == [
+        "BatchSearch",
         "Case",
         "Crashed",
         "Environment",
         "GiB",
         "KiB",
+        "LossStudy",
         "Lost",
+        "Measured",
         "Measurement",
         "MiB",
         "OutOfMemory",
+        "Predicted",
+        "Prediction",
         "Report",
         "Result",
         "TimedOut",
@@ -284,4 +289,4 @@ def test_wall_clocks_are_read_only_for_the_date_of_a_run() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module == "time":
                 clocks |= {(module, alias.name) for alias in node.names if ("time", alias.name) in of_walls}
     # And for the age of a file that may be forgotten.
-    assert clocks == {("pytest_gputrain.utils.git", "now"), ("pytest_gputrain.session.prediction.cache", "time")}
+    assert clocks == {("pytest_gputrain.utils.git", "now"), ("pytest_gputrain.storage.prediction_cache", "time")}

@@ -18,11 +18,11 @@ from pytest_gputrain.gate.prediction import judge
 from pytest_gputrain.records import Case, OperatorWork, Prediction, Task, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance
-from pytest_gputrain.session.prediction import cache as cache_module
-from pytest_gputrain.session.prediction.cache import Cache
-from pytest_gputrain.session.prediction.remedies import remedy
+from pytest_gputrain.session.remedies import remedy
+from pytest_gputrain.storage import prediction_cache as cache_module
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.forecast import Forecast
+from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.storage.predictions import MOST_CONDITIONS, PredictionStore
 from pytest_gputrain.utils.units import GiB, MiB
 
@@ -268,10 +268,10 @@ TASK = Task(case=CASE, scale="full", device_type="cpu", root=".", target=predict
 
 
 def test_a_prediction_is_found_again(tmp_path: Path) -> None:
-    Cache(tmp_path).put(TASK, prediction())
-    assert Cache(tmp_path).get(TASK) == prediction()
+    PredictionCache(tmp_path).put(TASK, prediction())
+    assert PredictionCache(tmp_path).get(TASK) == prediction()
     longer = msgspec.structs.replace(TASK, case=CASE.replace(steps=99))
-    assert Cache(tmp_path).get(longer) == prediction()
+    assert PredictionCache(tmp_path).get(longer) == prediction()
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ def test_a_prediction_is_found_again(tmp_path: Path) -> None:
     ],
 )
 def test_another_task_is_not(tmp_path: Path, other: Task) -> None:
-    Cache(tmp_path).put(TASK, prediction())
-    assert Cache(tmp_path).get(other) is None
+    PredictionCache(tmp_path).put(TASK, prediction())
+    assert PredictionCache(tmp_path).get(other) is None
 
 
 @pytest.mark.parametrize(
@@ -302,34 +302,34 @@ def test_other_code_is_predicted_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cache_module, "library_versions", lambda case: {"torch": "2.13.0"})
     monkeypatch.setattr(cache_module, "_is_local", lambda name: False)
     monkeypatch.setattr(cache_module, "_files", lambda name: "these")
-    Cache(tmp_path).put(TASK, prediction())
-    assert Cache(tmp_path).get(TASK) is not None
+    PredictionCache(tmp_path).put(TASK, prediction())
+    assert PredictionCache(tmp_path).get(TASK) is not None
     monkeypatch.setattr(cache_module, name, value)
-    assert Cache(tmp_path).get(TASK) is None
+    assert PredictionCache(tmp_path).get(TASK) is None
 
 
 def test_own_code_is_never_remembered(tmp_path: Path) -> None:
     task = msgspec.structs.replace(TASK, case=Case(model="mine", method="custom", code="test_it.py::mine"))
-    Cache(tmp_path).put(task, prediction())
+    PredictionCache(tmp_path).put(task, prediction())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_broken_cache_remembers_nothing(tmp_path: Path) -> None:
-    Cache(tmp_path).put(TASK, prediction())
+    PredictionCache(tmp_path).put(TASK, prediction())
     for file in tmp_path.iterdir():
         file.write_bytes(b"{")
-    assert Cache(tmp_path).get(TASK) is None
+    assert PredictionCache(tmp_path).get(TASK) is None
 
 
 def test_what_nobody_asked_for_in_a_month_is_forgotten(tmp_path: Path) -> None:
     asked, forgotten, new = (msgspec.structs.replace(TASK, case=CASE.replace(batch_size=size)) for size in (2, 4, 8))
     for task in (asked, forgotten):
-        Cache(tmp_path).put(task, prediction())
+        PredictionCache(tmp_path).put(task, prediction())
     for file in tmp_path.iterdir():
         os.utime(file, (0, 0))
-    assert Cache(tmp_path).get(asked) is not None
-    Cache(tmp_path).put(new, prediction())
-    assert [Cache(tmp_path).get(task) is not None for task in (asked, forgotten, new)] == [True, False, True]
+    assert PredictionCache(tmp_path).get(asked) is not None
+    PredictionCache(tmp_path).put(new, prediction())
+    assert [PredictionCache(tmp_path).get(task) is not None for task in (asked, forgotten, new)] == [True, False, True]
 
 
 class Machine:

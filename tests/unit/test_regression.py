@@ -25,7 +25,7 @@ from unit_examples import (
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.messages import describe_failure
-from pytest_gputrain.gate.regression import Circumstances, GateResult, judge
+from pytest_gputrain.gate.regression import Circumstances, GateResult, first_ratio, judge
 from pytest_gputrain.records import (
     Baseline,
     Case,
@@ -327,8 +327,15 @@ def test_a_noisier_suite_takes_more_to_fail() -> None:
 
 
 def test_the_first_run_is_told_for_the_suite_where_time_is_compared() -> None:
-    assert _judged([_took(1.2), _took(1.0)], FIVE).first == pytest.approx(math.log(1.2))
-    assert _judged([_on_cpu()], _cpu_baseline()).first is None
+    assert first_ratio(CASE, [_took(1.2), _took(1.0)], FIVE, TOLERANCE) == pytest.approx(math.log(1.2))
+    unfit = baseline(baseline_run(), *[baseline_run(outcome="out_of_memory", step_seconds=())] * 2)
+    elsewhere = baseline(baseline_run(environment=gpu_environment(device_name="NVIDIA H200")))
+    assert first_ratio(CASE, [_on_cpu()], _cpu_baseline(), TOLERANCE) is None
+    for replies in ([], [_took(1.2), crashed()], [out_of_memory()]):
+        assert first_ratio(CASE, replies, FIVE, TOLERANCE) is None
+    for stored in (None, unfit, elsewhere, msgspec.structs.replace(FIVE, runs=())):
+        assert first_ratio(CASE, [_took(1.2)], stored, TOLERANCE) is None
+    assert first_ratio(CASE.replace(batch_size=3), [_took(1.2)], FIVE, TOLERANCE) is None
 
 
 # What cannot be compared

@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER
 from pytest_gputrain.execution.launch.node_service import serve
-from pytest_gputrain.execution.local import LocalMachine, describe_refusal
+from pytest_gputrain.execution.local import LocalExecutor
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.records import Delivery, Host, Order
 from pytest_gputrain.records.node_protocol import write_record
@@ -43,7 +43,7 @@ def deliver(folder: Path, rendezvous: str = "") -> None:
 def _run_order(order: Order, folder: Path, rendezvous: str) -> Delivery:
     conditions = order.conditions
     conditions = msgspec.structs.replace(conditions, shared=str(folder), rendezvous=rendezvous or conditions.rendezvous)
-    local = LocalMachine(conditions)
+    local = LocalExecutor(conditions)
     unknown = Host(name=socket.gethostname(), platform=conditions.platform or "unknown", device="", gpus=0)
     try:
         host = local.machine.host
@@ -52,11 +52,9 @@ def _run_order(order: Order, folder: Path, rendezvous: str) -> Delivery:
     if host.gpus < order.gpus:
         return Delivery(host=host, unfit=f"the case takes {order.gpus} GPUs of a node, and it sees {host.gpus}")
     try:
-        return Delivery(host=host, reply=local.run(order.task, nodes=order.nodes, watch=lambda event: None))
+        return Delivery(host=host, reply=local.run(order.task, watch=lambda event: None))
     except BadCase as error:
         return Delivery(host=host, refusal=str(error))
-    except OSError as error:
-        return Delivery(host=host, refusal=describe_refusal(order.task.case, error))
 
 
 def main(folder: Path, host: str = "", seat: str = "") -> None:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -73,7 +73,6 @@ class Fleet:
         shared: folder that all machines see.
         most_jobs: that the scheduler's queue is to hold of this pytest process.
         wait_seconds: that a job may wait while nothing of the fleet gets on.
-        on_arrival: called, while a test waits, with an order of which something is known before a test has asked for it.
         now, sleep: the clock, in seconds.
     """
 
@@ -84,7 +83,6 @@ class Fleet:
         *,
         most_jobs: int,
         wait_seconds: float,
-        on_arrival: Callable[[Order], object] = lambda order: None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -93,7 +91,6 @@ class Fleet:
         self._folder: Path | None = None
         self._most_jobs = most_jobs
         self._wait_seconds = wait_seconds
-        self._on_arrival = on_arrival
         self._now = now
         self._sleep = sleep
         self._open: dict[bytes, deque[_Ticket]] = {}
@@ -139,13 +136,16 @@ class Fleet:
             outcomes.append(ticket.outcome)
         return outcomes
 
-    def run(self, order: Order) -> Delivery | Lost:
-        """What comes of an order; waits until that is known."""
+    def wait(self, order: Order) -> Iterator[Order]:
+        """Wait until it is known what comes of an order, which `run` then tells; the caller may leave it out.
+
+        Yields:
+            Other orders, when something comes of them that no test has asked for.
+        """
         key = _key(order)
         if not self._open.get(key):
             self._new_ticket(order)
-        ticket = self._open[key].popleft()
-        self._requested[key] += 1
+        ticket = self._open[key][0]
         if not ticket.job and ticket.outcome is None:
             with contextlib.suppress(ValueError):
                 self._to_submit.remove(ticket)
@@ -153,14 +153,25 @@ class Fleet:
         while True:
             self.step()
             while self._arrivals:
-                if not self._requested[_key(arrival := self._arrivals.popleft())]:
-                    self._on_arrival(arrival)
+                arrived = _key(arrival := self._arrivals.popleft())
+                if arrived != key and not self._requested[arrived]:
+                    yield arrival
             if ticket.outcome is None and ticket.job:
                 self._collect(ticket)
             if ticket.outcome is not None:
-                shutil.rmtree(ticket.folder, ignore_errors=True)
-                return ticket.outcome
+                return
             self._sleep(LOOK_SECONDS)
+
+    def run(self, order: Order) -> Delivery | Lost:
+        """What comes of an order; waits until that is known."""
+        for _ in self.wait(order):
+            pass
+        key = _key(order)
+        ticket = self._open[key].popleft()
+        self._requested[key] += 1
+        assert ticket.outcome is not None, "it was waited for"
+        shutil.rmtree(ticket.folder, ignore_errors=True)
+        return ticket.outcome
 
     def drop(self, order: Order) -> None:
         """Cancel what was expected of this order and not asked for. What has an outcome keeps it."""

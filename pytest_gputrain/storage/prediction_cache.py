@@ -25,7 +25,7 @@ _READ_BY_LIBRARIES: Final = ("TORCH", "PYTORCH_", "TRANSFORMERS_", "DIFFUSERS_",
 """How environment variables begin that change what libraries do."""
 
 
-class Cache:
+class PredictionCache:
     """A file for each prediction, named by all that it depends on: the task, this package's code, the libraries, their
     environment variables.
 

@@ -1,0 +1,116 @@
+"""Judges a case by all that it is held to: limits of its test, and its baseline or a published row. Pure.
+
+This is what a session calls, once for every reply. `regression`, `published` and `limits` have the rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from pytest_gputrain.gate import regression
+from pytest_gputrain.gate.contention import why_not_recorded
+from pytest_gputrain.gate.limits import judge_limits, with_limits
+from pytest_gputrain.gate.published import judge_published, why_not_comparable
+from pytest_gputrain.gate.step_times import AGREEING, PRIOR_SD
+from pytest_gputrain.records import Baseline, Case, Measurement, OutOfMemory, Published, Reply, Scale, Verdict
+from pytest_gputrain.records.tolerance import Cap, Tolerance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Criteria:
+    """What a case is held to."""
+
+    case: Case
+    scale: Scale
+    judged: bool
+    """Whether it is compared with anything but the limits of its test."""
+    records: bool = False
+    """Whether its figures become a baseline."""
+    caps: tuple[Cap, ...] = ()
+    """The limits of its test."""
+    tolerance: Tolerance
+    baseline: Baseline | None = None
+    hint: str = ""
+    """For a missing baseline, what else is known of it."""
+    variables: tuple[str, ...] = ()
+    """Names of the environment variables that its test has changed."""
+    prior: float = PRIOR_SD
+    """Standard deviation that is expected between its processes: see `pytest_gputrain.gate.step_times.suite_prior`."""
+    row: Published | None = None
+    published_for: tuple[str, ...] | None = None
+    """Platforms that it was published for; None where it is not compared with published figures."""
+    wanted: int = 1
+    """Fresh processes to begin with."""
+    most: int = 1
+    """Fresh processes that there may be of it in doubt."""
+
+    @property
+    def compares_stored(self) -> bool:
+        """Whether it is compared with a stored baseline."""
+        return self.judged and self.published_for is None
+
+    def next_runs(self, have: int) -> int:
+        """Fresh processes that it takes in all if ``have`` of them leave it in doubt: enough of them that they can agree."""
+        return min(max(AGREEING, have + 1), self.most)
+
+
+class Judgement(NamedTuple):
+    verdict: Verdict | None
+    """None where the test only measures, and states no limit."""
+    settled: bool
+    """Whether a further reply could not change the verdict. If not, it is the one if there is to be none."""
+
+
+def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no_scaling: str = "") -> Judgement:
+    """Judge ``replies`` (one per fresh process, at least one).
+
+    Args:
+        shift: logarithm of how much slower all cases are today: see `pytest_gputrain.gate.step_times.suite_shift`.
+        no_scaling: why the scaling efficiency, which was asked for, is not known.
+    """
+    case, tolerance = criteria.case, criteria.tolerance
+    limits, limits_settled = judge_limits(
+        criteria.caps, case, replies, scale=criteria.scale, cpu_time=tolerance.cpu_time, most=criteria.most
+    )
+    verdict, settled = None, True
+    if criteria.judged and criteria.published_for is not None:
+        verdict = judge_published(
+            case, replies, criteria.row, tolerance, scale=criteria.scale, elsewhere=criteria.published_for
+        )
+    elif criteria.compares_stored:
+        circumstances = regression.Circumstances(
+            most=len(replies) if criteria.records else max(len(replies), criteria.most),
+            prior=criteria.prior,
+            shift=shift,
+            variables=criteria.variables,
+        )
+        verdict, settled = regression.judge(
+            case, replies, criteria.baseline, tolerance, criteria.hint, no_scaling, circumstances
+        )
+        if settled and criteria.records:
+            verdict = _recorded(criteria, verdict, replies, no_scaling)
+    return Judgement(with_limits(case, verdict, limits), settled and limits_settled)
+
+
+def comparable_row(criteria: Criteria) -> Published | None:
+    """Return the published row that the case can be compared with."""
+    return None if why_not_comparable(criteria.case, criteria.row, criteria.scale) else criteria.row
+
+
+def _recorded(criteria: Criteria, verdict: Verdict, replies: tuple[Reply, ...], no_scaling: str) -> Verdict:
+    """Turn the verdict into ``recorded`` where these figures can be stored."""
+    case = criteria.case
+    with_figures = [
+        reply for reply in replies if isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None
+    ]
+    if len(with_figures) < len(replies):
+        return verdict
+    if why_not := why_not_recorded(with_figures, criteria.baseline):
+        return msgspec.structs.replace(verdict, status="failed", sentence=f"{case} {why_not}")
+    what = "running out of memory" if isinstance(with_figures[0], OutOfMemory) else "today's figures"
+    what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
+    before = f"; before, {verdict.sentence}" if criteria.baseline is not None else ""
+    return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")

@@ -1,0 +1,83 @@
+"""Defines what a test asks of a case, and what answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pytest_gputrain.records import Case, Result, Scale
+from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.records.tolerance import NO_TERMS, Terms
+from pytest_gputrain.session.selection import ExpectedCase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a test asks of a case."""
+
+    nodeid: str
+    suite: str
+    case: Case
+    markers: frozenset[str] = frozenset()
+    """Names of all markers of the test."""
+    expression: str = ""
+    """Of ``-m``."""
+    judged: bool
+    scaling: bool = False
+    """Whether a case of several processes is compared with one worker alone, too."""
+    inline: bool = False
+    """Whether it runs in this process."""
+    builder: Any = None
+    """The user's function itself, for an inline run that has no address."""
+    module: str = ""
+    """Name under which this process imported the file of ``case.code``."""
+    terms: Terms = NO_TERMS
+    """Limits, which count for a case that is only measured, too, and tolerances of the test."""
+
+
+class CaseRunner(Protocol):
+    """Answers the requests of the tests of one pytest process: by measuring (`runner`), or by predicting (`predicting`)."""
+
+    settings: Settings
+
+    def scale(self) -> Scale:
+        """The scale of the cases.
+
+        Raises:
+            BadCase: the hardware is not what the options ask for.
+        """
+
+    def declare(self, suite: str, case: Case) -> Case:
+        """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
+
+    def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
+        """Take notice of what the tests that were collected are parametrized with.
+
+        Args:
+            submit: whether a fleet is to begin with them.
+        """
+
+    def run(self, request: Request) -> Result:
+        """Answer a request.
+
+        Raises:
+            BadCase: it cannot be meant so, or the baseline cannot be read; one sentence.
+            CannotRun: the case is not for this machine; the test skips.
+        """
+
+    def forget(self, nodeid: str) -> None:
+        """Drop the cases of a test that failed: they become no baselines."""
+
+    @property
+    def waiting(self) -> int:
+        """Cases whose baselines wait for further runs."""
+
+    def complete(self) -> Iterator[Result]:
+        """Measure what baselines wait for; after each run the case's result with all its runs so far."""
+
+    def is_strict(self) -> bool:
+        """Whether a case without a comparable baseline fails."""
+
+    def close(self) -> None:
+        """End what was kept running for the cases to come."""

@@ -1,0 +1,103 @@
+"""Makes the tasks of cases: how large, in how many processes, and with what a test has changed in the environment."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from pytest_gputrain.execution.launch.environment import SessionEnvironment
+from pytest_gputrain.gate.scaling import one_worker
+from pytest_gputrain.records import Case, Host, Scale, Target, Task
+from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.utils.errors import BadCase
+
+
+class TaskMaker:
+    """Makes the tasks of one pytest process.
+
+    Args:
+        host: returns the machine that they are for; asked when the first is made, since collecting needs no driver.
+        environment: variables of the session.
+        target: what they are to be predicted for; None where they really run.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        host: Callable[[], Host],
+        environment: SessionEnvironment,
+        target: Target | None = None,
+    ) -> None:
+        self._settings = settings
+        self._host = host
+        self._environment = environment
+        self._target = target
+
+    def scale(self) -> Scale:
+        """The scale of the models."""
+        if self._settings.scale != "auto":
+            return self._settings.scale
+        return "full" if self._host().gpus else "tiny"
+
+    def with_steps(self, case: Case) -> Case:
+        """Give the case the steps and the warm-up that the options set."""
+        steps, warmup = self._settings.steps, self._settings.warmup
+        return case.replace(steps=case.steps if steps is None else steps, warmup=case.warmup if warmup is None else warmup)
+
+    def processes(self, declared: int) -> int:
+        """How many processes a case takes: on a CPU a parallelism is exercised, not measured, and fewer show as much."""
+        return declared if self._host().gpus else min(declared, self._settings.processes)
+
+    def make(
+        self, case: Case, module: str = "", *, growth_bytes: int = 0, inline: bool = False, prefetched: bool = False
+    ) -> Task:
+        """Make the task of a case, as its test wants it run.
+
+        Args:
+            module: name under which this process imported the file of the case's code.
+            growth_bytes: that the test allows own code to keep more of after every round.
+            prefetched: no test has asked for it yet.
+
+        Raises:
+            BadCase: a variable that the test has changed is no text, which is how it travels.
+        """
+        task = Task(
+            case=case,
+            scale=self.scale(),
+            # Fake tensors are labelled cpu, so that a torch without CUDA can run them.
+            device_type="cpu" if self._target else self._host().device_type,
+            processes=self.processes(case.gpus),
+            servers=self.processes(case.servers),
+            nodes=1 if self._target else self._nodes(case),
+            root=str(self._settings.root),
+            module=module,
+            import_paths=tuple(path for path in sys.path if path),
+            growth_bytes=growth_bytes,
+            target=self._target,
+        )
+        variables = self._environment.changes(task, inline=inline, prefetched=prefetched)
+        for name, value in variables.items():
+            try:
+                f"{name}{value}".encode()
+            except UnicodeEncodeError:
+                readable_name = name.encode(errors="backslashreplace").decode()
+                raise BadCase(
+                    f"{task.case} was not measured: its test sets the environment variable {readable_name}, which is not "
+                    "UTF-8; set it before pytest starts"
+                ) from None
+        return msgspec.structs.replace(task, variables=variables)
+
+    def alone(self, task: Task) -> Task:
+        """One worker of the task, to compare several with."""
+        case = one_worker(task.case)
+        processes = self.processes(case.gpus)
+        return msgspec.structs.replace(task, case=case, processes=processes, nodes=self._nodes(case))
+
+    def _nodes(self, case: Case) -> int:
+        """How many nodes the case takes: as many as have its GPUs, or on a CPU as many as the option allows."""
+        if gpus_of_host := self._host().gpus:
+            return math.ceil(case.gpus / gpus_of_host)
+        return 1 if case.servers else min(self._settings.nodes, self.processes(case.gpus))

@@ -1,0 +1,133 @@
+"""All that a case is held to, judged together: limits, a baseline or a published row, and whether figures are recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from unit_examples import CASE, baseline, baseline_run, crashed, measurement, oom_run, out_of_memory
+
+from pytest_gputrain.gate.judge import Criteria, Judgement, comparable_row, judge
+from pytest_gputrain.records import Baseline, Holder, Measurement, Published, Reply
+from pytest_gputrain.records.published import Figures
+from pytest_gputrain.records.tolerance import Cap, MemoryTolerance, Tolerance
+
+TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
+TIGHT = (Cap(metric="step_seconds", most=0.5, stated="gpu_limit on test_it"),)
+BASE: Baseline = baseline(*[baseline_run()] * 5)
+SECONDS = BASE.runs[0].step_seconds[0]
+ROW = Published(
+    table="table",
+    suite="llm",
+    platform="h100",
+    case=CASE,
+    outcome="out_of_memory",
+    cells={},
+    figures={"pytorch": Figures()},
+    made_with="torch 2.5.1",
+)
+
+
+def _took(factor: float, **fields: Any) -> Measurement:
+    return measurement(step_seconds=(SECONDS * factor,) * 3, **fields)
+
+
+def _judge(*replies: Reply, **criteria: Any) -> Judgement:
+    held_to = {"case": CASE, "scale": "full", "judged": True, "tolerance": TOLERANCE, "most": 5, **criteria}
+    return judge(Criteria(**held_to), replies)
+
+
+def _status(judgement: Judgement) -> str:
+    assert judgement.verdict is not None
+    return judgement.verdict.status
+
+
+def test_a_case_that_is_held_to_nothing_has_no_verdict() -> None:
+    assert _judge(_took(1.0), judged=False, baseline=BASE) == (None, True)
+
+
+def test_a_limit_counts_for_a_case_that_is_not_judged() -> None:
+    judgement = _judge(_took(9.0), _took(9.0), _took(9.0), judged=False, caps=TIGHT)
+    assert _status(judgement) == "over-limit"
+    assert judgement.settled
+
+
+def test_one_reply_over_a_limit_is_in_doubt_until_there_can_be_no_more() -> None:
+    assert not _judge(_took(9.0), judged=False, caps=TIGHT).settled
+    assert _judge(_took(9.0), judged=False, caps=TIGHT, most=1).settled
+    assert _judge(_took(0.1), judged=False, caps=TIGHT).settled
+
+
+def test_a_verdict_is_settled_when_both_the_baseline_and_the_limits_are() -> None:
+    within = (Cap(metric="step_seconds", most=SECONDS * 100, stated="gpu_limit on test_it"),)
+    assert not _judge(_took(1.2), baseline=BASE, caps=within).settled
+    assert not _judge(_took(1.0), baseline=BASE, caps=(Cap(metric="step_seconds", most=SECONDS / 2, stated=""),)).settled
+    judgement = _judge(_took(1.0), baseline=BASE, caps=within)
+    assert (judgement.settled, _status(judgement)) == (True, "pass")
+
+
+def test_what_the_suite_shares_is_no_regression_of_the_case() -> None:
+    slower, held_to = (_took(1.2),) * 3, Criteria(case=CASE, scale="full", judged=True, tolerance=TOLERANCE, baseline=BASE)
+    assert _status(judge(held_to, slower)) == "regressed"
+    assert _status(judge(held_to, slower, shift=0.18)) == "inconclusive"
+
+
+@pytest.mark.parametrize("stored", [None, BASE])
+def test_figures_that_are_wanted_are_recorded_whatever_they_are(stored: Baseline | None) -> None:
+    judgement = _judge(_took(2.0), baseline=stored, records=True)
+    assert (_status(judgement), judgement.settled) == ("recorded", True)
+    assert judgement.verdict is not None
+    assert ("before, " in judgement.verdict.sentence) == (stored is not None)
+
+
+def test_running_out_of_memory_is_recorded_by_its_name() -> None:
+    judgement = _judge(out_of_memory(), records=True)
+    assert _status(judgement) == "recorded"
+    assert judgement.verdict is not None
+    assert "has running out of memory as its baseline now" in judgement.verdict.sentence
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        (crashed(),),
+        (_took(1.0), crashed()),
+        (out_of_memory(environment=None),),  # a worker that the kernel killed does not tell where
+        (_took(1.0), out_of_memory()),
+        (_took(1.0, holders=(Holder(pid=4711, gpu=0, name="python"),)),),
+    ],
+)
+def test_what_says_nothing_of_the_case_becomes_no_baseline(replies: tuple[Reply, ...]) -> None:
+    judgement = _judge(*replies, records=True)
+    assert _status(judgement) == "failed"
+    assert judgement.settled
+
+
+def test_limits_count_for_what_is_recorded_too() -> None:
+    judgement = _judge(_took(9.0), records=True, caps=TIGHT, most=1)
+    assert _status(judgement) == "over-limit"
+
+
+def test_a_published_row_counts_instead_of_a_baseline() -> None:
+    judgement = _judge(_took(9.0), baseline=BASE, row=ROW, published_for=("h100",))
+    assert (_status(judgement), judgement.settled) == ("improved", True)
+    elsewhere = _judge(_took(9.0), published_for=("a100",)).verdict
+    assert elsewhere is not None
+    assert "published for a100 only" in elsewhere.sentence
+    assert _judge(_took(9.0), row=ROW, published_for=("h100",), judged=False) == (None, True)
+
+
+def test_a_row_is_shown_beside_a_case_only_if_the_two_can_be_compared() -> None:
+    held_to = {"scale": "full", "judged": True, "tolerance": TOLERANCE, "row": ROW}
+    assert comparable_row(Criteria(case=CASE, **held_to)) is ROW  # type: ignore[arg-type]
+    assert comparable_row(Criteria(case=CASE.replace(batch_size=7), **held_to)) is None  # type: ignore[arg-type]
+    assert comparable_row(Criteria(case=CASE, **{**held_to, "scale": "tiny"})) is None  # type: ignore[arg-type]
+
+
+def test_a_baseline_that_did_not_fit_passes_what_does_not() -> None:
+    assert _status(_judge(out_of_memory(), baseline=baseline(oom_run()))) == "pass"
+
+
+@pytest.mark.parametrize(("have", "most", "runs"), [(1, 5, 3), (1, 2, 2), (3, 5, 4), (2, 5, 3), (5, 5, 5)])
+def test_a_case_in_doubt_takes_enough_further_processes_to_agree(have: int, most: int, runs: int) -> None:
+    assert Criteria(case=CASE, scale="full", judged=True, tolerance=TOLERANCE, most=most).next_runs(have) == runs
