@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (ab, check_baselines, compare, devices, export, html, trend):
         command.add_to(commands)
     node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
-    node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")
+    node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's gpu_shared")
     node.add_argument(
         "--host",
         default=socket.gethostname(),

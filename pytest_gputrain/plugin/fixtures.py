@@ -227,7 +227,7 @@ def lend_gpu(runner: Runner) -> Iterator[Gpu]:
     if runner.settings.predict:
         pytest.skip("--gpu-predict lends no GPU")
     if runner.settings.fleet is not None:
-        pytest.skip("--gpu-fleet runs cases on other machines, and lends no GPU of this one")
+        pytest.skip("the scheduler of --gpu-executor runs cases on other machines, and lends no GPU of this one")
     try:
         machine = runner.executor.machine
     except BadCase as error:

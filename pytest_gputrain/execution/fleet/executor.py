@@ -26,7 +26,7 @@ CPUS_OF_A_GPU: Final = 4
 
 
 def scheduler_of(settings: Settings, platform: str) -> Scheduler:
-    """The scheduler of ``--gpu-fleet``.
+    """The scheduler of ``--gpu-executor``.
 
     Raises:
         ValueError: it is not there; the sentence to say so.
@@ -78,7 +78,9 @@ class FleetExecutor(Executor):
 
     @property
     def machine(self) -> Machine:
-        raise BadCase("--gpu-fleet runs cases on other machines than this one; deselect what needs a GPU here")
+        raise BadCase(
+            "the scheduler of --gpu-executor runs cases on other machines than this one; deselect what needs a GPU here"
+        )
 
     @property
     def host(self) -> Host:
@@ -86,7 +88,10 @@ class FleetExecutor(Executor):
 
     def host_of(self, task: Task, inline: bool = False) -> Host:
         if inline:
-            raise BadCase(f"{task.case} runs inline, in the pytest process, and --gpu-fleet elsewhere; deselect its test")
+            raise BadCase(
+                f"{task.case} runs inline, in the pytest process, and the scheduler of --gpu-executor runs cases elsewhere; "
+                "deselect its test"
+            )
         self.measure(task, False, None, 1)
         return self._hosts.get(identity_of(task), self._requested)
 
@@ -219,7 +224,7 @@ class FleetExecutor(Executor):
         if first.device != other.device:
             raise BadCase(
                 f"{case} ran on {first.device} ({first.name}) and on {other.device} ({other.name}), whose figures say "
-                f"nothing of each other; have --gpu-fleet-args ask for one kind of {self._requested.platform}"
+                f"nothing of each other; have gpu_fleet_args ask for one kind of {self._requested.platform}"
             )
 
 
@@ -232,6 +237,4 @@ def _shared() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadCase(
-            f"the folder of --gpu-shared cannot be used: {error}; name one that this machine can write to"
-        ) from None
+        raise BadCase(f"the folder of gpu_shared cannot be used: {error}; name one that this machine can write to") from None
