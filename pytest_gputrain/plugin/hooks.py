@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _refuse_unknown_settings(config: pytest.Config) -> None:
-    """Refuse a misspelt ``-o gpu_name=value``, of which pytest says nothing before version 9, and a warning since then.
+    """Refuse a misspelt ``-o gpu_name=value``, which pytest passes over, or only warns of, depending on its version.
 
     Raises:
         pytest.UsageError: no plugin has a setting of this name.
