@@ -50,7 +50,7 @@ START_SECONDS_OF_A_BILLION: Final = 2.0
 SUBMIT_SECONDS: Final = 0.05
 """Of one job: a command of the scheduler's."""
 WINDOW: Final = 256
-"""Jobs in the queue at most: the default of --gpu-fleet-jobs."""
+"""Jobs in the queue at most: the default of gpu_fleet_jobs."""
 IN_DOUBT: Final = 0.11
 """Share of the cases, with baselines of five runs and processes that differ by 1 %: counted with `gate.step_times`."""
 RUNS_OF_DOUBT: Final = 2

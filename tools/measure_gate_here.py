@@ -3,7 +3,7 @@
     python tools/measure_gate_here.py [--minutes N] [--cases N] [--seed N]
 
 Small training steps on the CPU are recorded as a suite's own code, five fresh processes each, and gated with
-``--gpu-judge-cpu-time``: as they are, and slowed down by 5, 10 and 20 %. A step that is slowed down repeats its work until
+``gpu_judge_cpu_time``: as they are, and slowed down by 5, 10 and 20 %. A step that is slowed down repeats its work until
 so much more time has gone by. What of the unchanged steps is called regressed is a false alarm; of the others, what is not.
 
 Repetitions alternate between the machine as it is and one with noisy neighbours: a process for each core that computes and
@@ -116,7 +116,8 @@ def gate(folder: Path, slower: float, *arguments: str) -> list[str]:
             "pytest",
             "-q",
             "--gpu-platform=cpu",
-            "--gpu-judge-cpu-time",
+            "-o",
+            "gpu_judge_cpu_time=true",
             f"--gpu-json={report}",
             *arguments,
         ],

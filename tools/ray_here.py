@@ -1,6 +1,6 @@
 """A Ray cluster of two nodes on this machine, for tests: the real daemons on loopback, in a folder, without a dashboard.
 
-    python tools/ray_here.py pytest benchmarks --gpu-fleet=ray
+    python tools/ray_here.py pytest benchmarks --gpu-executor=ray
 
 runs the command with that cluster and ends it afterwards. It takes 1.1 GiB of memory.
 """

@@ -251,12 +251,12 @@ def read_settings(data: bytes, scratch: Scratch, rng: random.Random) -> None:
         options, ini = msgspec.json.decode(data, type=tuple[dict[str, Any], dict[str, Any]])
     except UNREADABLE:
         return  # only the tool's way to write them down
-    # pytest gives strings, lists of them where an option is repeated, and True.
+    # pytest gives strings, lists of them where an option is repeated, and True or False for a switch.
     typed: dict[str, Any] = {}
-    for option in OPTIONS:
+    for option in (option for option in OPTIONS if not option.ini_only):
         value = options.get(option.name)
         if option.switch:
-            typed[option.name] = value is True or None
+            typed[option.name] = value if isinstance(value, bool) else None
         elif value is not None:
             typed[option.name] = [_text(value)] if option.repeated else _text(value)
     settings.read(typed, {name: _text(value) for name, value in ini.items()}, scratch.folder)

@@ -1,6 +1,6 @@
 """A Slurm of two nodes on this machine, for tests: the real slurmctld, slurmd and munged on loopback, in a folder.
 
-    python tools/slurm_here.py pytest benchmarks --gpu-fleet=slurm
+    python tools/slurm_here.py pytest benchmarks --gpu-executor=slurm
 
 runs the command with that Slurm and ends it afterwards. It takes root, which slurmd asks for, and Debian's packages
 slurmctld, slurmd, slurm-client and munge. There is no accounting, no cgroup and no account of a user in it.

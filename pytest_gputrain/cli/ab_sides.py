@@ -128,7 +128,8 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
         "--gpu-baseline=measured",
         f"--gpu-baseline-dir={no_baselines}",
         "--gpu-runs=1",
-        "--gpu-reruns=0",
+        "-o",
+        "gpu_reruns=0",
         f"--gpu-json={report}",
     ]
     command = [side.python, "-m", "pytest", *arguments, *own_arguments, "-o", "gpu_strict=false", "-o", "gpu_history="]

@@ -14,7 +14,7 @@ from pytest_gputrain.utils.sanitize import shown
 
 def add_to(commands: Any) -> None:
     node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
-    node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's --gpu-shared")
+    node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's gpu_shared")
     node.add_argument(
         "--host",
         default=socket.gethostname(),

@@ -100,7 +100,7 @@ def refuse_other_device(case: Case, first: Host, other: Host) -> None:
     if first.device != other.device:
         raise BadCase(
             f"{case} ran on {first.device} ({first.name}) and on {other.device} ({other.name}), whose figures say nothing "
-            f"of each other; have --gpu-fleet-args ask for one kind of {first.platform}"
+            f"of each other; have gpu_fleet_args ask for one kind of {first.platform}"
         )
 
 

@@ -136,12 +136,13 @@ class LocalExecutor(Executor[Reply]):
             before = drivers.occupancy(gpus, _process_tree())
         if before.holders is None and self._conditions.foreign == "error":
             raise BadCase(
-                f"{case} was not measured: the driver does not tell who is on its GPUs; leave --gpu-foreign=error out"
+                f"{case} was not measured: the driver does not tell who is on its GPUs; "
+                "-o gpu_foreign=warn measures it all the same"
             )
         if before.holders and self._conditions.foreign == "error":
             raise BadCase(
                 f"{case} was not measured: {contention.describe_holders(before.holders)} is there already; end that, choose "
-                "other GPUs with --gpu-ids, or measure beside it with --gpu-foreign=warn"
+                "other GPUs with --gpu-ids, or measure beside it with -o gpu_foreign=warn"
             )
         return before
 

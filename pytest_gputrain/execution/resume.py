@@ -162,7 +162,7 @@ def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
         yield f"is of {there} with other uncommitted changes than there are now; restore those"
     foreign = report.settings.get("foreign", settings.foreign)
     if foreign != settings.foreign:
-        yield f"was measured with --gpu-foreign={foreign}; give the same"
+        yield f"was measured with gpu_foreign={foreign}; give the same"
     made_with = report.generator.rpartition(" ")[2]
     installed = {"python": platform.python_version(), "pytest-gputrain": metadata.version("pytest-gputrain"), **versions()}
     for environment in (

@@ -301,12 +301,12 @@ def _settings(config: pytest.Config) -> Settings:
     ValueError: a value of an option is wrong, or two contradict each other.
     """
     settings = read(
-        {option.name: config.getoption(option.flag) for option in OPTIONS},
+        {option.name: config.getoption(option.flag) for option in OPTIONS if not option.ini_only},
         {option.name: str(config.getini(option.ini)) for option in OPTIONS},
         config.rootpath if config.inipath is None else config.inipath.parent,
     )
     named_platforms = [] if settings.platform is None else [("--gpu-platform", settings.platform)]
-    named_platforms += [("--gpu-fleet-args", platform) for platform, _ in settings.fleet_args if platform]
+    named_platforms += [("gpu_fleet_args", platform) for platform, _ in settings.fleet_args if platform]
     for option, platform in named_platforms:
         if platform not in MARKERS:
             hint = did_you_mean(platform, MARKERS)
@@ -342,7 +342,7 @@ def _fork_server(settings: Settings) -> ForkServer | None:
 
 
 def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecast | None) -> Executor[Reply] | None:
-    """Return the executor of ``--gpu-fleet``; None where cases run on this machine.
+    """Return the executor that has a scheduler run the cases; None where cases run on this machine.
 
     Raises:
         ValueError: it cannot be used, or several platforms are named.
@@ -352,7 +352,8 @@ def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecas
     platforms = _platforms(config, settings) or [CPU]
     if len(platforms) != 1:
         raise ValueError(
-            f"--gpu-fleet asks for machines of one platform, and -m names {', '.join(platforms)}; name one of them"
+            f"--gpu-executor={settings.fleet} asks for machines of one platform, and -m names {', '.join(platforms)}; "
+            "name one of them"
         )
     from pytest_gputrain.execution.fleet.durations import Durations
     from pytest_gputrain.execution.fleet.executor import FleetExecutor, scheduler_of

@@ -233,8 +233,10 @@ def _address(function: StepBuilder, root: Path) -> str:
 
 def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
     """Yield a GPU of this machine that nobody else has meanwhile; skip the test where there is none."""
+    if executor.is_remote:
+        pytest.skip("the scheduler of --gpu-executor runs cases on other machines, and lends no GPU of this one")
     if not isinstance(executor, LocalExecutor):
-        pytest.skip("cases run on other machines, or are predicted, and no GPU of this machine is lent")
+        pytest.skip("--gpu-predict lends no GPU")
     try:
         machine = executor.machine
     except HardwareError as error:

@@ -6,6 +6,7 @@ only; `case_session`, which imports all the rest, is imported when the first cas
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 from collections.abc import Generator, Iterator, Sequence
@@ -17,7 +18,7 @@ from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.plugin import marker_help
 from pytest_gputrain.plugin.deselected import DeselectedTests
 from pytest_gputrain.plugin.items import expression_of, has_cases, has_parameters
-from pytest_gputrain.plugin.options import OPTIONS
+from pytest_gputrain.plugin.options import GONE, OPTIONS, heir_of
 from pytest_gputrain.utils.signals import terminable, undisturbed
 
 if TYPE_CHECKING:
@@ -34,24 +35,56 @@ _PLUGIN: Final[pytest.StashKey[GpuTrainPlugin]] = pytest.StashKey()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gputrain", "GPU training benchmarks")
     for option in OPTIONS:
+        parser.addini(option.ini, option.help if option.ini_only else f"as {option.flag}", default="")
+        if option.ini_only:
+            continue
+        help_text = option.help.replace("%", "%%")
         if option.switch:
-            group.addoption(option.flag, action="store_true", default=None, help=option.help)
+            group.addoption(option.flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
         else:
             action = "append" if option.repeated else "store"
-            group.addoption(option.flag, action=action, default=None, metavar=option.metavar, help=option.help)
-        parser.addini(option.ini, f"as {option.flag}", default="")
+            group.addoption(option.flag, action=action, default=None, metavar=option.metavar, help=help_text)
+    for name in (*GONE, *(option.name for option in OPTIONS if option.ini_only)):
+        group.addoption(f"--gpu-{name}", action=_Gone, nargs="?", help=argparse.SUPPRESS)
+
+
+class _Gone(argparse.Action):
+    """A flag that went. It takes the word after it, too, which would else be a path to collect."""
+
+    def __call__(self, _parser: object, _namespace: object, value: object, option_string: str | None = None) -> None:
+        raise pytest.UsageError(heir_of(str(option_string).removeprefix("--gpu-"), None if value is None else str(value)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for line in marker_help.lines():
         config.addinivalue_line("markers", line)
+    _refuse_unknown_settings(config)
     plugin = GpuTrainPlugin(config)
-    if any(config.getoption(option.flag) is not None or config.getini(option.ini) for option in OPTIONS):
+    given = [config.getoption(option.flag) is not None for option in OPTIONS if not option.ini_only]
+    if any(given) or any(config.getini(option.ini) for option in OPTIONS):
         _ = plugin.cases  # a wrong value is refused before any test runs; without any, all have their defaults
     config.stash[_PLUGIN] = plugin
     config.pluginmanager.register(plugin, "gputrain-manager")
     config.pluginmanager.register(plugin.deselected, "gputrain-left-out")
     config.add_cleanup(plugin.ending.close)
+
+
+def _refuse_unknown_settings(config: pytest.Config) -> None:
+    """Refuse a misspelt ``-o gpu_name=value``, which pytest passes over, or only warns of, depending on its version.
+
+    Raises:
+        pytest.UsageError: no plugin has a setting of this name.
+    """
+    for override in config.getoption("override_ini") or ():
+        name = override.partition("=")[0]
+        if name.startswith("gpu_"):
+            try:
+                config.getini(name)
+            except ValueError:
+                from pytest_gputrain.utils.suggest import did_you_mean
+
+                hint = did_you_mean(name, [option.ini for option in OPTIONS])
+                raise pytest.UsageError(f"-o {override}: there is no setting of this name{hint}") from None
 
 
 @pytest.fixture

@@ -1,4 +1,8 @@
-"""Lists every option once: its flag, its name in the ini file, its default, its help, and how its text is parsed."""
+"""Lists every option once: its flag, its name in the ini file, its default, its help, and how its text is parsed.
+
+What is chosen for a run has a flag on the command line, and a name in the ini file beside. What a project or a site sets
+once is `ini_only`; pytest's own option ``-o gpu_nodes=2`` changes it for one run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _LONGEST_NAME: Final = 255
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option: ``--gpu-name`` and, in the ini file, ``gpu_name``."""
+    """One option: ``--gpu-name``, unless it is `ini_only`, and ``gpu_name`` in the ini file."""
 
     name: str
     help: str
@@ -28,9 +32,11 @@ class Option:
     """The default as one would type it; empty for none."""
     metavar: str | None = None
     switch: bool = False
-    """Whether it takes no value on the command line."""
+    """Whether it is on or off: ``--gpu-name`` and ``--no-gpu-name``, of which the last counts."""
     repeated: bool = False
     """Whether it may be given several times; in the ini file each value is on its own line."""
+    ini_only: bool = False
+    """Whether the command line has no flag for it."""
 
     @property
     def flag(self) -> str:
@@ -159,7 +165,7 @@ OPTIONS: Final = (
         parse=parse_ratio,
         default="3%",
         metavar="RATIO",
-        help="slowdown of the median step, and loss of scaling efficiency, that passes (default: 3%%)",
+        help="slowdown of the median step, and loss of scaling efficiency, that passes (default: 3%)",
     ),
     Option(
         name="memory-tolerance",
@@ -167,12 +173,12 @@ OPTIONS: Final = (
         default="2%",
         metavar="RATIO|BYTES|RATIO+BYTES",
         help=(
-            "growth of peak allocated memory that passes, as 2%%, 512MiB or 2%%+512MiB; a GPU gets 64 MiB on top "
-            "(default: 2%%)"
+            "growth of peak allocated memory that passes, as 2%, 512MiB or 2%+512MiB; a GPU gets 64 MiB on top (default: 2%)"
         ),
     ),
     Option(
         name="judge-cpu-time",
+        ini_only=True,
         switch=True,
         parse=_switch,
         help=(
@@ -188,6 +194,7 @@ OPTIONS: Final = (
     ),
     Option(
         name="reruns",
+        ini_only=True,
         parse=_whole(0, MAX_RUNS - 1),
         default=str(MOST_RUNS - 1),
         metavar="N",
@@ -232,6 +239,7 @@ OPTIONS: Final = (
     ),
     Option(
         name="processes",
+        ini_only=True,
         parse=_whole(1),
         default="2",
         metavar="N",
@@ -243,6 +251,7 @@ OPTIONS: Final = (
     Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
     Option(
         name="foreign",
+        ini_only=True,
         parse=_one_of("error", "warn", "ignore"),
         default="warn",
         metavar="error|warn|ignore",
@@ -262,9 +271,10 @@ OPTIONS: Final = (
             "libraries (default: auto)"
         ),
     ),
-    Option(name="nodes", parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
+    Option(name="nodes", ini_only=True, parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
     Option(
         name="shared",
+        ini_only=True,
         parse=_path,
         default=".gputrain",
         metavar="DIR",
@@ -272,29 +282,42 @@ OPTIONS: Final = (
     ),
     Option(
         name="rendezvous",
+        ini_only=True,
         parse=_endpoint,
         metavar="HOST[:PORT]",
         help="this node as the others reach it, where they are no Slurm allocation (default: its name, any free port)",
     ),
     Option(
-        name="fleet",
-        parse=_one_of("slurm", "ray"),
-        metavar="slurm|ray",
-        help="run every case as a job of this scheduler, on machines of the platform that -m or --gpu-platform names",
+        name="executor",
+        parse=_one_of("local", "slurm", "ray"),
+        default="local",
+        metavar="local|slurm|ray",
+        help=(
+            "run cases on this machine (local), or each as a job of this scheduler, on machines of the platform that -m or "
+            "--gpu-platform names (default: local)"
+        ),
     ),
     Option(
         name="fleet-args",
+        ini_only=True,
         parse=_site_arguments,
-        repeated=True,
         metavar="[PLATFORM:] ARGUMENTS",
         help=(
             "what the scheduler is to be told beside, such as 'h100: --partition=gpu --gres=gpu:h100:{gpus}', or of Ray "
-            "'h100: h100={gpus}'; without a platform, for all; one a line in the ini file"
+            "'h100: h100={gpus}'; without a platform, for all; one a line"
         ),
     ),
-    Option(name="fleet-gpus", parse=_whole(1), default="8", metavar="N", help="GPUs of each node of the fleet (default: 8)"),
+    Option(
+        name="fleet-gpus",
+        ini_only=True,
+        parse=_whole(1),
+        default="8",
+        metavar="N",
+        help="GPUs of each node of the fleet (default: 8)",
+    ),
     Option(
         name="fleet-jobs",
+        ini_only=True,
         parse=_whole(1),
         default="256",
         metavar="N",
@@ -302,6 +325,7 @@ OPTIONS: Final = (
     ),
     Option(
         name="fleet-wait",
+        ini_only=True,
         parse=parse_seconds,
         default="1h",
         metavar="TIME",
@@ -362,6 +386,7 @@ OPTIONS: Final = (
     ),
     Option(
         name="find-batch-max",
+        ini_only=True,
         parse=_whole(1),
         default="1024",
         metavar="N",
@@ -374,3 +399,21 @@ OPTIONS: Final = (
         help="train every case that many steps in each precision and compare the loss curves, instead of judging it",
     ),
 )
+
+GONE: Final = {"fleet": "executor", "dry-run": "predict"}
+"""Names that options had before, each with the name of its heir."""
+
+
+def heir_of(name: str, value: str | None) -> str:
+    """Return the sentence that refuses a flag that went, with what has to be written instead.
+
+    Args:
+        name: of an option that is `ini_only`, or of `GONE`.
+        value: as it was typed; None or empty where there was none.
+    """
+    option = next(option for option in OPTIONS if option.name == GONE.get(name, name))
+    value = "true" if option.switch else value or option.metavar
+    if option.ini_only:
+        override = shlex.quote(f"{option.ini}={value}")
+        return f"{option.flag} is set in the ini file now: {option.ini} = {value}, or -o {override} for one run"
+    return f"--gpu-{name} is {option.flag if option.switch else f'{option.flag}={value}'} now"

@@ -14,8 +14,9 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
     """Return the settings; an option of the command line precedes the ini file, which precedes the default.
 
     Args:
-        options: value of each option's flag by option name; None where it was not given, a list for one that is repeated.
-        ini: value of each option's ini twin by option name; empty where it is not set.
+        options: value of each option's flag by option name; None where it was not given, a list for one that is repeated,
+            False for a switch whose ``--no-gpu-name`` came last.
+        ini: value that each option has in the ini file by option name; empty where it is not set.
         root: folder that relative paths of the ini file are in; those of the command line are in the current folder.
 
     Raises:
@@ -25,8 +26,8 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
     for option in OPTIONS:
         typed, written = options.get(option.name), ini.get(option.name, "")
         typed = "\n".join(typed) if isinstance(typed, list) else typed
-        is_typed = typed not in (None, False)
-        text = ("true" if typed is True else str(typed)) if is_typed else (written or option.default)
+        is_typed = typed is not None
+        text = str(typed) if is_typed else (written or option.default)
         try:
             if is_typed and not text:
                 raise ValueError("it was given without a value")
@@ -67,7 +68,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         time_tolerance=values["time-tolerance"],
         memory_tolerance=values["memory-tolerance"],
         judge_cpu_time=bool(values["judge-cpu-time"]),
-        typed=tuple(sorted(name for name, value in options.items() if value not in (None, False))),
+        typed=tuple(sorted(name for name, value in options.items() if value is not None)),
         runs=values["runs"],
         reruns=values["reruns"],
         strict=values["strict"],
@@ -89,7 +90,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         history=None if values["history"] is None else values["history"].absolute(),
         html=None if values["html"] is None else values["html"].absolute(),
         sweep=values["set"] or (),
-        fleet=values["fleet"],
+        fleet=None if values["executor"] == "local" else values["executor"],
         fleet_args=values["fleet-args"] or (),
         fleet_gpus=values["fleet-gpus"],
         fleet_jobs=values["fleet-jobs"],
@@ -108,17 +109,18 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     """
     for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
         if asked and values["nodes"] > 1:
-            raise ValueError(f"--gpu-nodes and {other} contradict each other: it takes processes on all GPUs of each node")
-    if values["fleet"]:
+            raise ValueError(f"gpu_nodes and {other} contradict each other: it takes processes on all GPUs of each node")
+    if values["executor"] != "local":
         against = {
             "--gpu-predict": values["predict"],
             "--gpu-isolation=inline": values["isolation"] == "inline",
             "--gpu-ids": values["ids"],
-            "--gpu-rendezvous": values["rendezvous"],
+            "gpu_rendezvous": values["rendezvous"],
         }
         for other in (flag for flag, asked in against.items() if asked):
             raise ValueError(
-                f"--gpu-fleet and {other} contradict each other: cases run on machines that a scheduler chooses"
+                f"--gpu-executor={values['executor']} and {other} contradict each other: "
+                "cases run on machines that a scheduler chooses"
             )
     if values["predict"]:
         against = {

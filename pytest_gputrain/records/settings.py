@@ -60,7 +60,7 @@ class Settings:
     sweep: Axes
     """Knobs that replace those of every case, each with its values."""
     fleet: Literal["slurm", "ray"] | None
-    """The engine that runs the cases; None for this machine."""
+    """The scheduler that runs the cases, of ``--gpu-executor``; None for this machine."""
     fleet_args: tuple[tuple[str, tuple[str, ...]], ...]
     """What the engine is told beside: a catalog marker, empty for all platforms, and arguments."""
     fleet_gpus: int

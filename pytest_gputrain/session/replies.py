@@ -80,7 +80,10 @@ class Replies:
         if not self.executor.is_remote:
             return self.executor.host
         if inline:
-            raise BadCase(f"{task.case} runs inline, in the pytest process, and --gpu-fleet elsewhere; deselect its test")
+            raise BadCase(
+                f"{task.case} runs inline, in the pytest process, and the scheduler of --gpu-executor runs cases elsewhere; "
+                "deselect its test"
+            )
         self.take(task, 1)
         return self.resumed(task).host or self.executor.host_of(task)
 

@@ -131,15 +131,15 @@ def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, a
         if case.servers:
             return f"{lack}; a case with parameter servers stays on one node"
         nodes = case.gpus // gpus
-        return f"{lack}; --gpu-nodes={nodes} takes those of {nodes} nodes" if nodes > most_nodes else None
+        return f"{lack}; -o gpu_nodes={nodes} takes those of {nodes} nodes" if nodes > most_nodes else None
     if gpus:
         return None
     if all_of_them and most_processes < case.gpus:
         # Fewer would exercise the engine as well, but their efficiency is not that of the case.
-        return f"needs {case.gpus} processes; --gpu-processes={case.gpus} runs them on a CPU"
+        return f"needs {case.gpus} processes; -o gpu_processes={case.gpus} runs them on a CPU"
     if case.gpus + case.servers > 1 and most_processes == 1:
         few = "two workers and two servers at most" if case.servers else "two of them"
-        return f"needs {case.gpus + case.servers} processes; --gpu-processes=2 runs {few} on a CPU"
+        return f"needs {case.gpus + case.servers} processes; -o gpu_processes=2 runs {few} on a CPU"
     if case.parallel.startswith("zero") and case.precision == "fp16-amp":
         return "needs a GPU: DeepSpeed's fp16 refuses a CPU"
     return None

@@ -19,7 +19,7 @@ from pytest_gputrain.records import Order
 
 
 class ImmediateScheduler:
-    """Stands in for every scheduler of ``--gpu-fleet``."""
+    """Stands in for every scheduler of ``--gpu-executor``."""
 
     name = "Slurm"
     ask_seconds = 4.0

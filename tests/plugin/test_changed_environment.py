@@ -328,7 +328,7 @@ def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(
         "[CASE]", '[CASE, CASE.replace(model="llama-2-13b")]'
     )
     project.write(test_two=cases)
-    project.run("-m", "h100", "--gpu-fleet=slurm", "--gpu-platform=h100")
+    project.run("-m", "h100", "--gpu-executor=slurm", "--gpu-platform=h100")
     ordered = [(str(order.task.case), order.task.variables) for order in scheduler.orders]
     plain, changed = {"AT_IMPORT": "1"}, {"AT_IMPORT": "1", "FLAG": "1"}
     assert sorted(case for case, digest in ordered if digest == changed) == sorted([GEMMA, LLAMA_2])

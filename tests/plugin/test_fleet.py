@@ -1,4 +1,4 @@
-"""Tests ``--gpu-fleet``: its verdicts are those of a run on the node itself, and bad options are refused."""
+"""Tests ``--gpu-executor``: its verdicts are those of a run on the node itself, and bad options are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plugin_project import (
     skips,
 )
 
-FLEET = ("-m", "h100", "--gpu-fleet=slurm")
+FLEET = ("-m", "h100", "--gpu-executor=slurm")
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_what_is_only_measured_is_run_no_further_when_the_tests_are_over(
 
 def test_a_study_runs_nothing_but_its_own_tasks(project: Project, scheduler: ImmediateScheduler) -> None:
     project.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=5"))
-    project.run(*FLEET, "-k", "gemma", "--gpu-find-batch", "--gpu-find-batch-max=4", "--gpu-json=report.json")
+    project.run(*FLEET, "-k", "gemma", "--gpu-find-batch", "-o", "gpu_find_batch_max=4", "--gpu-json=report.json")
     assert sorted({order.task.case.batch_size for order in scheduler.orders}) == [1, 2, 3, 4]
     scheduler.orders.clear()
     project.run(*FLEET, "-k", "gemma", "--gpu-loss=20", "--gpu-json=losses.json")
@@ -247,19 +247,19 @@ def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, scheduler: Imm
             gputrain.measure(Case(model="gemma-7b", parallel="ddp", gpus=gpus, named=("gpus",), sequence_length=8192))
         """
     )
-    result = project.run("--gpu-platform=h100", "--gpu-fleet=slurm", "--gpu-nodes=2")
+    result = project.run("--gpu-platform=h100", "--gpu-executor=slurm", "-o", "gpu_nodes=2")
     assert [(order.nodes, order.gpus) for order in scheduler.orders] == [(1, 2), (2, 8)]
     assert [launch["nodes"] for launch in project.launches] == [1, 2]
     assert skips(result) == {
         "test_wide[12]": "needs 12 GPUs, found 8; several nodes are taken whole, so no number of them fits",
-        "test_wide[32]": "needs 32 GPUs, found 8; --gpu-nodes=4 takes those of 4 nodes",
+        "test_wide[32]": "needs 32 GPUs, found 8; -o gpu_nodes=4 takes those of 4 nodes",
     }
 
 
 def test_without_a_platform_the_cpus_of_the_nodes_train(project: Project, scheduler: ImmediateScheduler) -> None:
     scheduler.nodes = None
     project.answer(recorded("cpu_measured"))
-    project.run("--gpu-fleet=slurm", "--gpu-json=report.json").assert_outcomes(passed=3)
+    project.run("--gpu-executor=slurm", "--gpu-json=report.json").assert_outcomes(passed=3)
     assert {(order.task.scale, order.gpus, order.conditions.platform) for order in scheduler.orders} == {("tiny", 0, "cpu")}
     assert {result["device"] for result in project.report()["results"]} == {"cpu"}
 
@@ -286,11 +286,11 @@ def test_what_is_lost_becomes_no_baseline(project: Project, scheduler: Immediate
 
 def test_runs_of_different_devices_are_not_judged_together(project: Project, scheduler: ImmediateScheduler) -> None:
     scheduler.nodes = [("NVIDIA A100-SXM4-40GB", 8), ("NVIDIA A100-SXM4-80GB", 8)]
-    result = project.run("-m", "a100", "--gpu-fleet=slurm", "-k", "gemma", "--gpu-runs=2")
+    result = project.run("-m", "a100", "--gpu-executor=slurm", "-k", "gemma", "--gpu-runs=2")
     sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
     assert "ran on nvidia-a100-sxm4-40gb (" in sentence
     assert "and on nvidia-a100-sxm4-80gb (" in sentence
-    assert "--gpu-fleet-args" in sentence
+    assert "gpu_fleet_args" in sentence
 
 
 @pytest.mark.parametrize(
@@ -309,14 +309,14 @@ def test_a_node_that_is_not_what_was_asked_for_loses_the_case(
             gputrain.check(Case(model="gemma-7b", parallel="ddp", gpus=2, sequence_length=8192))
         """
     )
-    sentence = only_sentence(project.run("--gpu-platform=h100", "--gpu-fleet=slurm"), "test_wide")
+    sentence = only_sentence(project.run("--gpu-platform=h100", "--gpu-executor=slurm"), "test_wide")
     assert "was lost by the fleet" in sentence
     assert says in sentence
 
 
 def test_what_a_node_refuses_is_told_with_its_name(project: Project, scheduler: ImmediateScheduler) -> None:
     project.occupied(free_bytes=2**30, processes=1)
-    sentence = only_sentence(project.run(*FLEET, "-k", "gemma", "--gpu-foreign=error"), f"test_tuning[{GEMMA}]")
+    sentence = only_sentence(project.run(*FLEET, "-k", "gemma", "-o", "gpu_foreign=error"), f"test_tuning[{GEMMA}]")
     assert "is there already" in sentence
     assert "(on " in sentence
 
@@ -331,22 +331,29 @@ def test_what_runs_in_the_pytest_process_is_refused(project: Project, scheduler:
             raise AssertionError
         """
     )
-    result = project.run("--gpu-platform=h100", "--gpu-fleet=slurm")
+    result = project.run("--gpu-platform=h100", "--gpu-executor=slurm")
     assert "deselect its test" in only_sentence(result, "test_inline")
     assert list(skips(result)) == ["test_lent"]
 
 
 @pytest.mark.parametrize(
-    "other", ["--gpu-predict", "--gpu-isolation=inline", "--gpu-ids=0", "--gpu-rendezvous=node1"], ids=lambda flag: flag[6:]
+    "other",
+    ["--gpu-predict", "--gpu-isolation=inline", "--gpu-ids=0", "-ogpu_rendezvous=node1"],
+    ids=lambda flag: flag[6:],
 )
 def test_what_contradicts_a_fleet_is_refused(project: Project, scheduler: ImmediateScheduler, other: str) -> None:
-    assert_refused(project, f"--gpu-fleet and {other.partition('=')[0]}* contradict each other: *", *FLEET, other)
+    assert_refused(
+        project,
+        f"--gpu-executor=slurm and {other.removeprefix('-o').partition('=')[0]}* contradict each other: *",
+        *FLEET,
+        other,
+    )
 
 
 def test_a_fleet_is_of_one_platform(project: Project, scheduler: ImmediateScheduler) -> None:
     assert_refused(
         project,
-        "--gpu-fleet asks for machines of one platform, and -m names h100, a100; name one of them",
+        "--gpu-executor=slurm asks for machines of one platform, and -m names h100, a100; name one of them",
         "-m",
         "h100 or a100",
         *FLEET[2:],
@@ -355,13 +362,13 @@ def test_a_fleet_is_of_one_platform(project: Project, scheduler: ImmediateSchedu
 
 def test_arguments_for_an_unknown_platform_are_refused(project: Project, scheduler: ImmediateScheduler) -> None:
     project.ini("gpu_fleet_args = h1000: --partition=gpu")
-    assert_refused(project, "--gpu-fleet-args: 'h1000' is unknown (did you mean 'h100'?); known: *", *FLEET)
+    assert_refused(project, "gpu_fleet_args: 'h1000' is unknown (did you mean 'h100'?); known: *", *FLEET)
 
 
 def test_a_scheduler_that_is_not_here_is_told_at_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.machine(None)
     monkeypatch.setenv("PATH", "")
-    assert_refused(project, "--gpu-fleet=slurm: sbatch, squeue, scancel not found on PATH; *", "--gpu-fleet=slurm")
+    assert_refused(project, "--gpu-executor=slurm: sbatch, squeue, scancel not found on PATH; *", "--gpu-executor=slurm")
 
 
 def test_nothing_of_a_fleet_is_imported_without_the_option(project: Project) -> None:

@@ -154,7 +154,7 @@ def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used:
     del stored["cases"]["sound-fp32@tiny"]
     file.write_text(json.dumps(stored))
     project.spawn("--gpu-json=here.json")
-    project.spawn("--gpu-json=there.json", "--gpu-fleet=ray").assert_outcomes(passed=2, failed=2)
+    project.spawn("--gpu-json=there.json", "--gpu-executor=ray").assert_outcomes(passed=2, failed=2)
     assert comparable(project.report("there.json")) == comparable(project.report("here.json"))
     assert project.verdicts("there.json") == {
         "ctr-dnn-full-fp32@tiny": "regressed",
@@ -164,7 +164,9 @@ def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used:
     }
     assert list((project.path / ".gputrain").iterdir()) == []
     # What there is, is not asked for again.
-    resumed = project.spawn("--gpu-fleet=ray", "--gpu-resume=there.json", "-k", "not raises", "--gpu-fleet-args=first=9")
+    resumed = project.spawn(
+        "--gpu-executor=ray", "--gpu-resume=there.json", "-k", "not raises", "-o", "gpu_fleet_args=first=9"
+    )
     resumed.assert_outcomes(passed=2, failed=1, deselected=1)
     resumed.stdout.fnmatch_lines(["3 cases taken from *there.json*"])
 
@@ -218,7 +220,7 @@ def test_a_task_that_no_node_can_run_is_given_up_with_what_it_asks_for(used: Ray
 def test_ctrl_c_cancels_what_runs_and_writes_the_report(project: Project, used: RayHere) -> None:
     waiting = "from code_of_mine import sleeps\n\n\ndef test_sleeps(gputrain):\n    gputrain.check(sleeps)\n"
     project.write(code_of_mine=CODE, test_waiting=waiting)
-    command = [sys.executable, "-m", "pytest", "--gpu-fleet=ray", "--gpu-json=report.json"]
+    command = [sys.executable, "-m", "pytest", "--gpu-executor=ray", "--gpu-json=report.json"]
     with subprocess.Popen(command, cwd=project.path, stdout=subprocess.DEVNULL) as run:
         pid = project.path / "pid.txt"
         _wait_for(lambda: pid.exists() and pid.read_text())
@@ -231,21 +233,21 @@ def test_ctrl_c_cancels_what_runs_and_writes_the_report(project: Project, used: 
 @pytest.mark.parametrize(
     ("argument", "address", "sentence"),
     [
-        ("h100", "auto", "--gpu-fleet-args: 'h100' is neither a resource of Ray's with an amount, *"),
-        ("h100={racks}", "auto", "--gpu-fleet-args: 'h100={racks}' is neither a resource of *"),
+        ("h100", "auto", "gpu_fleet_args: 'h100' is neither a resource of Ray's with an amount, *"),
+        ("h100={racks}", "auto", "gpu_fleet_args: 'h100={racks}' is neither a resource of *"),
         (
             "first=1",
             "ray://localhost:10001",
-            "--gpu-fleet=ray: ray://localhost:10001 is for Ray's client; start pytest on *",
+            "--gpu-executor=ray: ray://localhost:10001 is for Ray's client; start pytest on *",
         ),
-        ("first=1", "localhost:1", "--gpu-fleet=ray finds no cluster at localhost:1: Connection refused"),
+        ("first=1", "localhost:1", "--gpu-executor=ray finds no cluster at localhost:1: Connection refused"),
     ],
 )
 def test_what_is_no_cluster_or_no_resource_is_refused(
     shared: Path, monkeypatch: pytest.MonkeyPatch, argument: str, address: str, sentence: str
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ValueError, match=r"^--gpu-fleet") as caught:
+    with pytest.raises(ValueError, match=r"^--gpu-executor") as caught:
         Ray([argument])
     pytest.LineMatcher(str(caught.value).splitlines()).fnmatch_lines([sentence])
 

@@ -172,7 +172,7 @@ def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used:
     del stored["cases"]["sound-fp32@tiny"]
     file.write_text(json.dumps(stored))
     project.spawn("--gpu-json=here.json")
-    project.spawn("--gpu-json=there.json", "--gpu-fleet=slurm").assert_outcomes(passed=2, failed=2)
+    project.spawn("--gpu-json=there.json", "--gpu-executor=slurm").assert_outcomes(passed=2, failed=2)
     assert comparable(project.report("there.json")) == comparable(project.report("here.json"))
     assert project.verdicts("there.json") == {
         "ctr-dnn-full-fp32@tiny": "regressed",
@@ -234,7 +234,7 @@ def test_a_job_that_is_refused_is_told_with_the_words_of_slurm(used: SlurmHere, 
         outcome = lost(running.run(order("sound", shared)))
     assert outcome.cause == "not_scheduled"
     assert "Invalid feature specification" in outcome.sentence
-    assert "--gpu-fleet-args" in outcome.sentence
+    assert "gpu_fleet_args" in outcome.sentence
 
 
 def test_a_delivery_that_is_gone_is_a_lost_reply(used: SlurmHere, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_delivery_that_is_gone_is_a_lost_reply(used: SlurmHere, shared: Path, 
         outcome = lost(running.run(order("waits", shared)))
     assert (outcome.cause, outcome.detail) == ("no_delivery", "")
     assert "ended on n" in outcome.sentence
-    assert "--gpu-shared" in outcome.sentence
+    assert "gpu_shared" in outcome.sentence
 
 
 def test_a_full_queue_is_waited_for_and_then_lost(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_an_end_by_a_signal_cancels_the_jobs(project: Project, used: SlurmHere, 
     sleeping = "import pytest\nfrom code_of_mine import sleeps\n\n\ndef test_sleeps(gputrain):\n    gputrain.check(sleeps)\n"
     project.write(code_of_mine=CODE, test_mine=sleeping)
     run = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "--gpu-fleet=slurm"], cwd=project.path, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "pytest", "--gpu-executor=slurm"], cwd=project.path, stdout=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 200
     while "RUNNING" not in states():

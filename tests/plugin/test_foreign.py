@@ -73,19 +73,21 @@ def test_figures_beside_others_are_no_baseline(recorded_suite: Project) -> None:
 def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
     launched = len(recorded_suite.launches)
     recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
-    result = recorded_suite.run("--gpu-foreign=error", "-k", "gemma")
+    result = recorded_suite.run("-o", "gpu_foreign=error", "-k", "gemma")
     result.assert_outcomes(failed=1, deselected=2)
     (sentence,) = failures(result).values()
     assert f"{GEMMA} was not measured: {WHO} is there already" in sentence
     assert len(recorded_suite.launches) == launched
     recorded_suite.occupied(free_bytes=78 * GiB)
-    recorded_suite.run("--gpu-foreign=error", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    recorded_suite.run("-o", "gpu_foreign=error", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
 
 
 def test_ignore_takes_no_notice(recorded_suite: Project) -> None:
     _slower(recorded_suite)
     recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
-    sentence = only_sentence(recorded_suite.run("--gpu-foreign=ignore", "--gpu-json=report.json"), f"test_tuning[{GEMMA}]")
+    sentence = only_sentence(
+        recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-json=report.json"), f"test_tuning[{GEMMA}]"
+    )
     assert "20.0 % slower" in sentence
     assert all(
         "holders" not in reply or not reply["holders"]
@@ -93,7 +95,7 @@ def test_ignore_takes_no_notice(recorded_suite: Project) -> None:
         for reply in result["replies"]
     )
     recorded_suite.answer(recorded())
-    recorded_suite.run("--gpu-foreign=ignore", "--gpu-baseline-update").assert_outcomes(passed=3)
+    recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-baseline-update").assert_outcomes(passed=3)
 
 
 def test_a_limit_of_time_is_not_judged_beside_others(h100: Project) -> None:

@@ -280,11 +280,11 @@ def test_ci_is_strict_where_the_device_has_baselines_of_any_suite(
 def test_time_on_a_cpu_is_judged_on_request_against_five_runs(project: Project) -> None:
     project.machine(None)
     project.write(test_tuning=SUITE)
-    project.run("--gpu-baseline-update", "--gpu-judge-cpu-time").assert_outcomes(passed=3)
+    project.run("--gpu-baseline-update", "-o", "gpu_judge_cpu_time=true").assert_outcomes(passed=3)
     assert [len(entry["runs"]) for entry in project.baselines("tuning").values()] == [5] * 3
     project.answer(recorded("cpu_measured", slower=1.2), to=GEMMA)
     project.run().assert_outcomes(passed=3)
-    assert "is 20.0 % slower" in only_sentence(project.run("--gpu-judge-cpu-time"), f"test_tuning[{GEMMA}]")
+    assert "is 20.0 % slower" in only_sentence(project.run("-o", "gpu_judge_cpu_time=true"), f"test_tuning[{GEMMA}]")
 
 
 # Further processes
@@ -313,15 +313,15 @@ def test_a_case_that_is_as_before_is_measured_once(gated: Project) -> None:
 def test_reruns_are_bounded(gated: Project) -> None:
     gated.answer(recorded(slower=1.2), to=GEMMA)
     assert _launches(gated, "-k", "gemma") == [GEMMA] * 3
-    assert _launches(gated, "-k", "gemma", "--gpu-reruns=1") == [GEMMA] * 2
-    assert _launches(gated, "-k", "gemma", "--gpu-reruns=0") == [GEMMA]
+    assert _launches(gated, "-k", "gemma", "-o", "gpu_reruns=1") == [GEMMA] * 2
+    assert _launches(gated, "-k", "gemma", "-o", "gpu_reruns=0") == [GEMMA]
 
 
 def test_without_reruns_the_limit_is_wider(gated: Project) -> None:
     gated.answer(recorded(slower=1.12), to=GEMMA)
-    assert list(failures(gated.run("--gpu-reruns=0"))) == [f"test_tuning[{GEMMA}]"]
+    assert list(failures(gated.run("-o", "gpu_reruns=0"))) == [f"test_tuning[{GEMMA}]"]
     gated.answer(recorded(slower=1.025), to=GEMMA)
-    gated.run("--gpu-reruns=0", "--gpu-strict").assert_outcomes(passed=3)
+    gated.run("-o", "gpu_reruns=0", "--gpu-strict").assert_outcomes(passed=3)
 
 
 def test_a_crash_among_the_further_processes_fails(gated: Project) -> None:

@@ -73,7 +73,7 @@ def test_runs_without_cases_append_nothing(project: Project) -> None:
 
 
 def test_searches_and_loss_curves_append_nothing(suite: Project) -> None:
-    suite.run("--gpu-history=history.jsonl", "--gpu-find-batch", "--gpu-find-batch-max=2", "-k", "gemma")
+    suite.run("--gpu-history=history.jsonl", "--gpu-find-batch", "-o", "gpu_find_batch_max=2", "-k", "gemma")
     assert not (suite.path / "history.jsonl").exists()
 
 

@@ -63,7 +63,7 @@ def test_a_step_over_its_limit_fails_though_it_is_as_slow_as_ever(suite: Project
 )
 def test_a_limit_is_bytes_and_seconds_where_it_is_a_number(suite: Project, mark: str, sentence: str) -> None:
     _marked(suite, mark)
-    assert only_sentence(suite.run("-k", "gemma", "--gpu-reruns=0"), TEST).startswith(sentence)
+    assert only_sentence(suite.run("-k", "gemma", "-o", "gpu_reruns=0"), TEST).startswith(sentence)
 
 
 def test_one_bad_process_is_not_over_the_limit(suite: Project) -> None:
@@ -113,7 +113,7 @@ def test_the_nearest_marker_counts_for_each_keyword(suite: Project) -> None:
     _marked(
         suite, "gpu_limit(memory='30 GiB')", file="gpu_limit(memory='1 GiB', time='4s')", case="gpu_limit(memory='40 GiB')"
     )
-    sentences = failures(suite.run("--gpu-reruns=0"))
+    sentences = failures(suite.run("-o", "gpu_reruns=0"))
     assert sorted(sentences) == sorted(f"test_tuning[{name}]" for name in (LLAMA, GEMMA, LLAMA_2))
     assert (
         sentences[TEST]

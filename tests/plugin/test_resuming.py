@@ -92,7 +92,7 @@ def test_what_is_taken_is_judged_anew(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.answer(ours(slower=1.05), to=GEMMA)
     suite.run("--gpu-json=report.json", "--gpu-time-tolerance=9%").assert_outcomes(passed=3)
-    result = suite.run("--gpu-resume=report.json", "--gpu-reruns=4")
+    result = suite.run("--gpu-resume=report.json", "-o", "gpu_reruns=4")
     assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} is 5.0 % slower at ")
     assert "3 of 3 fresh runs slower" in result.stdout.str()
 
@@ -166,7 +166,7 @@ def test_two_workers_resume_as_one(suite: Project) -> None:
 def test_a_fleet_is_not_asked_for_what_there_is(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = stand_in(monkeypatch)
     scheduler.nodes = [(H100, 1)]
-    arguments = ["-m", "h100", "--gpu-fleet=slurm"]
+    arguments = ["-m", "h100", "--gpu-executor=slurm"]
     suite.write(test_tuning=SUITE.replace("batch_size=2", 'batch_size=2, platforms=("h100",)'))
     suite.run(*arguments, "--gpu-json=first.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     suite.run(*arguments, "--gpu-resume=first.json", "--gpu-json=report.json").assert_outcomes(passed=3)
@@ -202,9 +202,9 @@ def test_last_failed_runs_what_failed_and_what_had_no_figures(suite: Project) ->
     suite.answer(ours(slower=1.2), to=GEMMA)
     suite.run("--gpu-json=first.json").assert_outcomes(passed=1, failed=2)
     before = len(suite.launches)
-    suite.run("--lf", "--gpu-reruns=0").assert_outcomes(failed=2)
+    suite.run("--lf", "-o", "gpu_reruns=0").assert_outcomes(failed=2)
     assert launched(suite, before) == [LLAMA, GEMMA]
-    suite.run("--lf", "--gpu-reruns=0", "--gpu-resume=first.json").assert_outcomes(failed=2)
+    suite.run("--lf", "-o", "gpu_reruns=0", "--gpu-resume=first.json").assert_outcomes(failed=2)
     assert launched(suite, before + 2) == [LLAMA]
 
 
@@ -259,10 +259,8 @@ def test_figures_of_other_libraries_are_refused(h100: Project) -> None:
 
 
 def test_figures_beside_others_that_nobody_looked_for_are_refused(suite: Project) -> None:
-    suite.run("--gpu-json=report.json", "--gpu-foreign=ignore")
-    suite.run("--gpu-resume=report.json").stderr.fnmatch_lines(
-        ["*was measured with --gpu-foreign=ignore; give the same, or*"]
-    )
+    suite.run("--gpu-json=report.json", "-o", "gpu_foreign=ignore")
+    suite.run("--gpu-resume=report.json").stderr.fnmatch_lines(["*was measured with gpu_foreign=ignore; give the same, or*"])
 
 
 @pytest.mark.parametrize(

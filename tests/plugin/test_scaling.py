@@ -222,16 +222,16 @@ def cpu(project: Project) -> Project:
 
 
 def test_on_a_cpu_a_case_scales_only_with_all_its_processes(cpu: Project) -> None:
-    result = cpu.run("--gpu-processes=2")
+    result = cpu.run("-o", "gpu_processes=2")
     result.assert_outcomes(passed=2, skipped=1)
-    assert skips(result) == {f"test_scaling[{FOUR}]": "needs 4 processes; --gpu-processes=4 runs them on a CPU"}
-    cpu.run("--gpu-processes=4").assert_outcomes(passed=3)
+    assert skips(result) == {f"test_scaling[{FOUR}]": "needs 4 processes; -o gpu_processes=4 runs them on a CPU"}
+    cpu.run("-o", "gpu_processes=4").assert_outcomes(passed=3)
 
 
 def test_on_a_cpu_efficiency_is_shown_and_not_judged(cpu: Project) -> None:
-    cpu.run("--gpu-processes=2", "--gpu-baseline-update").assert_outcomes(passed=2, skipped=1)
+    cpu.run("-o", "gpu_processes=2", "--gpu-baseline-update").assert_outcomes(passed=2, skipped=1)
     cpu.answer(recorded("cpu_measured", slower=3), to=TWO)
-    result = cpu.run("--gpu-processes=2", "--gpu-json=report.json", "--gpu-strict")
+    result = cpu.run("-o", "gpu_processes=2", "--gpu-json=report.json", "--gpu-strict")
     result.assert_outcomes(passed=2, skipped=1)
     assert _efficiencies(cpu)[f"{TWO}@tiny"] == pytest.approx(1 / 3)
     metric = _metric(cpu, f"{TWO}@tiny")

@@ -81,9 +81,9 @@ def test_a_search_is_judged_by_no_baseline(suite: Project) -> None:
 
 
 def test_the_maximum_bounds_the_search(suite: Project) -> None:
-    result = suite.run("--gpu-find-batch", "--gpu-find-batch-max=3", "-k", "gemma")
+    result = suite.run("--gpu-find-batch", "-o", "gpu_find_batch_max=3", "-k", "gemma")
     assert [launched["id"].rpartition("=")[2] for launched in suite.launches] == ["1", "2", "3"]
-    result.stdout.fnmatch_lines(["*the largest batch tried, 3, fits; --gpu-find-batch-max allows more"])
+    result.stdout.fnmatch_lines(["*the largest batch tried, 3, fits; a higher gpu_find_batch_max allows more"])
 
 
 def test_where_not_one_sample_fits_the_test_fails(suite: Project) -> None:
@@ -144,7 +144,7 @@ def test_a_model_of_the_zoo_is_searched_for_real(project: Project) -> None:
             assert gputrain.check(CASE).figures.sequence_length == 16
         """
     )
-    project.run("--gpu-find-batch", "--gpu-find-batch-max=2", "--gpu-json=report.json").assert_outcomes(passed=1)
+    project.run("--gpu-find-batch", "-o", "gpu_find_batch_max=2", "--gpu-json=report.json").assert_outcomes(passed=1)
     peaks = [attempt["peak_allocated_bytes"] for attempt in _search(project)["tries"]]
     assert peaks[0] < peaks[1]
 

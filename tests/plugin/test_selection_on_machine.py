@@ -128,13 +128,13 @@ def test_a_case_of_two_gpus_skips_with_its_reason_on_one(h100: Project) -> None:
     h100.write(test_sharded=FSDP)
     result = h100.run("-m", "h100")
     result.assert_outcomes(skipped=1)
-    assert list(skips(result).values()) == ["needs 2 GPUs, found 1; --gpu-nodes=2 takes those of 2 nodes"]
+    assert list(skips(result).values()) == ["needs 2 GPUs, found 1; -o gpu_nodes=2 takes those of 2 nodes"]
 
 
 def test_a_case_of_several_nodes_takes_all_gpus_of_each(h100: Project) -> None:
     h100.machine(H100, gpus=4)
     h100.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
-    h100.run("-m", "h100", "--gpu-nodes=2").assert_outcomes(passed=1)
+    h100.run("-m", "h100", "-o", "gpu_nodes=2").assert_outcomes(passed=1)
     (launched,) = h100.launches
     assert (launched["nodes"], launched["processes"], len(launched["gpus"])) == (2, 8, 4)
 
@@ -142,21 +142,21 @@ def test_a_case_of_several_nodes_takes_all_gpus_of_each(h100: Project) -> None:
 def test_a_case_that_would_take_part_of_a_node_skips(h100: Project) -> None:
     h100.machine(H100, gpus=4)
     h100.write(test_sharded=FSDP.replace("gpus=2", "gpus=6"))
-    (reason,) = skips(h100.run("-m", "h100", "--gpu-nodes=2")).values()
+    (reason,) = skips(h100.run("-m", "h100", "-o", "gpu_nodes=2")).values()
     assert reason.startswith("needs 6 GPUs, found 4; several nodes are taken whole")
 
 
 def test_a_case_that_fits_stays_on_this_node(h100: Project) -> None:
     h100.machine(H100, gpus=4)
     h100.write(test_sharded=FSDP)
-    h100.run("-m", "h100", "--gpu-nodes=2").assert_outcomes(passed=1)
+    h100.run("-m", "h100", "-o", "gpu_nodes=2").assert_outcomes(passed=1)
     (launched,) = h100.launches
     assert (launched["nodes"], len(launched["gpus"])) == (1, 2)
 
 
 def test_on_a_cpu_the_processes_are_spread(cpu: Project) -> None:
     cpu.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
-    cpu.run("--gpu-nodes=3", "--gpu-processes=2").assert_outcomes(passed=1)
+    cpu.run("-o", "gpu_nodes=3", "-o", "gpu_processes=2").assert_outcomes(passed=1)
     (launched,) = cpu.launches
     assert (launched["nodes"], launched["processes"]) == (2, 2)
 
@@ -171,18 +171,18 @@ def test_a_sharded_case_gets_its_gpus_and_a_process_on_each(h100: Project) -> No
 
 def test_servers_run_beside_the_workers_on_a_cpu(cpu: Project) -> None:
     cpu.write(test_served=SERVED)
-    assert list(skips(cpu.run("--gpu-processes=1")).values()) == [
-        "needs 12 processes; --gpu-processes=2 runs two workers and two servers at most on a CPU"
+    assert list(skips(cpu.run("-o", "gpu_processes=1")).values()) == [
+        "needs 12 processes; -o gpu_processes=2 runs two workers and two servers at most on a CPU"
     ]
-    cpu.run("--gpu-processes=3").assert_outcomes(passed=1)
+    cpu.run("-o", "gpu_processes=3").assert_outcomes(passed=1)
     (launched,) = cpu.launches
     assert (launched["processes"], launched["servers"]) == (3, 3)
 
 
 def test_one_worker_and_one_server_are_two_processes(cpu: Project) -> None:
     cpu.write(test_served=SERVED.replace("gpus=8, servers=4", "gpus=1, servers=1"))
-    assert list(skips(cpu.run("--gpu-processes=1")).values()) == [
-        "needs 2 processes; --gpu-processes=2 runs two workers and two servers at most on a CPU"
+    assert list(skips(cpu.run("-o", "gpu_processes=1")).values()) == [
+        "needs 2 processes; -o gpu_processes=2 runs two workers and two servers at most on a CPU"
     ]
 
 
@@ -197,21 +197,21 @@ def test_servers_take_no_gpus(h100: Project) -> None:
 def test_a_case_of_eight_gpus_runs_as_two_processes_on_a_cpu_or_as_the_option_says(cpu: Project) -> None:
     cpu.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
     cpu.run().assert_outcomes(passed=1)
-    cpu.run("--gpu-processes=4").assert_outcomes(passed=1)
-    cpu.run("--gpu-processes=16").assert_outcomes(passed=1)
+    cpu.run("-o", "gpu_processes=4").assert_outcomes(passed=1)
+    cpu.run("-o", "gpu_processes=16").assert_outcomes(passed=1)
     assert [launched["processes"] for launched in cpu.launches] == [2, 4, 8]
 
 
 def test_a_case_of_several_gpus_skips_on_a_cpu_that_is_to_run_one_process(cpu: Project) -> None:
     cpu.write(test_sharded=FSDP)
-    result = cpu.run("--gpu-processes=1")
-    assert list(skips(result).values()) == ["needs 2 processes; --gpu-processes=2 runs two of them on a CPU"]
+    result = cpu.run("-o", "gpu_processes=1")
+    assert list(skips(result).values()) == ["needs 2 processes; -o gpu_processes=2 runs two of them on a CPU"]
     assert cpu.launches == []
 
 
 def test_deepspeed_s_fp16_skips_on_a_cpu(cpu: Project) -> None:
     cpu.write(test_sharded=FSDP.replace('parallel="fsdp"', 'parallel="zero2", precision="fp16-amp"'))
-    assert list(skips(cpu.run("--gpu-processes=2")).values()) == ["needs a GPU: DeepSpeed's fp16 refuses a CPU"]
+    assert list(skips(cpu.run("-o", "gpu_processes=2")).values()) == ["needs a GPU: DeepSpeed's fp16 refuses a CPU"]
 
 
 def test_a_case_of_two_gpus_tells_how_many_it_needs_elsewhere(cpu: Project) -> None:

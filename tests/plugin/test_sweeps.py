@@ -116,7 +116,7 @@ def test_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
         ("--gpu-set=batchsize=1", "--gpu-set: 'batchsize' is no knob of a case (did you mean 'batch_size'[?]); known: *"),
         ("--gpu-set=batch_size=x", "--gpu-set: batch_size='x' is not a whole number"),
         ("--gpu-set=", "--gpu-set: it was given without a value"),
-        ("--gpu-find-batch-max=0", "--gpu-find-batch-max: '0' is not a whole number from 1 on"),
+        ("-ogpu_find_batch_max=0", "gpu_find_batch_max: '0' is not a whole number from 1 on"),
         ("--gpu-loss=5", "--gpu-loss: '5' is not a whole number from 20 on"),
     ],
 )

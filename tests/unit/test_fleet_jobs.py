@@ -34,7 +34,7 @@ class Scheduler:
         "held": "wait",
         "refused": "ask otherwise",
         "unreachable": "call",
-        "undelivered": "share --gpu-shared",
+        "undelivered": "share gpu_shared",
     }
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ def test_a_delivery_may_come_late_but_not_later_than_the_grace(fleet: Fleet, sch
     outcome = lost(fleet.run(order("b")))
     assert outcome.cause == "no_delivery"
     assert GRACE_SECONDS <= scheduler.now - began <= GRACE_SECONDS + 3 * ASK_SECONDS
-    assert "--gpu-shared" in outcome.sentence
+    assert "gpu_shared" in outcome.sentence
 
 
 def test_a_delivery_that_cannot_come_any_more_is_not_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:

@@ -130,5 +130,5 @@ def test_the_address_is_that_of_the_arguments_or_of_ray(
 
 def test_a_machine_without_ray_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"^--gpu-fleet=ray needs Ray, .*pytest-gputrain\[ray\]"):
+    with pytest.raises(ValueError, match=r"^--gpu-executor=ray needs Ray, .*pytest-gputrain\[ray\]"):
         Ray([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.plugin.options import OPTIONS, Option
+from pytest_gputrain.plugin.options import GONE, OPTIONS, Option, heir_of
 from pytest_gputrain.plugin.settings import read
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import MemoryTolerance
@@ -19,26 +20,29 @@ from pytest_gputrain.utils.units import MiB
 
 ROOT = Path("/project")
 BY_NAME = {option.name: option for option in OPTIONS}
+TYPED = [option for option in OPTIONS if not option.ini_only]
 
 
 def _read(options: dict[str, Any] | None = None, ini: dict[str, str] | None = None, root: Path = ROOT) -> Settings:
-    given_ = {option.name: None for option in OPTIONS} | (options or {})
+    given_ = {option.name: None for option in TYPED} | (options or {})
     written = {option.name: "" for option in OPTIONS} | (ini or {})
     return read(given_, written, root)
 
 
-def _refusal(options: dict[str, Any]) -> str | None:
+def _refusal(options: dict[str, Any] | None = None, ini: dict[str, str] | None = None) -> str | None:
     try:
-        _read(options)
+        _read(options, ini)
     except ValueError as error:
         return str(error)
     return None
 
 
 class Layers:
-    """One option in each of its three sources, with the field it feeds and what that holds then."""
+    """One option in each of its sources, with the field it feeds and what that holds then; nothing types an ini-only one."""
 
-    def __init__(self, option: str, field: str, typed: tuple[Any, Any], written: tuple[str, Any], default: Any) -> None:
+    def __init__(
+        self, option: str, field: str, typed: tuple[Any, Any] | None, written: tuple[str, Any], default: Any
+    ) -> None:
         self.option, self.field = option, field
         self.typed, self.written, self.default = typed, written, default
 
@@ -58,35 +62,35 @@ LAYERS = [
         ("5 % + 1GiB", MemoryTolerance(ratio=0.05, bytes=1024 * MiB)),
         MemoryTolerance(ratio=0.02),
     ),
-    Layers("judge-cpu-time", "judge_cpu_time", (True, True), ("true", True), False),
+    Layers("judge-cpu-time", "judge_cpu_time", None, ("true", True), False),
     Layers("runs", "runs", ("5", 5), ("3", 3), None),
-    Layers("reruns", "reruns", ("0", 0), ("2", 2), 4),
+    Layers("reruns", "reruns", None, ("2", 2), 4),
     Layers("strict", "strict", (True, True), ("false", False), None),
     Layers("steps", "steps", ("7", 7), ("8", 8), None),
     Layers("warmup", "warmup", ("0", 0), ("1", 1), None),
     Layers("timeout", "timeout_seconds", ("90s", 90.0), ("2h", 7200.0), 1800.0),
     Layers("scale", "scale", ("full", "full"), ("tiny", "tiny"), "auto"),
     Layers("platform", "platform", ("h100", "h100"), ("a100", "a100"), None),
-    Layers("processes", "processes", ("1", 1), ("4", 4), 2),
+    Layers("processes", "processes", None, ("4", 4), 2),
     Layers("ids", "gpu_ids", ("0, 1", ("0", "1")), ("GPU-1", ("GPU-1",)), None),
-    Layers("nodes", "nodes", ("2", 2), ("4", 4), 1),
-    Layers("shared", "shared", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / ".gputrain"),
-    Layers("rendezvous", "rendezvous", ("node1", "node1"), ("10.0.0.1:29400", "10.0.0.1:29400"), ""),
-    Layers("fleet", "fleet", ("slurm", "slurm"), ("slurm", "slurm"), None),
+    Layers("nodes", "nodes", None, ("4", 4), 1),
+    Layers("shared", "shared", None, ("/ini", Path("/ini")), ROOT / ".gputrain"),
+    Layers("rendezvous", "rendezvous", None, ("10.0.0.1:29400", "10.0.0.1:29400"), ""),
+    Layers("executor", "fleet", ("slurm", "slurm"), ("ray", "ray"), None),
     Layers(
         "fleet-args",
         "fleet_args",
-        (["h100: --partition='a b'", "--account=x"], (("h100", ("--partition=a b",)), ("", ("--account=x",)))),
+        None,
         (
-            "\n--qos=low\ncpu: --mem=8G --exclusive\nrack=1 CPU=2",
-            (("", ("--qos=low",)), ("cpu", ("--mem=8G", "--exclusive")), ("", ("rack=1", "CPU=2"))),
+            "\n--qos=low\ncpu: --mem='8 G' --exclusive\nrack=1 CPU=2",
+            (("", ("--qos=low",)), ("cpu", ("--mem=8 G", "--exclusive")), ("", ("rack=1", "CPU=2"))),
         ),
         (),
     ),
-    Layers("fleet-gpus", "fleet_gpus", ("4", 4), ("16", 16), 8),
-    Layers("fleet-jobs", "fleet_jobs", ("10", 10), ("20", 20), 256),
-    Layers("fleet-wait", "fleet_wait_seconds", ("90s", 90.0), ("2h", 7200.0), 3600.0),
-    Layers("foreign", "foreign", ("error", "error"), ("ignore", "ignore"), "warn"),
+    Layers("fleet-gpus", "fleet_gpus", None, ("16", 16), 8),
+    Layers("fleet-jobs", "fleet_jobs", None, ("20", 20), 256),
+    Layers("fleet-wait", "fleet_wait_seconds", None, ("2h", 7200.0), 3600.0),
+    Layers("foreign", "foreign", None, ("ignore", "ignore"), "warn"),
     Layers("isolation", "isolation", ("inline", "inline"), ("process", "process"), "auto"),
     Layers(
         "set",
@@ -97,7 +101,7 @@ LAYERS = [
     ),
     Layers("predict", "predict", (True, True), ("yes", True), False),
     Layers("find-batch", "find_batch", (True, True), ("yes", True), False),
-    Layers("find-batch-max", "find_batch_max", ("8", 8), ("16", 16), 1024),
+    Layers("find-batch-max", "find_batch_max", None, ("16", 16), 1024),
     Layers("loss", "loss_steps", ("1500", 1500), ("20", 20), None),
     Layers("summary", "summary", ("/typed.md", Path("/typed.md")), ("none", "none"), "auto"),
     Layers("json", "json", ("/typed.json", Path("/typed.json")), ("/ini.json", Path("/ini.json")), None),
@@ -111,13 +115,22 @@ def test_the_layers_cover_every_option_but_the_one_that_wants_a_file() -> None:
     assert {layers.option for layers in LAYERS} == set(BY_NAME) - {"baseline"}
 
 
+def test_the_layers_know_what_is_ini_only() -> None:
+    assert {layers.option for layers in LAYERS if layers.typed is None} == {o.name for o in OPTIONS if o.ini_only}
+
+
 def test_every_field_is_fed_by_an_option() -> None:
     fed = {layers.field for layers in LAYERS} | {"baseline", "baseline_dir_named", "root", "typed"}
     assert fed == {field.name for field in dataclasses.fields(Settings)}
 
 
 def test_only_what_the_command_line_gives_counts_as_typed() -> None:
-    assert _read({"runs": "2", "strict": False}, {"time-tolerance": "5%"}).typed == ("runs",)
+    assert _read({"runs": "2", "steps": None}, {"time-tolerance": "5%"}).typed == ("runs",)
+
+
+@pytest.mark.parametrize("switched", [True, False])
+def test_a_switch_counts_as_typed_whether_it_is_on_or_off(switched: bool) -> None:
+    assert _read({"strict": switched}, {"predict": "true"}).typed == ("strict",)
 
 
 def test_a_folder_counts_as_named_wherever_it_is() -> None:
@@ -126,8 +139,9 @@ def test_a_folder_counts_as_named_wherever_it_is() -> None:
     assert not _read().baseline_dir_named
 
 
-@pytest.mark.parametrize("layers", LAYERS, ids=repr)
+@pytest.mark.parametrize("layers", [layers for layers in LAYERS if layers.typed is not None], ids=repr)
 def test_command_line_counts_before_ini(layers: Layers) -> None:
+    assert layers.typed is not None
     (typed, expected), (written, _) = layers.typed, layers.written
     assert getattr(_read({layers.option: typed}, {layers.option: written}), layers.field) == expected
 
@@ -144,7 +158,50 @@ def test_default_counts_where_nothing_is_said(layers: Layers) -> None:
 
 
 def test_a_switch_that_was_not_given_leaves_the_ini_alone() -> None:
-    assert _read({"strict": False}, {"strict": "true"}).strict is True
+    assert _read({"strict": None}, {"strict": "true"}).strict is True
+
+
+@pytest.mark.parametrize(
+    ("switch", "field", "off"),
+    [
+        ("baseline-update", "baseline_update", "no"),
+        ("baseline-update-new-only", "baseline_update", "no"),
+        ("strict", "strict", False),
+        ("predict", "predict", False),
+        ("find-batch", "find_batch", False),
+    ],
+)
+def test_a_switch_that_was_turned_off_counts_before_the_ini_file(switch: str, field: str, off: object) -> None:
+    assert getattr(_read({switch: False}, {switch: "true"}), field) == off
+
+
+def test_cases_run_here_where_the_command_line_says_so() -> None:
+    assert _read({"executor": "local"}, {"executor": "slurm"}).fleet is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("nodes", "2", "--gpu-nodes is set in the ini file now: gpu_nodes = 2, or -o gpu_nodes=2 for one run"),
+        (
+            "fleet-jobs",
+            None,
+            "--gpu-fleet-jobs is set in the ini file now: gpu_fleet_jobs = N, or -o gpu_fleet_jobs=N for *",
+        ),
+        ("judge-cpu-time", None, "* gpu_judge_cpu_time = true, or -o gpu_judge_cpu_time=true for one run"),
+        ("fleet-args", "h100: -p a", "* gpu_fleet_args = h100: -p a, or -o 'gpu_fleet_args=h100: -p a' for one run"),
+        ("fleet", "slurm", "--gpu-fleet is --gpu-executor=slurm now"),
+        ("fleet", None, "--gpu-fleet is --gpu-executor=local|slurm|ray now"),
+        ("dry-run", None, "--gpu-dry-run is --gpu-predict now"),
+    ],
+)
+def test_a_flag_that_went_names_what_to_write_instead(name: str, value: str | None, sentence: str) -> None:
+    assert fnmatch.fnmatchcase(heir_of(name, value), sentence)
+
+
+def test_what_went_is_no_option_and_its_heir_has_a_flag() -> None:
+    assert not GONE.keys() & BY_NAME.keys()
+    assert set(GONE.values()) <= {option.name for option in TYPED}
 
 
 def test_both_ways_to_update_contradict_each_other() -> None:
@@ -199,8 +256,6 @@ def test_the_folder_of_baselines_is_absolute(tmp_path: Path, monkeypatch: pytest
         ({"find-batch": True, "baseline-update": True}, "--gpu-find-batch and --gpu-baseline-update contradict"),
         ({"loss": "20", "baseline-update-new-only": True}, "--gpu-loss and --gpu-baseline-update-new-only contradict"),
         ({"find-batch": True, "isolation": "inline"}, "--gpu-find-batch and --gpu-isolation=inline contradict"),
-        ({"nodes": "2", "ids": "0"}, "--gpu-nodes and --gpu-ids contradict"),
-        ({"nodes": "2", "isolation": "inline"}, "--gpu-nodes and --gpu-isolation=inline contradict"),
         ({"set": ["batch_size=1"], "find-batch": True}, "--gpu-set batch_size and --gpu-find-batch contradict"),
         ({"set": ["steps=5"], "steps": "5"}, "--gpu-set steps and --gpu-steps contradict"),
         ({"set": ["warmup=5"], "warmup": "0"}, "--gpu-set warmup and --gpu-warmup contradict"),
@@ -212,8 +267,24 @@ def test_options_that_cannot_both_be_meant_are_refused(options: dict[str, Any], 
     assert (_refusal(options) or "").startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("options", "ini", "sentence"),
+    [
+        ({"ids": "0"}, {"nodes": "2"}, "gpu_nodes and --gpu-ids contradict"),
+        ({"isolation": "inline"}, {"nodes": "2"}, "gpu_nodes and --gpu-isolation=inline contradict"),
+        ({"executor": "slurm"}, {"rendezvous": "node1"}, "--gpu-executor=slurm and gpu_rendezvous contradict"),
+        ({"executor": "ray", "ids": "0"}, {}, "--gpu-executor=ray and --gpu-ids contradict"),
+    ],
+)
+def test_settings_that_cannot_both_be_meant_are_refused_by_their_names(
+    options: dict[str, Any], ini: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        _read(options, ini)
+
+
 def test_a_maximum_of_the_search_alone_searches_nothing() -> None:
-    assert not _read({"find-batch-max": "8", "runs": "2"}).find_batch
+    assert not _read({"runs": "2"}, {"find-batch-max": "8"}).find_batch
 
 
 BAD = [
@@ -237,7 +308,7 @@ BAD = [
     ("scale", "huge"),
     ("ids", ","),
     ("ids", "0,0"),
-    ("fleet", "cloud"),
+    ("executor", "cloud"),
     ("fleet-args", "--partition='a"),
     ("fleet-args", "gpu"),
     ("fleet-gpus", "0"),
@@ -255,7 +326,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), BAD)
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, text in BAD if not BY_NAME[name].ini_only])
 def test_a_bad_value_typed_is_told_in_one_sentence(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(BY_NAME[name].flag)) as caught:
         _read({name: text})
@@ -270,7 +341,7 @@ def test_a_bad_value_of_the_ini_file_is_told_by_its_name_there(name: str, text: 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [option.name for option in OPTIONS if not option.switch])
+@pytest.mark.parametrize("name", [option.name for option in TYPED if not option.switch])
 def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> None:
     """As ``--gpu-runs=$RUNS`` gives where the variable is not set."""
     refusal = _refusal({name: ""})
@@ -283,16 +354,17 @@ def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> No
 @given(
     st.sampled_from(
         [
-            name
-            for name in BY_NAME
-            if name not in ("baseline-dir", "history", "html", "json", "summary", "platform", "shared")
+            option
+            for option in OPTIONS
+            if option.name not in ("baseline-dir", "history", "html", "json", "summary", "platform", "shared")
         ]
     ),
     st.text(min_size=1),
 )
-def test_any_text_is_taken_or_refused_in_one_line(name: str, text: str) -> None:
-    refusal = _refusal({name: text})
-    assert refusal is None or (BY_NAME[name].flag in refusal and len(refusal.splitlines()) == 1)
+def test_any_text_is_taken_or_refused_in_one_line(option: Option, text: str) -> None:
+    refusal = _refusal(ini={option.name: text}) if option.ini_only else _refusal({option.name: text})
+    name = option.ini if option.ini_only else option.flag
+    assert refusal is None or (name in refusal and len(refusal.splitlines()) == 1)
 
 
 def test_updating_a_report_is_refused(tmp_path: Path) -> None:
@@ -311,7 +383,6 @@ def test_every_option_has_flag_ini_twin_and_help(option: Option) -> None:
     assert re.fullmatch(r"--gpu-[a-z-]+", option.flag)
     assert option.ini == option.flag.removeprefix("--").replace("-", "_")
     assert option.help
-    assert option.help % {}  # argparse fills in percent signs, so a lone one would break --help
     assert option.switch or option.metavar or option.default
 
 
@@ -321,7 +392,7 @@ def test_options_have_different_names() -> None:
 
 @pytest.mark.parametrize("option", [o for o in OPTIONS if o.default and not o.switch], ids=lambda option: option.name)
 def test_help_tells_the_default(option: Option) -> None:
-    assert f"default: {option.default}" in option.help % {}
+    assert f"default: {option.default}" in option.help
 
 
 @pytest.mark.parametrize(

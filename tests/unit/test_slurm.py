@@ -214,7 +214,7 @@ def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Pa
 
 @pytest.mark.parametrize("argument", ["--gres={gpu}", "--comment={", "--x={}"])
 def test_braces_around_something_unknown_are_told_before_anything_runs(commands: Commands, argument: str) -> None:
-    with pytest.raises(ValueError, match="--gpu-fleet-args") as caught:
+    with pytest.raises(ValueError, match="gpu_fleet_args") as caught:
         Slurm((argument,))
     assert argument in str(caught.value)
 

@@ -201,7 +201,9 @@ def test_a_search_that_ends_at_its_maximum_says_so() -> None:
     search = Search(tries=(Try(batch_size=1, outcome="fits", samples_per_second=1.0),), most=1, largest=1, fastest=1)
     row = result(verdict=None, search=search)
     assert ">= 1" in _rows(row)[0]
-    assert shown.explain([row, row]) == [f"{CASE}: the largest batch tried, 1, fits; --gpu-find-batch-max allows more"]
+    assert shown.explain([row, row]) == [
+        f"{CASE}: the largest batch tried, 1, fits; a higher gpu_find_batch_max allows more"
+    ]
 
 
 def test_a_search_bounded_by_something_else_than_memory_says_so() -> None:

@@ -156,8 +156,8 @@ def killed_pytest(shared, leftovers, tmp_path):
     )
 
     def run_and_kill(*options):
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpu-platform=cpu", "--gpu-nodes=2"]
-        process = subprocess.Popen([*command, f"--gpu-shared={shared}", *options], cwd=tmp_path)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpu-platform=cpu", "-o", "gpu_nodes=2"]
+        process = subprocess.Popen([*command, "-o", f"gpu_shared={shared}", *options], cwd=tmp_path)
         try:
             wait_for(tmp_path / "started0", tmp_path / "started1")
             assert len(leftovers.processes(but=[process.pid])) >= 4
@@ -169,7 +169,7 @@ def killed_pytest(shared, leftovers, tmp_path):
 
 
 def test_nobody_outlives_a_killed_pytest_on_any_node(killed_pytest, second_node, leftovers):
-    killed_pytest(f"--gpu-rendezvous={FIRST}")
+    killed_pytest("-o", f"gpu_rendezvous={FIRST}")
     # Sooner than by its silence: this node's agent goes with pytest, the other's when it misses the first.
     assert leftovers.all(but=[second_node.pid], seconds=SILENCE_SECONDS / 2) == []
 

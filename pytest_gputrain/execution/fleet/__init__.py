@@ -1,4 +1,4 @@
-"""Runs cases as jobs of the scheduler of many machines (``--gpu-fleet``). Nothing of this is imported without that option.
+"""Runs cases as jobs of the scheduler of many machines, as ``--gpu-executor`` asks; nothing of this is imported without it.
 
     Order -> scheduler (slurm, ray) -> job: the very code of a local run -> Delivery -> the Reply, and the Host it is of
 

@@ -23,7 +23,7 @@ CPUS_OF_A_GPU: Final = 4
 
 
 def scheduler_of(settings: Settings, platform: str) -> Scheduler:
-    """The scheduler of ``--gpu-fleet``.
+    """The scheduler of ``--gpu-executor``.
 
     Raises:
         ValueError: it is not there; the sentence to say so.
@@ -156,6 +156,4 @@ def _shared() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadCase(
-            f"the folder of --gpu-shared cannot be used: {error}; name one that this machine can write to"
-        ) from None
+        raise BadCase(f"the folder of gpu_shared cannot be used: {error}; name one that this machine can write to") from None

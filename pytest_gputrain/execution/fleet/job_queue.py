@@ -235,7 +235,7 @@ class Fleet:
                     self._live.append(ticket)
             except OSError as error:
                 self._to_submit.popleft()
-                self._lose(ticket, "not_scheduled", f"its order cannot be written: {error}; see the folder of --gpu-shared")
+                self._lose(ticket, "not_scheduled", f"its order cannot be written: {error}; see the folder of gpu_shared")
                 continue
             except JobRefused as refusal:
                 self._to_submit.popleft()
@@ -269,14 +269,14 @@ class Fleet:
             return
         cause: Cause = "queue_full" if isinstance(refusal, QueueFull) else "unreachable"
         what = "takes no further job" if isinstance(refusal, QueueFull) else "does not answer"
-        remedy = "--gpu-fleet-jobs asks for fewer at once" if isinstance(refusal, QueueFull) else self._unreachable
+        remedy = "a lower gpu_fleet_jobs asks for fewer at once" if isinstance(refusal, QueueFull) else self._unreachable
         while self._to_submit:
             ticket = self._to_submit.popleft()
             self._lose(ticket, cause, f"{self._scheduler.name} {what} for {self._waited} ({refusal}); {remedy}")
 
     @property
     def _waited(self) -> str:
-        return f"{format_seconds(self._wait_seconds)} (--gpu-fleet-wait)"
+        return f"{format_seconds(self._wait_seconds)} (gpu_fleet_wait)"
 
     @property
     def _unreachable(self) -> str:

@@ -66,8 +66,8 @@ class Ray:
     name = "Ray"
     ask_seconds = 0.25
     remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str] = {
-        "held": "see `ray status`, and --gpu-fleet-args for what is asked",
-        "refused": "see --gpu-fleet-args for what is asked of a node",
+        "held": "see `ray status`, and gpu_fleet_args for what is asked",
+        "refused": "see gpu_fleet_args for what is asked of a node",
         "unreachable": "see `ray status`",
         "undelivered": "the log of its node tells more",
     }
@@ -77,7 +77,8 @@ class Ray:
             import ray
         except ImportError:
             raise ValueError(
-                "--gpu-fleet=ray needs Ray, which is not installed here; pip install 'pytest-gputrain[ray]', as on its nodes"
+                "--gpu-executor=ray needs Ray, which is not installed here; "
+                "pip install 'pytest-gputrain[ray]', as on its nodes"
             ) from None
         self._ray: Any = ray
         self._arguments = [argument for argument in arguments if not argument.startswith(_ADDRESS)]
@@ -143,21 +144,22 @@ class Ray:
         """
         if address.startswith("ray://"):
             raise ValueError(
-                f"--gpu-fleet=ray: {address} is for Ray's client; start pytest on a node of the cluster, without RAY_ADDRESS"
+                f"--gpu-executor=ray: {address} is for Ray's client; start pytest on a node of the cluster, "
+                "without RAY_ADDRESS"
             )
         host, _, port = address.rpartition(":")
         if host and port.isdecimal():
             try:  # Ray itself tries for minutes
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
             except OSError as error:
-                raise ValueError(f"--gpu-fleet=ray finds no cluster at {address}: {error.strerror or error}") from None
+                raise ValueError(f"--gpu-executor=ray finds no cluster at {address}: {error.strerror or error}") from None
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self._ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
         except Exception as error:
             why = " ".join(str(error).split())
-            raise ValueError(f"--gpu-fleet=ray finds no cluster at {address}: {why}") from None
+            raise ValueError(f"--gpu-executor=ray finds no cluster at {address}: {why}") from None
         finally:
             if in_main_thread:  # Ray's own would end pytest without a report
                 signal.signal(signal.SIGTERM, handler)
@@ -269,7 +271,7 @@ def _amounts(arguments: Sequence[str], **values: int) -> dict[str, float]:
             amounts[name] = float(amount.format(**values))
         except (KeyError, IndexError, ValueError):
             raise ValueError(
-                f"--gpu-fleet-args: {argument!r} is neither a resource of Ray's with an amount, as h100={{gpus}}, nor "
+                f"gpu_fleet_args: {argument!r} is neither a resource of Ray's with an amount, as h100={{gpus}}, nor "
                 f"{_ADDRESS}HOST:PORT"
             ) from None
     return amounts

@@ -61,19 +61,17 @@ class Slurm:
     name = "Slurm"
     ask_seconds = 4.0
     remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str] = {
-        "held": "see `scontrol show partition`, and --gpu-fleet-args for what is asked",
-        "refused": "see --gpu-fleet-args for what is asked of the site",
+        "held": "see `scontrol show partition`, and gpu_fleet_args for what is asked",
+        "refused": "see gpu_fleet_args for what is asked of the site",
         "unreachable": "see `scontrol ping`",
-        "undelivered": (
-            "all machines need the folder of --gpu-shared, and the same Python environment, under the same path"
-        ),
+        "undelivered": "all machines need the folder of gpu_shared, and the same Python environment, under the same path",
     }
 
     def __init__(self, arguments: Sequence[str]) -> None:
         lacking = [command for command in ("sbatch", "squeue", "scancel") if shutil.which(command) is None]
         if lacking:
             raise ValueError(
-                f"--gpu-fleet=slurm: {', '.join(lacking)} not found on PATH; start pytest on a machine that submits jobs"
+                f"--gpu-executor=slurm: {', '.join(lacking)} not found on PATH; start pytest on a machine that submits jobs"
             )
         self._arguments = tuple(arguments)
         for argument in arguments:
@@ -81,7 +79,7 @@ class Slurm:
                 argument.format(gpus=1, cpus=1, nodes=1)
             except (KeyError, IndexError, ValueError):
                 raise ValueError(
-                    f"--gpu-fleet-args: {argument!r} has braces around something else than gpus, cpus or nodes"
+                    f"gpu_fleet_args: {argument!r} has braces around something else than gpus, cpus or nodes"
                 ) from None
         self._known: set[str] = set()
         dropped = (*CHOOSING, PARENT, "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")

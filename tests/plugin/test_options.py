@@ -1,0 +1,175 @@
+"""Tests the options as pytest reads them: switches and their opposites, what is ini-only, and flags that went."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from plugin_project import GEMMA, Project, assert_refused, recorded
+
+from pytest_gputrain.plugin.options import GONE, OPTIONS
+
+INI_ONLY = [option for option in OPTIONS if option.ini_only]
+WENT = [*GONE, *(option.name for option in INI_ONLY)]
+ONE_CASE = "-k", "gemma"
+
+
+def _help_of_group(project: Project) -> list[str]:
+    """The lines of the help that begin with an option of this plugin."""
+    lines = project.run("--help").outlines
+    begin = lines.index("GPU training benchmarks:")
+    return [line for line in lines[begin : lines.index("", begin)] if line.startswith("  -")]
+
+
+def test_the_help_lists_each_option_of_the_command_line_once_and_no_other(project: Project) -> None:
+    listed = [re.split(r"[=, ]", line.strip())[0] for line in _help_of_group(project)]
+    assert listed == [option.flag for option in OPTIONS if not option.ini_only]
+    assert len(listed) == 25
+
+
+def test_the_help_names_the_opposite_beside_each_switch(project: Project) -> None:
+    with_opposite = [line.split("  ")[1] for line in _help_of_group(project) if "--no-" in line]
+    assert with_opposite == [
+        f"{option.flag}, --no-gpu-{option.name}" for option in OPTIONS if option.switch and not option.ini_only
+    ]
+
+
+def test_the_help_shows_percent_signs_as_they_are(project: Project) -> None:
+    assert "(default: 3%)" in project.run("--help").stdout.str()
+
+
+def test_the_help_of_the_ini_file_says_what_each_setting_is(project: Project) -> None:
+    text = project.run("--help").stdout.str()
+    settings = text[text.index("[pytest] configuration options") :]
+    for option in OPTIONS:
+        begin = option.help[:15] if option.ini_only else f"as {option.flag}"
+        assert re.search(rf"^  {option.ini} \(string\):\s+{re.escape(begin)}", settings, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [["{}=2"], ["{}", "2"], ["{}", "test_tuning.py"]], ids=["one word", "two", "a path"])
+@pytest.mark.parametrize("name", WENT)
+def test_a_flag_that_went_is_refused_with_its_heir(suite: Project, name: str, words: list[str]) -> None:
+    heir = next(option for option in OPTIONS if option.name == GONE.get(name, name))
+    value = "true" if heir.switch else words[-1].removeprefix("{}=")
+    sentences = {
+        "fleet": f"--gpu-fleet is --gpu-executor={value} now",
+        "dry-run": "--gpu-dry-run is --gpu-predict now",
+    }
+    in_ini_file = f"--gpu-{name} is set in the ini file now: {heir.ini} = {value}, or -o {heir.ini}={value} for one run"
+    assert_refused(suite, sentences.get(name, in_ini_file), *(word.format(f"--gpu-{name}") for word in words))
+
+
+@pytest.mark.parametrize("name", WENT)
+def test_a_flag_that_went_is_refused_without_a_value(suite: Project, name: str) -> None:
+    assert_refused(suite, f"--gpu-{name} is *", f"--gpu-{name}")
+
+
+def test_a_flag_that_went_is_refused_in_the_ini_file_too(suite: Project) -> None:
+    suite.ini("addopts = --gpu-nodes=2")
+    assert_refused(suite, "--gpu-nodes is set in the ini file now: gpu_nodes = 2, or -o gpu_nodes=2 for one run")
+
+
+@pytest.mark.parametrize("abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-dry", "--gpu-stric", "--no-gpu-stric"])
+def test_an_abbreviation_is_no_option(suite: Project, abbreviated: str) -> None:
+    result = suite.run(abbreviated)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*unrecognized arguments: {abbreviated}"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failed"),
+    [
+        (["--gpu-strict", "--no-gpu-strict"], 0),
+        (["--no-gpu-strict", "--gpu-strict"], 1),
+        (["--no-gpu-strict"], 0),
+        (["--no-gpu-strict", "--gpu-strict", "--no-gpu-strict"], 0),
+    ],
+)
+@pytest.mark.parametrize("written", ["true", "false"])
+def test_of_a_switch_and_its_opposite_the_last_counts(
+    suite: Project, written: str, arguments: list[str], failed: int
+) -> None:
+    suite.ini(f"gpu_strict = {written}")
+    suite.run(*ONE_CASE, *arguments).assert_outcomes(passed=1 - failed, failed=failed, deselected=2)
+
+
+def test_an_opposite_counts_before_the_strictness_of_ci(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
+    monkeypatch.setenv("CI", "true")
+    suite.run("--no-gpu-strict").assert_outcomes(passed=3)
+    suite.run().assert_outcomes(passed=2, failed=1)
+
+
+def test_an_update_of_the_ini_file_is_turned_off_for_one_run(suite: Project) -> None:
+    suite.ini("gpu_baseline_update = true")
+    suite.run(*ONE_CASE, "--no-gpu-baseline-update").assert_outcomes(passed=1, deselected=2)
+    assert not (suite.path / "baselines").exists()
+    suite.run(*ONE_CASE).assert_outcomes(passed=1, deselected=2)
+    assert (suite.path / "baselines").exists()
+
+
+@pytest.mark.parametrize("switch", ["predict", "find-batch"])
+def test_a_kind_of_run_of_the_ini_file_is_turned_off_for_one_run(suite: Project, switch: str) -> None:
+    suite.ini(f"gpu_{switch.replace('-', '_')} = true")
+    suite.run(*ONE_CASE, f"--no-gpu-{switch}", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
+    assert suite.verdicts() == {GEMMA: "new"}
+
+
+def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suite: Project) -> None:
+    suite.ini("gpu_nodes = 0")
+    assert_refused(suite, "gpu_nodes: '0' is not a whole number from 1 on")
+    suite.run(*ONE_CASE, "-o", "gpu_nodes=1").assert_outcomes(passed=1, deselected=2)
+
+
+def test_settings_are_refused_by_their_names(suite: Project) -> None:
+    for option in INI_ONLY:
+        if option.name != "shared":  # every text is a path
+            assert_refused(suite, f"{option.ini}: *", "-o", f"{option.ini}='no such value")
+
+
+def test_the_arguments_of_a_scheduler_may_be_overridden_by_several_lines(suite: Project) -> None:
+    """They have the form that the ini file has."""
+    assert_refused(suite, "gpu_fleet_args: 'gpu' is neither arguments *", "-o", "gpu_fleet_args=h100: -p a\ngpu")
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("gpu_nodess=2", " (did you mean 'gpu_nodes'[?])"),
+        ("gpu_reruns =0", " (did you mean 'gpu_reruns'[?])"),
+        ("gpu_zzzzzzzzzz=0", ""),
+    ],
+)
+def test_a_misspelt_setting_of_the_command_line_is_refused(suite: Project, override: str, hint: str) -> None:
+    assert_refused(suite, f"-o {override}: there is no setting of this name{hint}", "-o", override)
+
+
+def test_a_misspelt_setting_of_the_ini_file_is_told_by_pytest(suite: Project) -> None:
+    suite.ini("gpu_nodess = 2")
+    suite.run(*ONE_CASE).stdout.fnmatch_lines(["*PytestConfigWarning: Unknown config option: gpu_nodess*"])
+
+
+def test_a_setting_of_another_plugin_is_left_alone(suite: Project) -> None:
+    conftest = suite.path / "conftest.py"
+    conftest.write_text(conftest.read_text() + "\n\ndef pytest_addoption(parser):\n    parser.addini('gpu_fan', 'speed')\n")
+    suite.run(*ONE_CASE, "-o", "gpu_fan=high").assert_outcomes(passed=1, deselected=2)
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_workers_have_the_settings_of_the_controller(suite: Project, workers: str) -> None:
+    pytest.importorskip("xdist")
+    suite.ini("gpu_steps = 3", "gpu_warmup = 2", "gpu_strict = true", "gpu_timeout = 5min")
+    suite.spawn(workers, "-o", "gpu_steps=7", "--gpu-timeout=6min", "--no-gpu-strict").assert_outcomes(passed=3)
+    launched = {(launch["steps"], launch["warmup"], launch["timeout_seconds"]) for launch in suite.launches}
+    assert launched == {(7, 2, 360.0)}
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_workers_have_ini_only_settings_of_the_command_line(suite: Project, workers: str) -> None:
+    pytest.importorskip("xdist")
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    (suite.path / "launches.jsonl").unlink()
+    suite.ini("gpu_reruns = 0")
+    suite.answer(recorded(slower=1.2), to=GEMMA)
+    suite.spawn(workers, "-o", "gpu_reruns=1").assert_outcomes(passed=2, failed=1)
+    assert [launch["id"] for launch in suite.launches].count(GEMMA) == 2
