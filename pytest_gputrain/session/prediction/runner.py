@@ -138,7 +138,7 @@ class PredictingRunner(Runner):
     def is_strict(self, device: str) -> bool:
         if self.settings.strict is not None:
             return self.settings.strict
-        return in_ci() and self.recorded.has_platform(self._platform)
+        return in_ci() and self.recorded.has_device(self._platform)
 
     def scale(self) -> Scale:
         if self.settings.scale != "auto":
