@@ -334,7 +334,7 @@ def test_time_of_another_device_in_a_report_is_never_compared(suite: Project) ->
 
 
 def test_a_file_that_is_no_report_is_a_usage_error(suite: Project) -> None:
-    (suite.path / "other.json").write_text('{"format": 1, "results": 5}')
+    (suite.path / "other.json").write_text('{"format": 2, "results": 5}')
     result = suite.spawn("--gpu-baseline=other.json", "-k", "gemma")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: *other.json is not a report of --gpu-json: *; give the file that --gpu-json wrote"])

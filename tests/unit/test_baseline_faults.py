@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -31,7 +32,8 @@ DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
 MEASURED, PREDICTED = KINDS
 ENTRIES = {KEY: baseline(baseline_run())}
 MORE = {f"{KEY}-steps={steps}": baseline(baseline_run(step_seconds=(1.0,) * 99)) for steps in range(9)}
-SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
+OLD, *SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
+"""The first is of the format that no version reads, the others are of those that all versions do."""
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
@@ -164,34 +166,44 @@ def test_what_is_no_number_is_refused(measured_file: Path, number: str) -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_what_earlier_versions_wrote_is_read(sample: Path) -> None:
-    """The folder names the format and the commit whose code wrote the sample."""
-    files = [path for path in sample.rglob("*") if path.is_file()]
-    assert files
-    for path in files:
-        if path.name == "report.json":
-            assert [result.key for result in read_report(path).results] == [KEY, "other", "third"]
-        elif path.name == "history.jsonl":
-            read = History([path], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
-            assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
-        elif path.parents[1].name == "predicted":
-            assert PREDICTED.get(sample / "baselines", KEY) is not None
-        else:
-            stored = BaselineStore(sample / "baselines").get(DEVICE, SUITE, KEY)
-            assert stored is not None
-            assert [run.session for run in stored.runs] == ["abc123", "s2"]
+    """A folder is named after its format, and after the version that wrote it where there were several."""
+    assert [result.key for result in read_report(sample / "report.json").results] == [KEY, "other", "third"]
+    read = History([sample / "history.jsonl"], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
+    assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
+    measured, predicted = (kind.get(sample / "baselines", KEY) for kind in KINDS)
+    assert [run.session for run in measured.runs] == ["abc123", "s2"]
+    assert [single.fidelity for single in predicted.predictions] == ["cuda-rules"]
 
 
 def test_every_format_has_a_sample() -> None:
-    assert {int(sample.name.split("-")[1]) for sample in SAMPLES} == {*range(1, FORMAT + 1)}
+    assert {int(sample.name.split("-")[1]) for sample in [*SAMPLES, OLD]} == {*range(1, FORMAT + 1)}
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_an_update_keeps_what_an_earlier_version_recorded(tmp_path: Path, sample: Path) -> None:
-    before = (sample / "baselines" / DEVICE / f"{SUITE}.json").read_bytes()
-    (tmp_path / DEVICE).mkdir()
-    (tmp_path / DEVICE / f"{SUITE}.json").write_bytes(before)
-    BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
-    assert BaselineStore(tmp_path).get(DEVICE, SUITE, KEY) == BaselineStore(sample / "baselines").get(DEVICE, SUITE, KEY)
+def test_an_update_keeps_what_an_earlier_version_recorded(kind: Kind, tmp_path: Path, sample: Path) -> None:
+    shutil.copytree(sample / "baselines", tmp_path / "baselines")
+    kind.update(tmp_path / "baselines", {"new": kind.record})
+    assert kind.get(tmp_path / "baselines", KEY) == kind.get(sample / "baselines", KEY)
+
+
+def test_format_1_is_refused_with_what_to_do(kind: Kind, tmp_path: Path) -> None:
+    path = kind.file(tmp_path)
+    path.parent.mkdir(parents=True)
+    shutil.copy(OLD / "llm.json", path)
+    assert _refusal(kind, tmp_path) == (
+        f"{path} has format 1, which was written before 0.1.0; delete it and record it again with {kind.store.option}"
+    )
+    path.unlink()
+    kind.update(tmp_path, {KEY: kind.record})
+    assert kind.get(tmp_path, KEY) == kind.record
+
+
+def test_a_report_of_format_1_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    shutil.copy(OLD / "llm.json", path)
+    with pytest.raises(BaselineError) as caught:
+        read_report(path)
+    assert str(caught.value) == (f"{path} has format 1, which was written before 0.1.0; run again with --gpu-json")
 
 
 # The disk
