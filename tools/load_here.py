@@ -125,7 +125,7 @@ def lines(count: int, cases: int) -> Iterator[str]:
         at, case = divmod(number, cases)
         slower = 1.05 if case % 10 == 0 and 2 * at > count // cases else 1.0
         line = {
-            "format": 1,
+            "format": 2,
             "date": (begin + datetime.timedelta(hours=at)).isoformat(),
             "session": f"{at:08x}",
             "commit": f"{at:07x}",

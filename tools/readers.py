@@ -7,6 +7,7 @@ import functools
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.html import page
 from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.report.trend.series import analyse
-from pytest_gputrain.storage import baselines, published
+from pytest_gputrain.storage import published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.prediction_cache import PredictionCache
@@ -142,7 +143,8 @@ def sound_report() -> bytes:
 
 def sound_baseline() -> bytes:
     baseline = to_baseline(sound_result(), date=SESSION.created, session="s1", commit="c0ffee")
-    return b"".join(baselines._encode("cpu", "llm", {f"{CASE}@tiny": baseline}))
+    with tempfile.TemporaryDirectory() as folder:
+        return BaselineStore(Path(folder)).update("cpu", "llm", {f"{CASE}@tiny": baseline}).read_bytes()
 
 
 def sound_history() -> bytes:
@@ -161,11 +163,12 @@ def a_few(path: Path, field: str, count: int = 1) -> bytes:
 
 def read_baseline(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     scratch.file("cpu/llm.json", data)
-    for baseline in BaselineStore(scratch.folder).suite("cpu", "llm").values():
+    store = BaselineStore(scratch.folder)
+    for baseline in store.suite("cpu", "llm").values():
         for name in ("cpu_measured", "h100_measured", "h100_out_of_memory"):
             judge(CASE, [reply(name)], baseline, TOLERANCE)
             judge(baseline.case, [reply(name)], baseline, TOLERANCE)
-    baselines.rewritten(scratch.folder / "cpu" / "llm.json")
+    store.rewritten("cpu", "llm")
 
 
 def read_predictions(data: bytes, scratch: Scratch, rng: random.Random) -> None:

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Case, Scale, knob_text
-from pytest_gputrain.storage import baselines, predictions, published
-from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
+from pytest_gputrain.records import Baseline, Case, knob_text
+from pytest_gputrain.storage import predictions, published
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.files import conflicts
@@ -65,7 +65,7 @@ def check(folder: Path) -> Iterator[Problem]:
         except OSError as error:
             problems = [Problem(path, 1, f"it cannot be read: {error.strerror}")]
         except BaselineError as error:
-            problems = [Problem(path, _line_of(path, str(error)), _without(path, str(error)))]
+            problems = [_refused(path, error)]
         tables_are_sound = tables_are_sound and not (problems and folders == (published.FOLDER,))
         yield from problems
     tables = folder / published.FOLDER
@@ -73,7 +73,7 @@ def check(folder: Path) -> Iterator[Problem]:
         try:
             published.PublishedStore(tables)
         except BaselineError as error:  # of one table beside another
-            yield Problem(tables, 1, str(error))
+            yield _refused(tables, error)
 
 
 def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Problem]:
@@ -84,14 +84,11 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Probl
         case [published.FOLDER]:
             published.load(path)
         case [device] if device != predictions.FOLDER:
-            stored = BaselineStore(folder).suite(device, path.stem)
-            yield from _names(path, [(key, entry.case, entry.scale) for key, entry in stored.items()])
-            yield from _form(path, baselines.rewritten(path))
-            yield from _sessions(path, device, list(stored.values()))
+            measured = BaselineStore(folder)
+            yield from _entries(path, measured, device)
+            yield from _sessions(path, device, list(measured.suite(device, path.stem).values()))
         case [predictions.FOLDER, platform]:
-            recorded = PredictionStore(folder).suite(platform, path.stem)
-            yield from _names(path, [(key, entry.case, entry.scale) for key, entry in recorded.items()])
-            yield from _form(path, predictions.rewritten(path))
+            yield from _entries(path, PredictionStore(folder), platform)
         case _:
             yield Problem(path, 1, _MISPLACED)
 
@@ -127,12 +124,17 @@ def _damage(path: Path) -> list[Problem]:
     ]
 
 
-def _names(path: Path, entries: Sequence[tuple[str, Case, Scale]]) -> Iterator[Problem]:
+def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[Problem]:
+    """Raises:
+    BaselineError: the file is not sound.
+    OSError: the file cannot be read.
+    """
     text = path.read_text()
-    for key, case, scale in entries:
-        if not _is_name(key.removesuffix("@tiny") if scale == "tiny" else key, case):
-            sentence = f"{key} is no name of the case in it, {case}, so no run finds it; {_RECORD_AGAIN}"
+    for key, record in store.suite(device, path.stem).items():
+        if not _is_name(key.removesuffix("@tiny") if record.scale == "tiny" else key, record.case):
+            sentence = f"{key} is no name of the case in it, {record.case}, so no run finds it; {_RECORD_AGAIN}"
             yield Problem(path, _line_of_name(text, key), sentence)
+    yield from _form(path, store.rewritten(device, path.stem))
 
 
 def _is_name(key: str, case: Case) -> bool:
@@ -184,21 +186,15 @@ def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[P
 
 def _line_of_name(text: str, name: str, *, last: bool = False) -> int:
     """Return the line in which ``name`` is the name of a value; 1 where there is none."""
-    offsets = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(name))}\s*:", text)]
+    offsets = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(name, ensure_ascii=False))}\s*:", text)]
     return text.count("\n", 0, offsets[-1 if last else 0]) + 1 if offsets else 1
 
 
-def _line_of(path: Path, sentence: str) -> int:
-    """Return the line that a store's sentence is about, by a name or a byte in it; 1 where it has neither."""
-    byte = re.search(r"\(byte (\d+)\)", sentence)
-    if byte:
-        return path.read_bytes().count(b"\n", 0, int(byte[1])) + 1
-    text = path.read_text(errors="replace")
-    names = [match[1] for match in re.finditer(r'^ {2}"([^"]+)": \{$', text, re.MULTILINE)]
-    named_entries = [name for name in names if f" {name}" in sentence]
-    return _line_of_name(text, max(named_entries, key=len)) if named_entries else 1
-
-
-def _without(path: Path, sentence: str) -> str:
-    """Return a store's sentence without the path, which is printed before it."""
-    return re.sub(rf"^(the (baseline file|published table) )?{re.escape(str(path))} ", "", sentence)
+def _refused(path: Path, error: BaselineError) -> Problem:
+    """Return why a store refuses a file, with the line of the place; ``path`` is shown where the store names no file."""
+    file, line = error.path or path, 1
+    if isinstance(error.place, int):
+        line += file.read_bytes().count(b"\n", 0, error.place)
+    elif error.place is not None:
+        line = _line_of_name(file.read_text(errors="replace"), error.place)
+    return Problem(file, line, error.told)

@@ -11,8 +11,8 @@ from msgspec import Struct
 from pytest_gputrain.records.prediction import Target
 from pytest_gputrain.records.whole import Whole
 
-FORMAT: Final = 1
-"""Version of every file this package writes. 1: the first (0.1.0)."""
+FORMAT: Final = 2
+"""Version of every file this package writes. 2: the first that is released (0.1.0); 1 is refused."""
 
 Scale = Literal["full", "tiny"]
 

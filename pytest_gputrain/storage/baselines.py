@@ -1,8 +1,9 @@
 """Reads and writes baselines, as the only module: ``<dir>/<device>/<suite>.json``, reviewed in git.
 
-A file holds its cases sorted by key, each with its raw runs. Environments are stored once, by a short hash, so that new
-numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a lock, by atomic
-rename, and an update keeps the entries of cases that did not run.
+A file holds its cases sorted by key, each with its entries: the raw runs of a measured case, or its predictions (see
+`pytest_gputrain.storage.predictions`). What many entries share, such as their environment, is stored once, by a short hash,
+so that new numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a lock, by
+atomic rename, and an update keeps the entries of cases that did not run.
 """
 
 from __future__ import annotations
@@ -10,93 +11,114 @@ from __future__ import annotations
 import glob
 import hashlib
 import math
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.cases.validation import renamed
-from pytest_gputrain.records import (
-    FORMAT,
-    MAX_RUNS,
-    Baseline,
-    BaselineRun,
-    Case,
-    Environment,
-    Scale,
-)
+from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
+from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, sweep, within, write_atomically
 from pytest_gputrain.utils.sanitize import OneLineError
-from pytest_gputrain.utils.spill import SpilledDict
 
-RESTORE: Final = "restore it from git, or delete it and record again"
+_RESTORE: Final = "restore it from git, or delete it and record again"
+_RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
+_RECORD_ENTRY: Final = "delete the entry and record it again"
 _NEWER: Final = "update pytest-gputrain, should a newer version have written it"
 _MOST_LINES_SHOWN: Final = 6
-RECORD_ENTRY: Final = "delete the entry and record it again"
-_RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 
-
-_Record = TypeVar("_Record")
+_Type = TypeVar("_Type")
+_Record = TypeVar("_Record", bound=Baseline | Recorded)
+_Entry = TypeVar("_Entry", bound=Struct)
 
 
 class BaselineError(OneLineError):
-    """A baseline file that cannot be read or written; one sentence with the remedy."""
+    """A baseline file, a published table or a report that cannot be read or written; one sentence with the remedy."""
+
+    def __init__(self, problem: str, remedy: str = "", *, path: Path | None = None, place: str | int | None = None) -> None:
+        """
+        Args:
+            problem: what is wrong; with a path, what follows the path in the sentence.
+            remedy: what to do; empty where the problem says it.
+            place: where it is in the file: the name of an entry, or an offset in bytes; None for the file as a whole.
+        """
+        self.told = f"{problem}; {remedy}" if remedy else problem
+        """The sentence without the path."""
+        self.path = path
+        self.place = place
+        super().__init__(f"{path} {self.told}" if path else self.told)
 
 
-class _StoredCase(Struct, kw_only=True, forbid_unknown_fields=True):
-    case: Case
-    scale: Scale
-    runs: tuple[dict[str, Any], ...]
-    """Fields of `BaselineRun`, its environment by reference."""
+class SuiteStore(ABC, Generic[_Record, _Entry]):
+    """Records of cases in a folder of baselines, one file per device and suite, each read once.
 
+    A subclass says what a record is, and how its entries stand in the file.
+    """
 
-class _File(Struct, kw_only=True, forbid_unknown_fields=True):
-    format: int
-    device: str
-    suite: str
-    environments: dict[str, dict[str, Any]]
-    """Fields of `Environment`."""
-    cases: dict[str, msgspec.Raw]
-    """Each a `_StoredCase`; in this form they need the least memory until they are looked at."""
-
-
-class BaselineStore:
-    """Baselines in a folder, one file per device and suite, each read once."""
+    parent: ClassVar[tuple[str, ...]] = ()
+    """The folder of the devices' folders, below that of the baselines."""
+    what: ClassVar[str]
+    """The kind of file in a sentence, such as "a baseline file"."""
+    option: ClassVar[str]
+    """Records the entries."""
+    entry: ClassVar[str]
+    """An entry in a sentence, such as "run"."""
+    shared: ClassVar[str]
+    """What entries share, in a sentence."""
+    file_type: ClassVar[type[Struct]]
+    """With five fields: format, device, suite, what entries share by reference, and each case in the least memory."""
+    case_type: ClassVar[type[Struct]]
+    """With three fields: case, scale and entries."""
+    entry_type: type[_Entry]
+    shared_type: ClassVar[type[Struct]]
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files: dict[tuple[str, str], SpilledDict[str, Baseline]] = {}
+        """
+        Args:
+            folder: of the baselines.
+        """
+        self._root = folder
+        self.folder = folder.joinpath(*self.parent)
+        self._files: dict[tuple[str, str], dict[str, _Record]] = {}
 
     def path(self, device: str, suite: str) -> Path:
         """Raises:
-        BaselineError: no place in the folder.
+        BaselineError: no place in the folder, or none that the suite is found in again.
         """
-        return path_in(self.folder, device, suite)
+        try:
+            path = within(self._root, *self.parent, device, f"{suite}.json")
+        except ValueError as error:
+            raise BaselineError(
+                f"baselines stay in {self._root}: {error}", "rename the test file, or remove the link"
+            ) from None
+        if path.stem != suite:
+            raise BaselineError(f"baselines are kept by the names of test files, and test_{suite}.py has none", "rename it")
+        return path
 
-    def has_device(self, device: str) -> bool:
-        """Whether this device has baselines of any suite."""
-        return any((self.folder / device).glob("*.json"))
-
-    def get(self, device: str, suite: str, key: str) -> Baseline | None:
-        """The baseline of one case, None where there is none.
+    def get(self, device: str, suite: str, key: str) -> _Record | None:
+        """The record of one case, None where there is none.
 
         Raises:
             BaselineError: the file is there but cannot be read.
         """
         return self.suite(device, suite).get(key)
 
-    def suite(self, device: str, suite: str) -> Mapping[str, Baseline]:
-        """All baselines of a suite by key.
+    def suite(self, device: str, suite: str) -> Mapping[str, _Record]:
+        """All records of a suite by key.
 
         Raises:
             BaselineError: as of `get`.
         """
         if (device, suite) not in self._files:
-            self._files[device, suite] = _load(self.path(device, suite), device)
+            self._files[device, suite] = self._load(self.path(device, suite), device)
         return self._files[device, suite]
 
     def other_devices(self, device: str, suite: str) -> list[str]:
@@ -114,12 +136,12 @@ class BaselineStore:
                 pass
         except OSError as error:
             raise BaselineError(
-                f"baselines cannot be written to {self.folder} ({error.strerror}); make it writable or choose another "
-                "--gpu-baseline-dir"
+                f"baselines cannot be written to {self.folder} ({error.strerror})",
+                "make it writable or choose another --gpu-baseline-dir",
             ) from error
 
-    def update(self, device: str, suite: str, entries: Mapping[str, Baseline]) -> Path:
-        """Replace ``entries`` in their file, keep all others, and return the file.
+    def update(self, device: str, suite: str, records: Mapping[str, _Record]) -> Path:
+        """Merge ``records`` into their file, keep all others, and return the file.
 
         Raises:
             BaselineError: the present file cannot be read, or the new one cannot be written; nothing has changed then.
@@ -127,98 +149,205 @@ class BaselineStore:
         path = self.path(device, suite)
         try:
             with locked(path):
-                merged = _load(path, device)
-                merged.update(entries)
+                merged = self._load(path, device)
+                merged |= {key: self._merged(merged.get(key), record) for key, record in records.items()}
                 sweep(path)
-                write_atomically(path, _encode(device, suite, merged))
+                write_atomically(path, self._encode(device, suite, merged))
         except OSError as error:
-            raise BaselineError(f"the baseline file {path} cannot be written: {error.strerror or error}") from error
+            raise BaselineError(f"cannot be written: {error.strerror or error}", path=path) from error
         self._files[device, suite] = merged
         return path
 
+    def rewritten(self, device: str, suite: str) -> bytes:
+        """A file as `update` would write it again.
 
-def path_in(folder: Path, *names: str) -> Path:
-    """The file of these names below a folder of baselines; the last is the suite's.
+        Raises:
+            BaselineError: it cannot be read.
+        """
+        return b"".join(self._encode(device, suite, self.suite(device, suite)))
 
-    Raises:
-        BaselineError: no place in the folder, or none that the suite is found in again.
-    """
-    try:
-        path = within(folder, *names[:-1], f"{names[-1]}.json")
-    except ValueError as error:
-        raise BaselineError(f"baselines stay in {folder}: {error}; rename the test file, or remove the link") from None
-    if path.stem != names[-1]:
-        raise BaselineError(f"baselines are kept by the names of test files, and test_{names[-1]}.py has none; rename it")
-    return path
+    @abstractmethod
+    def _record(self, device: str, case: Case, scale: Scale, entries: tuple[_Entry, ...]) -> _Record: ...
+    @abstractmethod
+    def _entries(self, record: _Record) -> tuple[_Entry, ...]:
+        """The entries that are kept."""
 
+    @abstractmethod
+    def _shared(self, entry: _Entry) -> Struct:
+        """What the entry shares with others."""
 
-def rewritten(path: Path) -> bytes:
-    """A baseline file as `BaselineStore.update` would write it again.
+    @abstractmethod
+    def _stored(self, entries: Iterable[tuple[str, _Entry]]) -> Any:
+        """Entries as they stand in the file: each without what it shares, but with the reference, which comes before it."""
 
-    Raises:
-        BaselineError: it cannot be read.
-    """
-    device = path.parent.name
-    return b"".join(_encode(device, path.stem, _load(path, device)))
+    @abstractmethod
+    def _fields(self, stored: Any, find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the fields of each entry in what `_stored` made; ``find`` returns those that a reference names."""
 
+    @abstractmethod
+    def _is_possible(self, entry: _Entry) -> bool:
+        """Whether the figures can be true; counts below zero are found without this."""
 
-def _load(path: Path, device: str) -> SpilledDict[str, Baseline]:
-    baselines: SpilledDict[str, Baseline] = SpilledDict(Baseline)
-    if not path.exists():
-        return baselines
-    file = decode(path, _File, "a baseline file")
-    if (file.device, file.suite) != (device, path.stem):
-        raise BaselineError(
-            f"the baseline file {path} says that it holds {file.suite} of {file.device}; move it to where it belongs, or "
-            "record again"
-        )
-    for digest, fields in file.environments.items():
-        sound = _convert(path, f"environment {digest}", fields, Environment)
-        refuse_unknown(path, f"the environment {digest}", fields, sound)
-    for key, raw in file.cases.items():
+    def _merged(self, before: _Record | None, new: _Record) -> _Record:
+        """What is stored where there is a record before the new one."""
+        return new
+
+    def _load(self, path: Path, device: str) -> dict[str, _Record]:
+        if not path.exists():
+            return {}
+        again = f"delete it and record it again with {self.option}"
+        file = decode(path, self.file_type, self.what, again=again)
+        _, in_device, in_suite, shared, cases = msgspec.structs.astuple(file)
+        if (in_device, in_suite) != (device, path.stem):
+            remedy = "move it to where it belongs, or record again"
+            raise BaselineError(f"says that it holds {in_suite} of {in_device}", remedy, path=path)
+        for reference, fields in shared.items():
+            told = partial(BaselineError, path=path, place=reference)
+            _sound(fields, self.shared_type, f"{self.shared} {reference}", told)
+        return {
+            key: self._loaded(device, key, raw, shared, partial(BaselineError, path=path, place=key))
+            for key, raw in cases.items()
+        }
+
+    def _loaded(
+        self, device: str, key: str, raw: msgspec.Raw, shared: Mapping[str, Any], told: Callable[..., BaselineError]
+    ) -> _Record:
         try:
-            stored = msgspec.json.decode(raw, type=_StoredCase)
+            case, scale, stored = msgspec.structs.astuple(msgspec.json.decode(raw, type=self.case_type))
         except UNREADABLE as error:
-            raise BaselineError(f"{path} is not a baseline file: {error} in {key}; {_remedy(error, RESTORE)}") from None
-        refuse_renamed(path, key, stored.case.precision, RECORD_ENTRY)
-        runs = [_run(path, key, fields, file.environments) for fields in stored.runs]
-        _check_figures(path, key, runs)
-        if key.endswith("@tiny") != (stored.scale == "tiny"):
-            raise BaselineError(f"the baseline file {path} gives {key} the scale {stored.scale}; {_RESTORE_ENTRY}")
-        baselines[key] = Baseline(device=device, case=stored.case, scale=stored.scale, runs=tuple(runs))
-    return baselines
+            raise told(f"is not {self.what}: {error} in {key}", _remedy(error, _RESTORE)) from None
+        if name := renamed("precision", case.precision):
+            raise told(f"names in {key} {name}", _RECORD_ENTRY)
+
+        def find(reference: Any) -> dict[str, Any]:
+            if not isinstance(reference, str) or reference not in shared:
+                raise told(f"refers to the {self.shared} {reference!r} in {key}, which it does not hold", _RESTORE)
+            fields: dict[str, Any] = shared[reference]
+            return fields
+
+        what = f"{self.entry} for {key}"
+        entries = tuple(_sound(fields, self.entry_type, what, told) for fields in self._fields(stored, find))
+        if not entries:
+            raise told(f"holds no {what}", _RECORD_ENTRY)
+        if not all(self._is_possible(entry) and not _has_negative(msgspec.to_builtins(entry)) for entry in entries):
+            raise told(f"holds impossible figures for {key}", _RESTORE_ENTRY)
+        if key.endswith("@tiny") != (scale == "tiny"):
+            raise told(f"gives {key} the scale {scale}", _RESTORE_ENTRY)
+        return self._record(device, case, scale, entries)
+
+    def _encode(self, device: str, suite: str, records: Mapping[str, _Record]) -> Iterator[bytes]:
+        """The file in parts, with the text of one case in memory at a time."""
+        shared = {_digest(part): part for record in records.values() for part in map(self._shared, self._entries(record))}
+        frame = self.file_type(FORMAT, device, suite, {digest: shared[digest] for digest in sorted(shared)}, {})
+        cases = (json_text.item(self._stored_case(records[key]), key) for key in sorted(records))
+        return (json_text.short_rows(json_text.short_lists(part)) for part in json_text.document(frame, cases))
+
+    def _stored_case(self, record: _Record) -> Struct:
+        entries = [(_digest(self._shared(entry)), entry) for entry in self._entries(record)]
+        return self.case_type(record.case, record.scale, self._stored(entries))
 
 
-def _run(path: Path, key: str, fields: Mapping[str, Any], environments: Mapping[str, Any]) -> BaselineRun:
-    reference = fields.get("environment")
-    if not isinstance(reference, str) or reference not in environments:
-        raise BaselineError(
-            f"the baseline file {path} refers to the environment {reference!r} in {key}, which it does not hold; {RESTORE}"
-        )
-    return _convert(path, f"run for {key}", {**fields, "environment": environments[reference]}, BaselineRun)
+class _StoredCase(Struct, forbid_unknown_fields=True):
+    case: Case
+    scale: Scale
+    runs: list[dict[str, Any]]
+    """Fields of `BaselineRun`, its environment by reference."""
 
 
-def _convert(path: Path, what: str, fields: Mapping[str, Any], type_: type[_Record]) -> _Record:
+class _File(Struct, forbid_unknown_fields=True):
+    format: int
+    device: str
+    suite: str
+    environments: dict[str, Any]
+    """Fields of `Environment`."""
+    cases: dict[str, msgspec.Raw]
+    """Each a `_StoredCase`; in this form they need the least memory until they are looked at."""
+
+
+class BaselineStore(SuiteStore[Baseline, BaselineRun]):
+    """Measured baselines; an update replaces all runs of its cases."""
+
+    what = "a baseline file"
+    option = "--gpu-baseline-update"
+    entry = "run"
+    shared = "environment"
+    file_type = _File
+    case_type = _StoredCase
+    entry_type = BaselineRun
+    shared_type = Environment
+
+    def _record(self, device: str, case: Case, scale: Scale, entries: tuple[BaselineRun, ...]) -> Baseline:
+        return Baseline(device=device, case=case, scale=scale, runs=entries)
+
+    def _entries(self, record: Baseline) -> tuple[BaselineRun, ...]:
+        return record.runs[-MAX_RUNS:]
+
+    def _shared(self, entry: BaselineRun) -> Environment:
+        return entry.environment
+
+    def _stored(self, entries: Iterable[tuple[str, BaselineRun]]) -> list[dict[str, Any]]:
+        return [{**msgspec.to_builtins(run), "environment": reference} for reference, run in entries]
+
+    def _fields(self, stored: list[dict[str, Any]], find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return ({**fields, "environment": find(fields.get("environment"))} for fields in stored)
+
+    def _is_possible(self, entry: BaselineRun) -> bool:
+        times = entry.step_seconds if entry.one_worker_seconds is None else (*entry.step_seconds, entry.one_worker_seconds)
+        is_whole = bool(entry.step_seconds) and entry.peak_allocated_bytes is not None
+        return all(0 < seconds < math.inf for seconds in times) and (is_whole or entry.outcome != "measured")
+
+
+def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *, again: str) -> _Type:
+    """The record of ``type_`` in a file.
+
+    Args:
+        what: the kind of file, in a sentence.
+        again: makes a file of an old format anew.
+
+    Raises:
+        BaselineError: not ``what``, told with the place where that shows.
+    """
+    told = partial(BaselineError, path=path)
     try:
-        return msgspec.convert(fields, type_)
+        data = path.read_bytes()
+    except OSError as error:
+        raise told(f"cannot be read: {error.strerror}") from error
+    if markers := conflicts(data):
+        lines = ", ".join(map(str, markers[:_MOST_LINES_SHOWN])) + (", ..." if len(markers) > _MOST_LINES_SHOWN else "")
+        raise told(f"holds merge-conflict markers (lines {lines})", "resolve them, or take one side and record again")
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).format
+        if version == FORMAT:
+            return msgspec.json.decode(data, type=type_)
+    except UNREADABLE as error:
+        offset = re.search(r"\(byte (\d+)\)", str(error))
+        place = int(offset[1]) if offset else None
+        raise told(f"is not {what}: {error}", _remedy(error, remedy), place=place) from None
+    if version == 1:
+        raise told("has format 1, which was written before 0.1.0", again)
+    remedy = f"{_NEWER}, or {remedy}" if version > FORMAT else remedy
+    raise told(f"has format {version}, this version reads format {FORMAT}", remedy)
+
+
+class _Versioned(Struct):
+    format: int
+
+
+def _remedy(error: Exception, remedy: str) -> str:
+    return f"{_NEWER}, or {remedy}" if "unknown field" in str(error) else remedy
+
+
+def _sound(fields: Any, type_: type[_Type], what: str, told: Callable[..., BaselineError]) -> _Type:
+    """Raises:
+    BaselineError: the fields do not make a record of ``type_``, or hold more, which writing it again would lose.
+    """
+    try:
+        record = msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
-        raise BaselineError(f"the baseline file {path} holds no sound {what}: {error}; {_remedy(error, RESTORE)}") from None
-
-
-def refuse_unknown(path: Path, where: str, fields: Any, record: Any) -> None:
-    """Raises:
-    BaselineError: ``fields`` hold more than ``record``, which was made of them: writing it again would lose that.
-    """
+        raise told(f"holds no sound {what}: {error}", _remedy(error, _RESTORE)) from None
     if name := _lost(fields, msgspec.to_builtins(record)):
-        raise BaselineError(f"the baseline file {path} holds an unknown {name!r} in {where}; {_NEWER}, or {RESTORE}")
-
-
-def refuse_renamed(path: Path, where: str, precision: str, remedy: str) -> None:
-    """Raises:
-    BaselineError: ``precision`` is no name of one. No case has such a name, so what was recorded under it would be left out.
-    """
-    if name := renamed("precision", precision):
-        raise BaselineError(f"{path} names in {where} {name}; {remedy}")
+        raise told(f"holds an unknown {name!r} in the {what}", f"{_NEWER}, or {_RESTORE}")
+    return record
 
 
 def _lost(before: Any, after: Any) -> str:
@@ -232,72 +361,14 @@ def _lost(before: Any, after: Any) -> str:
     return ""
 
 
-def _check_figures(path: Path, key: str, runs: list[BaselineRun]) -> None:
-    for run in runs:
-        counts = [value for value in msgspec.structs.asdict(run).values() if isinstance(value, int)]
-        measured = run.outcome == "measured"
-        peak = run.peak_allocated_bytes
-        times = run.step_seconds if run.one_worker_seconds is None else (*run.step_seconds, run.one_worker_seconds)
-        bad_time = any(not 0 < seconds < math.inf for seconds in times) or (measured and not run.step_seconds)
-        if bad_time or (measured and peak is None) or any(value < 0 for value in counts):
-            raise BaselineError(f"the baseline file {path} holds impossible figures for {key}; {_RESTORE_ENTRY}")
-    if not runs:
-        raise BaselineError(f"the baseline file {path} holds no run for {key}; {RECORD_ENTRY}")
+def _has_negative(value: Any) -> bool:
+    """Whether a count in there is below zero."""
+    if isinstance(value, dict):
+        return any(map(_has_negative, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_negative, value))
+    return isinstance(value, int) and value < 0
 
 
-def decode(path: Path, type_: type[_Record], what: str, remedy: str = RESTORE) -> _Record:
-    """The record of ``type_`` in a file.
-
-    Raises:
-        BaselineError: not ``what``, told with the place where that shows.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BaselineError(f"{path} cannot be read: {error.strerror}") from error
-    if markers := conflicts(data):
-        lines = ", ".join(map(str, markers[:_MOST_LINES_SHOWN])) + (", ..." if len(markers) > _MOST_LINES_SHOWN else "")
-        raise BaselineError(
-            f"{path} holds merge-conflict markers (lines {lines}); resolve them, or take one side and record again"
-        )
-    try:
-        version = msgspec.json.decode(data, type=_Versioned).format
-    except UNREADABLE as error:
-        raise BaselineError(f"{path} is not {what}: {error}; {remedy}") from None
-    if version != FORMAT:
-        newer = f"{_NEWER}, or " if version > FORMAT else ""
-        raise BaselineError(f"{path} has format {version}, this version reads format {FORMAT}; {newer}{remedy}")
-    try:
-        return msgspec.json.decode(data, type=type_)
-    except UNREADABLE as error:
-        raise BaselineError(f"{path} is not {what}: {error}; {_remedy(error, remedy)}") from None
-
-
-def _remedy(error: Exception, remedy: str) -> str:
-    return f"{_NEWER}, or {remedy}" if "unknown field" in str(error) else remedy
-
-
-class _Versioned(Struct):
-    format: int
-
-
-def _encode(device: str, suite: str, baselines: Mapping[str, Baseline]) -> Iterator[bytes]:
-    """The file in parts, with one baseline in memory at a time."""
-    environments: dict[str, Any] = {}
-    for baseline in baselines.values():
-        for run in baseline.runs[-MAX_RUNS:]:
-            environments[_digest(run.environment)] = run.environment
-    ordered = {digest: msgspec.to_builtins(environments[digest]) for digest in sorted(environments)}
-    frame = _File(format=FORMAT, device=device, suite=suite, environments=ordered, cases={})
-    cases = (json_text.item(_stored(baselines[key]), key) for key in sorted(baselines))
-    return json_text.document(frame, (json_text.short_rows(json_text.short_lists(case)) for case in cases))
-
-
-def _stored(baseline: Baseline) -> _StoredCase:
-    runs = [{**msgspec.to_builtins(run), "environment": _digest(run.environment)} for run in baseline.runs[-MAX_RUNS:]]
-    return _StoredCase(case=baseline.case, scale=baseline.scale, runs=tuple(runs))
-
-
-def _digest(environment: Environment) -> str:
-    fields = msgspec.json.encode(environment, order="sorted")
-    return hashlib.sha256(fields).hexdigest()[:8]
+def _digest(part: Struct) -> str:
+    return hashlib.sha256(msgspec.json.encode(part, order="sorted")).hexdigest()[:8]

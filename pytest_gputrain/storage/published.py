@@ -7,14 +7,16 @@ printed. The figures of a row are those of its cells, in numbers with their roun
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from msgspec import Struct
 
+from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import Case, Published
 from pytest_gputrain.records.published import Figure, Figures
-from pytest_gputrain.storage.baselines import BaselineError, decode, refuse_renamed
+from pytest_gputrain.storage.baselines import BaselineError, decode
 
 FOLDER: Final = "published"
 GATED: Final = "pytorch"
@@ -23,6 +25,7 @@ GATED: Final = "pytorch"
 _SHIPPED: Final = Path(__file__).with_name("published_tables")
 _CLONE: Final = Path(__file__).parents[2] / "baselines" / FOLDER
 _REMEDY: Final = "restore it from git"
+_AGAIN: Final = "update the repository that has it"
 
 
 class Column(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,17 +117,16 @@ class PublishedStore:
         self.folder = folder
         self.tables = tuple(load(path) for path in sorted(folder.glob("*.json")))
         if not self.tables:
-            raise BaselineError(f"there is no published table in {folder}; restore the folder from git")
+            raise BaselineError(f"there is no published table in {folder}", "restore the folder from git")
         self._rows: dict[tuple[str, str, str], Published] = {}
         for table in self.tables:
             for row in table.published():
                 row_key = (row.platform, row.suite, str(row.case))
                 other = self._rows.setdefault(row_key, row)
                 if other is not row:
-                    path = folder / f"{table.name}.json"
+                    problem = f"has {row.case} on {row.platform}, which {other.table} has before it"
                     raise BaselineError(
-                        f"the published table {path} has {row.case} on {row.platform}, which {other.table} has before it; "
-                        "delete one of them"
+                        problem, "delete one of them", path=folder / f"{table.name}.json", place=row.platform
                     )
 
     @classmethod
@@ -152,27 +154,25 @@ def load(path: Path) -> PublishedTable:
     Raises:
         BaselineError: it is no sound table.
     """
-    table = decode(path, PublishedTable, "a published table", _REMEDY)
+    table = decode(path, PublishedTable, "a published table", _REMEDY, again=_AGAIN)
+    if table.name != path.stem:
+        raise BaselineError(f"says that it is {table.name}", _REMEDY, path=path)
+    headers = [column.header for column in table.columns]
     for row in table.rows:
-        refuse_renamed(path, f"{row.case} on {row.platform}", row.case.precision, _REMEDY)
-    trouble = _trouble(table, path.stem)
-    if trouble:
-        raise BaselineError(f"the published table {path} {trouble}; {_REMEDY}")
+        if trouble := _trouble(row, f"{row.case} on {row.platform}", headers, table.platforms):
+            raise BaselineError(trouble, _REMEDY, path=path, place=row.platform)
     return table
 
 
-def _trouble(table: PublishedTable, stem: str) -> str:
-    if table.name != stem:
-        return f"says that it is {table.name}"
-    headers = [column.header for column in table.columns]
-    for row in table.rows:
-        if row.platform not in table.platforms:
-            return f"has {row.case} on {row.platform}, of which it says nothing else"
-        if list(row.cells) != headers:
-            return f"has {row.case} on {row.platform} in other columns than its own"
-        figures = [figure for of in row.figures.values() for figure in _figures(of)]
-        if not all(map(_is_sound, figures)):
-            return f"holds impossible figures for {row.case} on {row.platform}"
+def _trouble(row: _Row, name: str, headers: Sequence[str], platforms: Container[str]) -> str:
+    if renamed_precision := renamed("precision", row.case.precision):
+        return f"names in {name} {renamed_precision}"
+    if row.platform not in platforms:
+        return f"has {name}, of which it says nothing else"
+    if list(row.cells) != headers:
+        return f"has {name} in other columns than its own"
+    if not all(_is_sound(figure) for figures in row.figures.values() for figure in _figures(figures)):
+        return f"holds impossible figures for {name}"
     return ""
 
 

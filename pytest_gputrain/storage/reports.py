@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -22,7 +23,7 @@ from pytest_gputrain.records import (
     Report,
     TrainingPhase,
 )
-from pytest_gputrain.storage.baselines import decode, refuse_renamed
+from pytest_gputrain.storage.baselines import BaselineError, decode
 
 
 def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote") -> Report:
@@ -31,11 +32,12 @@ def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote")
     Raises:
         BaselineError: it cannot be read, or is none of this package.
     """
-    report = decode(path, Report, "a report of --gpu-json", remedy)
+    report = decode(path, Report, "a report of --gpu-json", remedy, again="run again with --gpu-json")
     for result in report.results:
         curves = result.loss_curves if isinstance(result, LossStudy) else ()
         for precision in (result.case.precision, *(curve.precision for curve in curves)):
-            refuse_renamed(path, result.key, precision, "write the report again")
+            if name := renamed("precision", precision):
+                raise BaselineError(f"names in {result.key} {name}", "write the report again", path=path)
     return report
 
 

@@ -129,7 +129,7 @@ def test_updates_cannot_write_published_tables(suite: Project, update: str) -> N
 def test_a_damaged_table_stops_the_run_with_its_place(suite: Project) -> None:
     folder = suite.path / "baselines" / "published"
     folder.mkdir(parents=True)
-    (folder / "broken.json").write_text('{"format": 1, "name": "broken"}')
+    (folder / "broken.json").write_text('{"format": 2, "name": "broken"}')
     result = suite.spawn(PUBLISHED)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*broken.json is not a published table: *restore it from git"])

@@ -160,8 +160,8 @@ def _change(old: str, new: str) -> object:
         (_truncate, "* is not a baseline file: Input data was truncated; restore it from git, *"),
         (_conflict, "* holds merge-conflict markers (lines 1, *, *); resolve them, or take one side and record again"),
         (
-            _change('"format": 1', '"format": 2'),
-            "* has format 2, this version reads format 1; update *, or restore it from git, *",
+            _change('"format": 2', '"format": 3'),
+            "* has format 3, this version reads format 2; update *, or restore it from git, *",
         ),
         (
             _change('"peak_allocated_bytes": 37580963840', '"peak_allocated_bytes": "35 GiB"'),

@@ -138,9 +138,9 @@ REPLIED = {
         rf"{AFTER} \(reply\): the worker's reply cannot be read: Input data was truncated",
     ),
     "reply_of_tomorrow": (
-        f"atexit.register(lambda: {REPLY}.write_bytes({REPLY}.read_bytes().replace(b'\"format\":1', b'\"format\":2')))",
+        f"atexit.register(lambda: {REPLY}.write_bytes({REPLY}.read_bytes().replace(b'\"format\":2', b'\"format\":3')))",
         "pass",
-        rf"{AFTER} \(reply\): the worker's reply has format 2, this version reads format 1: the worker imports another .+",
+        rf"{AFTER} \(reply\): the worker's reply has format 3, this version reads format 2: the worker imports another .+",
     ),
     "reply_that_is_gone": (
         f"atexit.register(lambda: {REPLY}.unlink())",

@@ -107,7 +107,7 @@ def test_a_folder_is_refused_before_anything_runs(suite: Project) -> None:
 
 
 def test_a_line_that_a_crash_cut_off_is_told_and_removed(suite: Project) -> None:
-    (suite.path / "history.jsonl").write_text('{"format":1,"kin')
+    (suite.path / "history.jsonl").write_text('{"format":2,"kin')
     result = suite.run("--gpu-history=history.jsonl")
     result.stdout.fnmatch_lines(["the last line of * was cut off by a crash (16 bytes) and has been removed"])
     assert len(lines(suite)) == 3

@@ -268,7 +268,7 @@ def test_figures_beside_others_that_nobody_looked_for_are_refused(suite: Project
     [
         (None, "*nothing.json cannot be read: No such file or directory"),
         ("{", "*nothing.json is not a report of --gpu-json: *; give the file that --gpu-json wrote"),
-        ('{"format": 99}', "*nothing.json has format 99, this version reads format 1; *"),
+        ('{"format": 99}', "*nothing.json has format 99, this version reads format 2; *"),
     ],
 )
 def test_what_is_no_report_is_refused(suite: Project, text: str | None, sentence: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -18,42 +19,52 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit_examples import CASE, baseline, baseline_run, prediction
+from unit_examples import CASE, KINDS, Kind, baseline, baseline_run
 
 from pytest_gputrain.cli.check_baselines import check
-from pytest_gputrain.records import FORMAT, BaselineRun
-from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records import FORMAT, BaselineRun, Prediction
 from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
-from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.files import conflicts, locked
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
+MEASURED, PREDICTED = KINDS
 ENTRIES = {KEY: baseline(baseline_run())}
 MORE = {f"{KEY}-steps={steps}": baseline(baseline_run(step_seconds=(1.0,) * 99)) for steps in range(9)}
-RECORDED = {KEY: Recorded(case=CASE, scale="full", predictions=(prediction(),))}
-SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
+OLD, *SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
+"""The first is of the format that no version reads, the others are of those that all versions do."""
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    chosen: Kind = request.param
+    return chosen
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """A sound baseline file in a folder of baselines."""
-    return BaselineStore(tmp_path / "baselines").update(DEVICE, SUITE, ENTRIES)
+def file(kind: Kind, tmp_path: Path) -> Path:
+    """A sound baseline file of either kind in a folder of baselines."""
+    return kind.update(tmp_path / "baselines", {KEY: kind.record})
 
 
-def _refusal(folder: Path, suite: str = SUITE) -> str:
+@pytest.fixture
+def measured_file(tmp_path: Path) -> Path:
+    return MEASURED.update(tmp_path / "baselines", ENTRIES)
+
+
+def _refusal(kind: Kind, folder: Path) -> str:
     """The one sentence that both reading and updating a file fail with, which leaves it as it is."""
+    path = kind.file(folder)
+    before = path.read_bytes() if path.is_file() else b""
     sentences = set()
-    for use in (
-        lambda: BaselineStore(folder).get(DEVICE, suite, KEY),
-        lambda: BaselineStore(folder).update(DEVICE, suite, ENTRIES),
-    ):
+    for use in (lambda: kind.get(folder, KEY), lambda: kind.update(folder, {KEY: kind.record})):
         with pytest.raises(BaselineError) as caught:
             use()
         sentences.add(str(caught.value))
     (sentence,) = sentences
     assert len(sentence.splitlines()) == 1
+    assert before == (path.read_bytes() if path.is_file() else b"")
     return sentence
 
 
@@ -65,16 +76,16 @@ def _files(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
-def test_conflict_markers_are_told_by_line(file: Path, ending: bytes) -> None:
+def test_conflict_markers_are_told_by_line(kind: Kind, tmp_path: Path, file: Path, ending: bytes) -> None:
     lines = file.read_bytes().splitlines()
     marked = [*lines[:3], b"<<<<<<< HEAD", lines[3], b"||||||| base", b"=======", lines[4], b">>>>>>> theirs", *lines[5:]]
     file.write_bytes(ending.join(marked))
-    assert "merge-conflict markers (lines 4, 6, 7, 9); resolve them" in _refusal(file.parents[1])
+    assert "merge-conflict markers (lines 4, 6, 7, 9); resolve them" in _refusal(kind, tmp_path / "baselines")
 
 
-def test_of_many_conflict_markers_the_first_are_told(file: Path) -> None:
+def test_of_many_conflict_markers_the_first_are_told(kind: Kind, tmp_path: Path, file: Path) -> None:
     file.write_bytes(b"=======\n" * 50)
-    assert "(lines 1, 2, 3, 4, 5, 6, ...)" in _refusal(file.parents[1])
+    assert "(lines 1, 2, 3, 4, 5, 6, ...)" in _refusal(kind, tmp_path / "baselines")
 
 
 def test_what_only_looks_like_a_marker_is_none() -> None:
@@ -90,71 +101,64 @@ def _change(file: Path, *place: Any, **fields: Any) -> None:
     file.write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("place", [(), ("cases", KEY), ("cases", KEY, "runs", 0), ("environments", 0)])
-def test_what_a_newer_version_may_have_written_is_refused_not_dropped(file: Path, place: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *((kind, place) for kind in KINDS for place in [(), ("cases", KEY), ("cases", KEY, 2, 0)]),
+        (MEASURED, ("environments", 0)),
+        (PREDICTED, ("conditions", 0)),
+        (PREDICTED, ("conditions", 0, "target")),
+        (PREDICTED, ("cases", KEY, "predictions", 0, "largest", 0, 0)),
+    ],
+)
+def test_what_a_newer_version_may_have_written_is_refused_not_dropped(
+    kind: Kind, tmp_path: Path, file: Path, place: tuple[Any, ...]
+) -> None:
     _change(file, *place, of_tomorrow=1)
-    before = file.read_bytes()
-    sentence = _refusal(file.parents[1])
+    sentence = _refusal(kind, tmp_path / "baselines")
     assert "of_tomorrow" in sentence
     assert "update pytest-gputrain" in sentence
-    assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "place",
-    [("cases", KEY, "predictions", 0), ("cases", KEY, "predictions", 0, "largest", 0, 0), ("conditions", 0, "target")],
-)
-def test_what_a_newer_version_may_have_predicted_is_refused_not_dropped(tmp_path: Path, place: tuple[Any, ...]) -> None:
-    file = PredictionStore(tmp_path).update("h100", SUITE, RECORDED)
-    _change(file, *place, of_tomorrow=1)
-    before = file.read_bytes()
-    with pytest.raises(BaselineError, match="of_tomorrow"):
-        PredictionStore(tmp_path).update("h100", SUITE, RECORDED)
-    assert file.read_bytes() == before
-
-
-def test_a_newer_format_is_told_with_the_remedy(file: Path) -> None:
+def test_a_newer_format_is_told_with_the_remedy(kind: Kind, tmp_path: Path, file: Path) -> None:
     _change(file, format=FORMAT + 1)
-    assert f"has format {FORMAT + 1}, this version reads format {FORMAT}; update pytest-gputrain" in _refusal(
-        file.parents[1]
-    )
+    sentence = f"has format {FORMAT + 1}, this version reads format {FORMAT}; update pytest-gputrain"
+    assert sentence in _refusal(kind, tmp_path / "baselines")
 
 
-def test_the_format_before_the_first_is_no_reason_to_update(file: Path) -> None:
+def test_the_format_before_the_first_is_no_reason_to_update(kind: Kind, tmp_path: Path, file: Path) -> None:
     _change(file, format=0)
-    assert "update" not in _refusal(file.parents[1])
+    assert "update" not in _refusal(kind, tmp_path / "baselines")
 
 
-def test_a_figure_of_another_kind_is_no_reason_to_update(file: Path) -> None:
-    _change(file, "cases", KEY, "runs", 0, peak_allocated_bytes="much")
-    assert "update" not in _refusal(file.parents[1])
+def test_a_figure_of_another_kind_is_no_reason_to_update(kind: Kind, tmp_path: Path, file: Path) -> None:
+    _change(file, "cases", KEY, kind.entries, 0, peak_allocated_bytes="much")
+    assert "update" not in _refusal(kind, tmp_path / "baselines")
 
 
-COUNTS = [name for name, type_ in BaselineRun.__annotations__.items() if str(type_).startswith("Whole")]
+COUNTS = [
+    (kind, name)
+    for kind, type_ in ((MEASURED, BaselineRun), (PREDICTED, Prediction))
+    for name, annotation in type_.__annotations__.items()
+    if str(annotation).startswith("Whole") and name != "processes"
+]
 
 
-@pytest.mark.parametrize("name", COUNTS)
-def test_no_count_is_negative(file: Path, name: str) -> None:
-    _change(file, "cases", KEY, "runs", 0, **{name: -1})
-    assert f"impossible figures for {KEY}" in _refusal(file.parents[1])
+@pytest.mark.parametrize(("kind", "name"), COUNTS)
+def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path, name: str) -> None:
+    _change(file, "cases", KEY, kind.entries, 0, **{name: -1})
+    assert f"impossible figures for {KEY}" in _refusal(kind, tmp_path / "baselines")
 
 
 def test_counts_were_found() -> None:
-    assert {"warmup", "peak_allocated_bytes", "free_bytes"} <= {*COUNTS}
+    names = {(kind.name, name) for kind, name in COUNTS}
+    assert {("measured", "warmup"), ("measured", "free_bytes"), ("predicted", "peak_reserved_bytes")} <= names
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_what_is_no_number_is_refused(file: Path, number: str) -> None:
-    file.write_text(file.read_text().replace('"step_seconds": [1.0', f'"step_seconds": [{number}'))
-    assert "is not a baseline file" in _refusal(file.parents[1])
-
-
-@pytest.mark.parametrize("place", [(), ("largest", 0, 0)], ids=["whole", "tensor"])
-def test_no_prediction_is_negative(tmp_path: Path, place: tuple[Any, ...]) -> None:
-    file = PredictionStore(tmp_path).update("h100", SUITE, RECORDED)
-    _change(file, "cases", KEY, "predictions", 0, *place, **{"bytes" if place else "peak_allocated_bytes": -1})
-    with pytest.raises(BaselineError, match="impossible figures"):
-        PredictionStore(tmp_path).get("h100", SUITE, KEY)
+def test_what_is_no_number_is_refused(measured_file: Path, number: str) -> None:
+    measured_file.write_text(measured_file.read_text().replace('"step_seconds": [1.0', f'"step_seconds": [{number}'))
+    assert "is not a baseline file" in _refusal(MEASURED, measured_file.parents[1])
 
 
 # Earlier versions
@@ -162,44 +166,54 @@ def test_no_prediction_is_negative(tmp_path: Path, place: tuple[Any, ...]) -> No
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_what_earlier_versions_wrote_is_read(sample: Path) -> None:
-    """The folder names the format and the commit whose code wrote the sample."""
-    files = [path for path in sample.rglob("*") if path.is_file()]
-    assert files
-    for path in files:
-        if path.name == "report.json":
-            assert [result.key for result in read_report(path).results] == [KEY, "other", "third"]
-        elif path.name == "history.jsonl":
-            read = History([path], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
-            assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
-        elif path.parents[1].name == "predicted":
-            assert PredictionStore(sample / "baselines").get("h100", SUITE, KEY) is not None
-        else:
-            stored = BaselineStore(sample / "baselines").get(DEVICE, SUITE, KEY)
-            assert stored is not None
-            assert [run.session for run in stored.runs] == ["abc123", "s2"]
+    """A folder is named after its format, and after the version that wrote it where there were several."""
+    assert [result.key for result in read_report(sample / "report.json").results] == [KEY, "other", "third"]
+    read = History([sample / "history.jsonl"], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
+    assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
+    measured, predicted = (kind.get(sample / "baselines", KEY) for kind in KINDS)
+    assert [run.session for run in measured.runs] == ["abc123", "s2"]
+    assert [single.fidelity for single in predicted.predictions] == ["cuda-rules"]
 
 
 def test_every_format_has_a_sample() -> None:
-    assert {int(sample.name.split("-")[1]) for sample in SAMPLES} == {*range(1, FORMAT + 1)}
+    assert {int(sample.name.split("-")[1]) for sample in [*SAMPLES, OLD]} == {*range(1, FORMAT + 1)}
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_an_update_keeps_what_an_earlier_version_recorded(tmp_path: Path, sample: Path) -> None:
-    before = (sample / "baselines" / DEVICE / f"{SUITE}.json").read_bytes()
-    (tmp_path / DEVICE).mkdir()
-    (tmp_path / DEVICE / f"{SUITE}.json").write_bytes(before)
-    BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
-    assert BaselineStore(tmp_path).get(DEVICE, SUITE, KEY) == BaselineStore(sample / "baselines").get(DEVICE, SUITE, KEY)
+def test_an_update_keeps_what_an_earlier_version_recorded(kind: Kind, tmp_path: Path, sample: Path) -> None:
+    shutil.copytree(sample / "baselines", tmp_path / "baselines")
+    kind.update(tmp_path / "baselines", {"new": kind.record})
+    assert kind.get(tmp_path / "baselines", KEY) == kind.get(sample / "baselines", KEY)
+
+
+def test_format_1_is_refused_with_what_to_do(kind: Kind, tmp_path: Path) -> None:
+    path = kind.file(tmp_path)
+    path.parent.mkdir(parents=True)
+    shutil.copy(OLD / "llm.json", path)
+    assert _refusal(kind, tmp_path) == (
+        f"{path} has format 1, which was written before 0.1.0; delete it and record it again with {kind.store.option}"
+    )
+    path.unlink()
+    kind.update(tmp_path, {KEY: kind.record})
+    assert kind.get(tmp_path, KEY) == kind.record
+
+
+def test_a_report_of_format_1_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    shutil.copy(OLD / "llm.json", path)
+    with pytest.raises(BaselineError) as caught:
+        read_report(path)
+    assert str(caught.value) == (f"{path} has format 1, which was written before 0.1.0; run again with --gpu-json")
 
 
 # The disk
 
 
-def test_a_read_only_file_stays(file: Path) -> None:
+def test_a_read_only_file_stays(kind: Kind, tmp_path: Path, file: Path) -> None:
     file.chmod(0o444)
     before = file.read_bytes()
     with pytest.raises(BaselineError, match=r"llm\.json cannot be written: it is read-only"):
-        BaselineStore(file.parents[1]).update(DEVICE, SUITE, ENTRIES)
+        kind.update(tmp_path / "baselines", {KEY: kind.record})
     assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (before, 0o444)
 
 
@@ -239,11 +253,11 @@ def test_a_read_only_folder_is_told_and_its_file_stays(monkeypatch: pytest.Monke
         assert _files(folder / DEVICE) == before
 
 
-def test_a_lock_that_cannot_be_is_told_as_such(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_cannot_be_is_told_as_such(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no-folder").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no-folder"))
     with pytest.raises(BaselineError, match=r"llm\.json cannot be written: no lock in .*no-folder.*: Not a directory"):
-        BaselineStore(file.parents[1]).update(DEVICE, SUITE, ENTRIES)
+        kind.update(tmp_path / "baselines", {KEY: kind.record})
 
 
 _PRELUDE = """
@@ -278,12 +292,12 @@ def _run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_files_that_may_not_grow_leave_the_old_ones(file: Path) -> None:
-    before = _files(file.parents[1])
-    done = _run("resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); both()", file.parents[1])
+def test_files_that_may_not_grow_leave_the_old_ones(measured_file: Path) -> None:
+    before = _files(measured_file.parents[1])
+    done = _run("resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); both()", measured_file.parents[1])
     assert done.returncode == 2, done.stderr
     assert "llm.json cannot be written: File too large" in done.stdout
-    assert _files(file.parents[1]) == before
+    assert _files(measured_file.parents[1]) == before
 
 
 def test_a_full_disk_leaves_the_old_files(tmp_path: Path) -> None:
@@ -304,25 +318,25 @@ def test_a_full_disk_leaves_the_old_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_kill_before_the_rename_leaves_the_old_file_and_nothing_for_the_next(file: Path, moment: str) -> None:
-    folder = file.parents[1]
-    before = file.read_bytes()
+def test_a_kill_before_the_rename_leaves_the_old_file_and_nothing_for_the_next(measured_file: Path, moment: str) -> None:
+    folder = measured_file.parents[1]
+    before = measured_file.read_bytes()
     done = _run(f"os.{moment} = lambda *_: os.kill(os.getpid(), 9); both()", folder)
     assert done.returncode == -signal.SIGKILL
-    assert file.read_bytes() == before
+    assert measured_file.read_bytes() == before
     assert len(_files(folder)) == 2, "the new file, without its name"
     assert [finding for finding in check(folder) if finding.error] == []
     assert BaselineStore(folder).other_devices("other", SUITE) == [DEVICE]
     BaselineStore(folder).update(DEVICE, SUITE, MORE)
-    assert [*_files(folder)] == [file]
+    assert [*_files(folder)] == [measured_file]
     assert all(BaselineStore(folder).get(DEVICE, SUITE, key) == entry for key, entry in {**ENTRIES, **MORE}.items())
 
 
-def test_what_is_swept_is_of_the_same_file_only(file: Path) -> None:
-    others = [file.with_name(name) for name in (".llm2.json.x.part", "llm.json.part", ".llm.json.swp")]
+def test_what_is_swept_is_of_the_same_file_only(measured_file: Path) -> None:
+    others = [measured_file.with_name(name) for name in (".llm2.json.x.part", "llm.json.part", ".llm.json.swp")]
     for other in others:
         other.touch()
-    BaselineStore(file.parents[1]).update(DEVICE, SUITE, MORE)
+    BaselineStore(measured_file.parents[1]).update(DEVICE, SUITE, MORE)
     assert all(other.exists() for other in others)
 
 
@@ -348,40 +362,38 @@ def test_two_names_of_a_folder_share_a_lock(tmp_path: Path) -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """A folder that is none of the baselines', with a file in it."""
+    """A folder that is none of the baselines', with files in it."""
     folder = tmp_path / "elsewhere"
-    BaselineStore(folder).update(DEVICE, SUITE, ENTRIES)
+    for kind in KINDS:
+        kind.update(folder, {KEY: kind.record})
     return folder
 
 
-@pytest.mark.parametrize("linked", [DEVICE, f"{DEVICE}/{SUITE}.json"], ids=["device", "suite"])
-def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, elsewhere: Path, linked: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "linked"),
+    [
+        (MEASURED, DEVICE),
+        (MEASURED, f"{DEVICE}/{SUITE}.json"),
+        (PREDICTED, "predicted"),
+        (PREDICTED, "predicted/h100"),
+        (PREDICTED, f"predicted/h100/{SUITE}.json"),
+    ],
+)
+def test_a_link_out_of_the_folder_is_refused(kind: Kind, tmp_path: Path, elsewhere: Path, linked: str) -> None:
     link = tmp_path / "baselines" / linked
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere / linked)
     before = _files(elsewhere)
-    sentence = _refusal(tmp_path / "baselines")
+    sentence = _refusal(kind, tmp_path / "baselines")
     assert f"baselines stay in {tmp_path / 'baselines'}: " in sentence
-    assert str(elsewhere) in sentence
+    assert f"is a link to {elsewhere}" in sentence
     assert _files(elsewhere) == before
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize("linked", ["predicted", "predicted/h100", f"predicted/h100/{SUITE}.json"])
-def test_a_link_of_predictions_out_of_the_folder_is_refused(tmp_path: Path, elsewhere: Path, linked: str) -> None:
-    PredictionStore(elsewhere).update("h100", SUITE, RECORDED)
-    link = tmp_path / "baselines" / linked
-    link.parent.mkdir(parents=True)
-    link.symlink_to(elsewhere / linked)
-    before = _files(elsewhere)
-    with pytest.raises(BaselineError, match="is a link to"):
-        PredictionStore(tmp_path / "baselines").update("h100", SUITE, RECORDED)
-    assert _files(elsewhere) == before
-
-
 def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
     (tmp_path / DEVICE).symlink_to(DEVICE)
-    assert DEVICE in _refusal(tmp_path)
+    assert DEVICE in _refusal(MEASURED, tmp_path)
 
 
 def test_a_folder_of_baselines_that_is_itself_a_link_serves(tmp_path: Path, elsewhere: Path) -> None:
@@ -406,15 +418,10 @@ def test_no_name_leads_out_of_the_folder(device: str, suite: str, key: str) -> N
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "deep", "baselines")
         folder.mkdir(parents=True)
-        for update in (
-            lambda: BaselineStore(folder).update(device, suite, {key: baseline(baseline_run())}),
-            lambda: PredictionStore(folder).update(
-                device, suite, {key: Recorded(case=CASE, scale="full", predictions=(prediction(),))}
-            ),
-        ):
+        for kind in KINDS:
             refusal = ""
             try:
-                update()
+                kind.store(folder).update(device, suite, {key: kind.record})
             except BaselineError as error:
                 refusal = str(error)
             assert len(refusal.splitlines()) <= 1

@@ -1,4 +1,4 @@
-"""Baseline files: what goes in comes out, nothing else changes, and what cannot be read is told."""
+"""Baseline files of both kinds: what goes in comes out, nothing else changes, and what cannot be read is told."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit_examples import (
     CASE,
+    KINDS,
+    Kind,
     baseline,
     baseline_run,
     cpu_environment,
@@ -25,27 +27,31 @@ from unit_examples import (
     measurement,
     oom_run,
     out_of_memory,
+    prediction,
+    recorded,
     report,
     result,
     timed_out,
+    unsigned,
     values_of,
 )
 
 from pytest_gputrain.cases.identity import key_of
-from pytest_gputrain.records import MAX_RUNS, Baseline, BaselineRun, Environment, Origin
+from pytest_gputrain.records import FORMAT, MAX_RUNS, BaselineRun, Case, Environment, Origin, Prediction
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.reports import ReportStore, to_baseline
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
-ENTRIES = {KEY: baseline(baseline_run(), baseline_run(session="s2")), "other": baseline(oom_run())}
+MEASURED, PREDICTED = KINDS
+both_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 FIGURES = st.none() | st.integers(0, 2**63 - 1)
 RUNS = st.builds(
     BaselineRun,
     outcome=st.just("measured"),
-    environment=st.sampled_from([gpu_environment(), gpu_environment(driver="1")]) | values_of(Environment),
+    environment=st.sampled_from([gpu_environment(), gpu_environment(driver="1")]) | values_of(Environment).map(unsigned),
     date=st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
     session=st.just("s"),
     commit=st.sampled_from(["", "abc", "abc+dirty"]),
@@ -60,9 +66,20 @@ RUNS = st.builds(
 )
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
 KEYS = NAMES | NAMES.map(lambda name: f"{name}@tiny")
-WRITTEN = st.dictionaries(KEYS, st.lists(RUNS | st.just(oom_run()), min_size=1, max_size=4), max_size=3).map(
-    lambda runs: {key: baseline(*of, scale="tiny" if key.endswith("@tiny") else "full") for key, of in runs.items()}
-)
+
+
+def _scale(key: str) -> Any:
+    return "tiny" if key.endswith("@tiny") else "full"
+
+
+WRITTEN = {
+    "measured": st.dictionaries(KEYS, st.lists(RUNS | st.just(oom_run()), min_size=1, max_size=4), max_size=3).map(
+        lambda runs: {key: baseline(*of, scale=_scale(key)) for key, of in runs.items()}
+    ),
+    "predicted": st.dictionaries(KEYS, st.tuples(values_of(Prediction).map(unsigned), values_of(Case)), max_size=2).map(
+        lambda made: {key: recorded(of, case=case, scale=_scale(key)) for key, (of, case) in made.items()}
+    ),
+}
 
 
 @contextmanager
@@ -72,100 +89,109 @@ def _folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Baseline | None]:
-    store = BaselineStore(folder)
-    return {key: store.get(DEVICE, SUITE, key) for key in keys}
+def _entries(kind: Kind) -> dict[str, Any]:
+    return {KEY: kind.record, "other": kind.other}
 
 
-def _write(folder: Path, data: bytes | str) -> Path:
-    path = BaselineStore(folder).path(DEVICE, SUITE)
+def _contents(kind: Kind, folder: Path) -> dict[str, Any]:
+    return dict(kind.store(folder).suite(kind.device, SUITE))
+
+
+def _write(kind: Kind, folder: Path, data: bytes | str) -> Path:
+    path = kind.file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     return path
 
 
-def _valid(folder: Path) -> dict[str, Any]:
-    """The file of `ENTRIES` as plain JSON values, to be spoilt."""
-    fields: dict[str, Any] = json.loads(BaselineStore(folder).update(DEVICE, SUITE, ENTRIES).read_bytes())
-    return fields
-
-
-def _assert_refused(folder: Path, *words: str) -> None:
+def _assert_refused(kind: Kind, folder: Path, *words: str) -> None:
     with pytest.raises(BaselineError) as caught:
-        BaselineStore(folder).get(DEVICE, SUITE, KEY)
+        kind.get(folder, KEY)
     sentence = str(caught.value)
     assert len(sentence.splitlines()) == 1
-    for part in (str(BaselineStore(folder).path(DEVICE, SUITE)), "record", *words):
+    for part in (str(kind.file(folder)), "record", *words):
         assert part in sentence
+    assert caught.value.path == kind.file(folder)
 
 
-@given(WRITTEN)
-def test_what_is_stored_is_got_back(entries: dict[str, Baseline]) -> None:
+@both_kinds
+@settings(max_examples=50)
+@given(st.data())
+def test_what_is_stored_is_got_back(kind: Kind, data: st.DataObject) -> None:
+    entries = data.draw(WRITTEN[kind.name])
     with _folder() as folder:
-        BaselineStore(folder).update(DEVICE, SUITE, entries)
-        assert _contents(folder, entries) == entries
+        kind.update(folder, entries)
+        assert _contents(kind, folder) == entries
 
 
-def test_the_store_that_wrote_reads_the_same() -> None:
-    with _folder() as folder:
-        store = BaselineStore(folder)
-        assert store.get(DEVICE, SUITE, KEY) is None
-        store.update(DEVICE, SUITE, ENTRIES)
-        assert store.get(DEVICE, SUITE, KEY) == ENTRIES[KEY]
+@both_kinds
+def test_the_store_that_wrote_reads_the_same(kind: Kind, tmp_path: Path) -> None:
+    store = kind.store(tmp_path)
+    assert store.get(kind.device, SUITE, KEY) is None
+    store.update(kind.device, SUITE, _entries(kind))
+    assert store.suite(kind.device, SUITE) == _entries(kind)
 
 
-@given(WRITTEN, st.randoms(use_true_random=False))
-def test_the_same_figures_are_the_same_bytes(entries: dict[str, Baseline], random: Any) -> None:
+@both_kinds
+@settings(max_examples=50)
+@given(st.data(), st.randoms(use_true_random=False))
+def test_the_same_figures_are_the_same_bytes(kind: Kind, data: st.DataObject, random: Any) -> None:
+    entries = data.draw(WRITTEN[kind.name])
     shuffled = list(entries.items())
     random.shuffle(shuffled)
     with _folder() as folder, _folder() as other:
-        first = BaselineStore(folder).update(DEVICE, SUITE, entries).read_bytes()
-        assert BaselineStore(other).update(DEVICE, SUITE, dict(shuffled)).read_bytes() == first
-        assert BaselineStore(folder).update(DEVICE, SUITE, {}).read_bytes() == first
+        first = kind.update(folder, entries).read_bytes()
+        assert kind.update(other, dict(shuffled)).read_bytes() == first
+        assert kind.update(folder, {}).read_bytes() == first
+        assert kind.store(folder).rewritten(kind.device, SUITE) == first
 
 
-def test_file_lies_by_device_and_suite(tmp_path: Path) -> None:
-    assert BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES) == tmp_path / "nvidia-h100-80gb-hbm3" / "llm.json"
+@both_kinds
+def test_file_lies_by_device_and_suite(kind: Kind, tmp_path: Path) -> None:
+    assert kind.update(tmp_path, _entries(kind)) == tmp_path / kind.folder / "llm.json"
 
 
-def test_update_keeps_the_other_entries(tmp_path: Path) -> None:
-    BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
-    BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
-    assert _contents(tmp_path, {**ENTRIES, "new": 0}) == {**ENTRIES, "new": baseline()}
+@both_kinds
+def test_update_keeps_the_other_entries(kind: Kind, tmp_path: Path) -> None:
+    kind.update(tmp_path, _entries(kind))
+    kind.update(tmp_path, {"new": kind.record})
+    assert _contents(kind, tmp_path) == {**_entries(kind), "new": kind.record}
 
 
-def test_update_replaces_all_runs_of_its_entries(tmp_path: Path) -> None:
-    BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
-    BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(baseline_run(step_seconds=(9.0,)))})
-    assert BaselineStore(tmp_path).get(DEVICE, SUITE, KEY) == baseline(baseline_run(step_seconds=(9.0,)))
+@both_kinds
+def test_update_replaces_the_entries_of_its_cases(kind: Kind, tmp_path: Path) -> None:
+    """Predictions under other conditions stay; see test_predictions."""
+    kind.update(tmp_path, _entries(kind))
+    kind.update(tmp_path, {KEY: kind.other})
+    assert kind.get(tmp_path, KEY) == kind.other
 
 
-def test_update_leaves_other_files_alone(tmp_path: Path) -> None:
-    before = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES).read_bytes()
-    BaselineStore(tmp_path).update("cpu", SUITE, {})
-    BaselineStore(tmp_path).update(DEVICE, "other", {})
-    assert BaselineStore(tmp_path).path(DEVICE, SUITE).read_bytes() == before
+@both_kinds
+def test_update_leaves_other_files_alone(kind: Kind, tmp_path: Path) -> None:
+    before = kind.update(tmp_path, _entries(kind)).read_bytes()
+    kind.store(tmp_path).update("cpu", SUITE, {})
+    kind.update(tmp_path, {}, suite="other")
+    assert kind.file(tmp_path).read_bytes() == before
 
 
-def test_one_changed_entry_leaves_the_lines_of_the_others(tmp_path: Path) -> None:
-    before = BaselineStore(tmp_path).update(DEVICE, SUITE, {"a": baseline(), "b": baseline()}).read_text().splitlines()
-    changed = baseline(baseline_run(step_seconds=(9.0,)))
-    after = BaselineStore(tmp_path).update(DEVICE, SUITE, {"a": changed}).read_text().splitlines()
+@both_kinds
+def test_one_changed_entry_leaves_the_lines_of_the_others(kind: Kind, tmp_path: Path) -> None:
+    before = kind.update(tmp_path, {"a": kind.record, "b": kind.record}).read_text().splitlines()
+    after = kind.update(tmp_path, {"a": kind.other}).read_text().splitlines()
     assert len(after) == len(before)
     assert sum(first != other for first, other in zip(before, after, strict=True)) == 1
 
 
-def test_an_environment_is_stored_once(tmp_path: Path) -> None:
-    environments = [gpu_environment(), gpu_environment(), gpu_environment(driver="1")]
-    runs = [baseline_run(environment=environment) for environment in environments]
-    path = BaselineStore(tmp_path).update(DEVICE, SUITE, {"a": baseline(*runs), "b": baseline(*runs)})
-    assert len(json.loads(path.read_bytes())["environments"]) == 2
-
-
-def test_environments_are_sorted_by_what_refers_to_them(tmp_path: Path) -> None:
-    runs = [baseline_run(environment=gpu_environment(driver=str(number))) for number in range(9)]
-    path = BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(*runs)})
-    hashes = list(json.loads(path.read_bytes())["environments"])
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
+        (MEASURED, baseline(*(baseline_run(environment=gpu_environment(driver=str(number % 9))) for number in range(10)))),
+        (PREDICTED, recorded(*(prediction(packages={"torch": str(number)}) for number in range(9)))),
+    ],
+)
+def test_what_entries_share_is_stored_once_and_sorted_by_what_refers_to_it(kind: Kind, record: Any, tmp_path: Path) -> None:
+    path = kind.update(tmp_path, {"a": record, "b": record})
+    hashes = list(json.loads(path.read_bytes())[kind.shared])
     assert len(hashes) == 9
     assert hashes == sorted(hashes)
 
@@ -184,8 +210,16 @@ def test_a_list_of_numbers_is_one_line(tmp_path: Path) -> None:
     assert [line.strip() for line in lines if "step_seconds" in line] == ['"step_seconds": [0.25, 1e-9, 1e20, 3.0],']
 
 
-def test_the_file_ends_with_its_line(tmp_path: Path) -> None:
-    assert BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES).read_bytes().endswith(b"}\n")
+def test_a_tensor_is_one_line(tmp_path: Path) -> None:
+    lines = PREDICTED.update(tmp_path, {KEY: PREDICTED.record}).read_text().splitlines()
+    tensors = [line for line in lines if '"operator":' in line]
+    assert len(tensors) == 4
+    assert all(line.strip(" ,")[0] + line.strip(" ,")[-1] == "{}" for line in tensors)
+
+
+@both_kinds
+def test_the_file_ends_with_its_line(kind: Kind, tmp_path: Path) -> None:
+    assert kind.update(tmp_path, _entries(kind)).read_bytes().endswith(b"}\n")
 
 
 def test_the_latest_runs_are_kept(tmp_path: Path) -> None:
@@ -194,12 +228,12 @@ def test_the_latest_runs_are_kept(tmp_path: Path) -> None:
     assert BaselineStore(tmp_path).get(DEVICE, SUITE, KEY) == baseline(*runs[2:])
 
 
-def test_other_devices_with_the_suite_are_known(tmp_path: Path) -> None:
-    for device, suite in (("b", SUITE), ("a", SUITE), (DEVICE, SUITE), ("c", "other")):
-        BaselineStore(tmp_path).update(device, suite, ENTRIES)
-    assert BaselineStore(tmp_path).other_devices(DEVICE, SUITE) == ["a", "b"]
-    assert BaselineStore(tmp_path).has_device("c")
-    assert not BaselineStore(tmp_path).has_device("d")
+@both_kinds
+def test_other_devices_with_the_suite_are_known(kind: Kind, tmp_path: Path) -> None:
+    store = kind.store(tmp_path)
+    for device, suite in (("b", SUITE), ("a", SUITE), (kind.device, SUITE), ("c", "other")):
+        store.update(device, suite, _entries(kind))
+    assert store.other_devices(kind.device, SUITE) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("scale", "key"), [("full", KEY), ("tiny", f"{KEY}@tiny")])
@@ -210,8 +244,11 @@ def test_tiny_figures_have_keys_of_their_own(scale: Any, key: str) -> None:
 # Writing
 
 
-def test_a_failing_rename_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
+@both_kinds
+def test_a_failing_rename_leaves_the_old_file_and_nothing_else(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kind.update(tmp_path, _entries(kind))
     before = path.read_bytes()
 
     def refuse(*_: Any) -> None:
@@ -219,42 +256,38 @@ def test_a_failing_rename_leaves_the_old_file_and_nothing_else(tmp_path: Path, m
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(BaselineError, match="No space left on device"):
-        BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
+        kind.update(tmp_path, {"new": kind.record})
     assert path.read_bytes() == before
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
 
 
-def test_the_file_is_never_written_in_place(tmp_path: Path) -> None:
-    path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
+@both_kinds
+def test_the_file_is_never_written_in_place_and_can_be_read_by_everyone(kind: Kind, tmp_path: Path) -> None:
+    path = kind.update(tmp_path, _entries(kind))
     with path.open("rb") as reader:
         before = path.read_bytes()
-        BaselineStore(tmp_path).update(DEVICE, SUITE, {"new": baseline()})
+        kind.update(tmp_path, {"new": kind.record})
         assert reader.read() == before
-
-
-def test_the_file_can_be_read_by_everyone(tmp_path: Path) -> None:
-    assert BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES).stat().st_mode & 0o777 == 0o644
-
-
-def test_an_update_leaves_nothing_beside_the_file(tmp_path: Path) -> None:
-    path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
+    assert path.stat().st_mode & 0o777 == 0o644
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
 
 
-def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
-    path = _write(tmp_path, "<<<<<<< ours\n{}\n")
+@both_kinds
+def test_a_file_that_cannot_be_read_is_not_overwritten(kind: Kind, tmp_path: Path) -> None:
+    path = _write(kind, tmp_path, "<<<<<<< ours\n{}\n")
     with pytest.raises(BaselineError):
-        BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
+        kind.update(tmp_path, _entries(kind))
     assert path.read_text() == "<<<<<<< ours\n{}\n"
 
 
-def test_a_folder_that_cannot_be_is_told_in_one_sentence(tmp_path: Path) -> None:
+@both_kinds
+def test_a_folder_that_cannot_be_is_told_in_one_sentence(kind: Kind, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    store = BaselineStore(tmp_path / "file" / "baselines")
+    store = kind.store(tmp_path / "file" / "baselines")
     with pytest.raises(BaselineError, match="--gpu-baseline-dir") as checked:
         store.check_writable()
     with pytest.raises(BaselineError, match="cannot be written") as updated:
-        store.update(DEVICE, SUITE, ENTRIES)
+        store.update(kind.device, SUITE, _entries(kind))
     for error in (checked, updated):
         assert str(store.folder) in str(error.value)
         assert len(str(error.value).splitlines()) == 1
@@ -311,118 +344,175 @@ def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
 # What cannot be read
 
 
+@both_kinds
+@settings(max_examples=50)
 @given(st.data())
-def test_a_truncated_file_is_equal_or_refused(data: st.DataObject) -> None:
+def test_a_truncated_file_is_equal_or_refused(kind: Kind, data: st.DataObject) -> None:
     with _folder() as folder:
-        whole = BaselineStore(folder).update(DEVICE, SUITE, ENTRIES).read_bytes()
-        _write(folder, whole[: data.draw(st.integers(0, len(whole) - 1))])
+        whole = kind.update(folder, _entries(kind)).read_bytes()
+        _write(kind, folder, whole[: data.draw(st.integers(0, len(whole) - 1))])
         try:
-            contents = _contents(folder, ENTRIES)
+            contents = _contents(kind, folder)
         except BaselineError:
-            _assert_refused(folder)
+            _assert_refused(kind, folder)
         else:
-            assert contents == ENTRIES
+            assert contents == _entries(kind)
 
 
+@both_kinds
 @given(st.data())
 @example(None)
-def test_a_file_with_a_byte_changed_is_read_or_refused(data: st.DataObject | None) -> None:
+def test_a_file_with_a_byte_changed_is_read_or_refused(kind: Kind, data: st.DataObject | None) -> None:
     with _folder() as folder:
-        whole = bytearray(BaselineStore(folder).update(DEVICE, SUITE, ENTRIES).read_bytes())
-        place, byte = whole.index(b"EPYC"), 0xFF
+        whole = bytearray(kind.update(folder, _entries(kind)).read_bytes())
+        place, byte = whole.index(b"llama"), 0xFF
         if data is not None:
             place, byte = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 255))
         whole[place] = byte
-        _write(folder, bytes(whole))
+        _write(kind, folder, bytes(whole))
         try:
-            BaselineStore(folder).get(DEVICE, SUITE, KEY)
+            kind.get(folder, KEY)
         except BaselineError:
-            _assert_refused(folder)
+            _assert_refused(kind, folder)
 
 
+@both_kinds
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", "not json", '{"format": "1"}', '{"format": 1}', "\x00", "[" * 100_000],
+    ["", "{", "[]", "null", "{}", "not json", '{"format": "2"}', f'{{"format": {FORMAT}}}', "\x00", "[" * 100_000],
     ids=lambda text: repr(text[:20]),
 )
-def test_what_is_no_baseline_file_is_refused(tmp_path: Path, text: str) -> None:
-    _write(tmp_path, text)
-    _assert_refused(tmp_path)
+def test_what_is_no_baseline_file_is_refused(kind: Kind, tmp_path: Path, text: str) -> None:
+    _write(kind, tmp_path, text)
+    _assert_refused(kind, tmp_path, f"is not {kind.store.what}")
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
-    _write(tmp_path, b'{"format": 1, "device": "\xff"}')
-    _assert_refused(tmp_path)
+@both_kinds
+def test_what_is_no_text_is_refused(kind: Kind, tmp_path: Path) -> None:
+    _write(kind, tmp_path, b'{"format": %d, "device": "\xff"}' % FORMAT)
+    _assert_refused(kind, tmp_path)
 
 
-def test_a_folder_in_place_of_the_file_is_told(tmp_path: Path) -> None:
-    BaselineStore(tmp_path).path(DEVICE, SUITE).mkdir(parents=True)
+@both_kinds
+def test_a_folder_in_place_of_the_file_is_told(kind: Kind, tmp_path: Path) -> None:
+    kind.file(tmp_path).mkdir(parents=True)
     with pytest.raises(BaselineError, match="cannot be read"):
-        BaselineStore(tmp_path).get(DEVICE, SUITE, KEY)
+        kind.get(tmp_path, KEY)
 
 
+@both_kinds
 @pytest.mark.parametrize("marker", ["<<<<<<< HEAD", "=======", ">>>>>>> branch"])
-def test_merge_conflicts_are_told(tmp_path: Path, marker: str) -> None:
-    lines = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES).read_text().splitlines()
-    _write(tmp_path, "\n".join([*lines[:5], marker, *lines[5:]]))
-    _assert_refused(tmp_path, "merge-conflict markers", "resolve them")
+def test_merge_conflicts_are_told(kind: Kind, tmp_path: Path, marker: str) -> None:
+    lines = kind.update(tmp_path, _entries(kind)).read_text().splitlines()
+    _write(kind, tmp_path, "\n".join([*lines[:5], marker, *lines[5:]]))
+    _assert_refused(kind, tmp_path, "merge-conflict markers", "resolve them")
 
 
-def test_a_newer_format_is_told_even_if_its_fields_are_unknown(tmp_path: Path) -> None:
-    _write(tmp_path, json.dumps({"format": 2, "all": "different"}))
-    _assert_refused(tmp_path, "format 2", "reads format 1")
+@both_kinds
+def test_a_newer_format_is_told_even_if_its_fields_are_unknown(kind: Kind, tmp_path: Path) -> None:
+    _write(kind, tmp_path, json.dumps({"format": FORMAT + 1, "all": "different"}))
+    _assert_refused(kind, tmp_path, f"format {FORMAT + 1}", f"reads format {FORMAT}")
 
 
-def _spoil(fields: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
+def _spoil(kind: Kind, folder: Path, place: tuple[Any, ...], value: Any) -> None:
+    """Change the value at a place in a file; a number names a value of an object by its order."""
+    document = json.loads(kind.update(folder, _entries(kind)).read_bytes())
+    at = document
     for step in place[:-1]:
-        fields = fields[step]
-    fields[place[-1]] = value
+        at = list(at.values())[step] if isinstance(step, int) and isinstance(at, dict) else at[step]
+    at[place[-1]] = value
+    _write(kind, folder, json.dumps(document))
 
 
-RUN = ("cases", KEY, "runs", 0)
+@both_kinds
+@pytest.mark.parametrize("place", [(), ("cases", KEY), ("cases", KEY, "case"), ("cases", KEY, 2, 0)])
+def test_an_unknown_field_is_told(kind: Kind, tmp_path: Path, place: tuple[Any, ...]) -> None:
+    _spoil(kind, tmp_path, (*place, "surprise"), 1)
+    _assert_refused(kind, tmp_path, "surprise")
+
+
+@both_kinds
+def test_a_reference_to_nothing_is_told(kind: Kind, tmp_path: Path) -> None:
+    _spoil(kind, tmp_path, (kind.shared,), {})
+    _assert_refused(kind, tmp_path, f"refers to the {kind.store.shared} '", KEY)
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("case", {"model": "m", "precision": "fp16"}, "the precision 'fp16', which is called 'fp16-amp'"),
+        ("scale", "huge", "Invalid enum value 'huge'"),
+        ("scale", "tiny", f"gives {KEY} the scale tiny; "),
+    ],
+)
+def test_a_case_that_cannot_be_is_told_by_its_key(kind: Kind, tmp_path: Path, field: str, value: Any, words: str) -> None:
+    _spoil(kind, tmp_path, ("cases", KEY, field), value)
+    _assert_refused(kind, tmp_path, words, KEY)
+
+
+@both_kinds
+def test_a_case_without_entries_is_told(kind: Kind, tmp_path: Path) -> None:
+    _spoil(kind, tmp_path, ("cases", KEY, kind.entries), [] if kind is MEASURED else {})
+    _assert_refused(kind, tmp_path, f"holds no {kind.store.entry} for {KEY}; delete the entry and record it again")
+
+
+@both_kinds
+def test_a_file_in_the_place_of_another_is_told(kind: Kind, tmp_path: Path) -> None:
+    kind.update(tmp_path, _entries(kind), suite="other").rename(kind.file(tmp_path))
+    _assert_refused(kind, tmp_path, f"says that it holds other of {kind.device}; move it to where it belongs")
 
 
 @pytest.mark.parametrize(
-    "place", [("surprise",), ("cases", KEY, "surprise"), ("cases", KEY, "case", "surprise"), (*RUN, "surprise")]
+    ("name", "value"),
+    [
+        ("step_seconds", []),
+        ("step_seconds", [1.0, 0.0]),
+        ("step_seconds", [-1.0]),
+        ("step_seconds", [float("nan")]),
+        ("step_seconds", [float("inf")]),
+        ("step_seconds", None),
+        ("one_worker_seconds", 0.0),
+        ("one_worker_seconds", -1.0),
+        ("peak_allocated_bytes", -1),
+        ("peak_allocated_bytes", None),
+        ("peak_allocated_bytes", 1.5),
+        ("outcome", "guessed"),
+        ("environment", 1),
+    ],
 )
-def test_an_unknown_field_is_told(tmp_path: Path, place: tuple[Any, ...]) -> None:
-    fields = _valid(tmp_path)
-    _spoil(fields, place, 1)
-    _write(tmp_path, json.dumps(fields))
-    _assert_refused(tmp_path, "surprise")
-
-
-def test_a_missing_environment_is_told(tmp_path: Path) -> None:
-    fields = _valid(tmp_path)
-    fields["environments"] = {}
-    _write(tmp_path, json.dumps(fields))
-    _assert_refused(tmp_path, "environment", KEY)
+def test_impossible_figures_are_told(tmp_path: Path, name: str, value: Any) -> None:
+    _spoil(MEASURED, tmp_path, ("cases", KEY, "runs", 0, name), value)
+    _assert_refused(MEASURED, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ((*RUN, "step_seconds"), []),
-        ((*RUN, "step_seconds"), [1.0, 0.0]),
-        ((*RUN, "step_seconds"), [-1.0]),
-        ((*RUN, "step_seconds"), [float("nan")]),
-        ((*RUN, "step_seconds"), [float("inf")]),
-        ((*RUN, "step_seconds"), None),
-        ((*RUN, "one_worker_seconds"), 0.0),
-        ((*RUN, "one_worker_seconds"), -1.0),
-        ((*RUN, "peak_allocated_bytes"), -1),
-        ((*RUN, "peak_allocated_bytes"), 1.5),
-        ((*RUN, "outcome"), "guessed"),
-        ((*RUN, "environment"), 1),
-        (("cases", KEY, "runs"), []),
-        (("cases", KEY, "scale"), "huge"),
+        (("peak_allocated_bytes",), -1),
+        (("flops_per_step",), "many"),
+        (("roofline_seconds",), -0.5),
+        (("largest", "build", 0, "bytes"), -1),
+        (("operators", "aten.mm"), [449, -1, 1]),
     ],
 )
-def test_impossible_figures_are_told(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
-    fields = _valid(tmp_path)
-    _spoil(fields, place, value)
-    _write(tmp_path, json.dumps(fields))
-    _assert_refused(tmp_path)
+def test_impossible_predictions_are_told(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
+    _spoil(PREDICTED, tmp_path, ("cases", KEY, "predictions", 0, *place), value)
+    _assert_refused(PREDICTED, tmp_path, KEY)
+
+
+@both_kinds
+def test_an_error_has_its_path_and_place_as_data(kind: Kind, tmp_path: Path) -> None:
+    _spoil(kind, tmp_path, ("cases", "other", "scale"), "tiny")
+    with pytest.raises(BaselineError) as caught:
+        kind.get(tmp_path, KEY)
+    assert (caught.value.path, caught.value.place) == (kind.file(tmp_path), "other")
+    assert str(caught.value) == f"{kind.file(tmp_path)} {caught.value.told}"
+    digest = next(iter(json.loads(kind.update(tmp_path / "new", _entries(kind)).read_bytes())[kind.shared]))
+    _spoil(kind, tmp_path / "new", (kind.shared, digest, "packages"), 5)
+    with pytest.raises(BaselineError) as caught:
+        kind.get(tmp_path / "new", KEY)
+    assert caught.value.place == digest
 
 
 # Results as baselines
@@ -506,7 +596,7 @@ def test_a_report_gives_its_results_as_baselines(tmp_path: Path) -> None:
     assert store.get(DEVICE, "other", KEY) is None
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', json.dumps({"format": 1, "device": "cpu"}), "\x00"])
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', json.dumps({"format": FORMAT, "device": "cpu"}), "\x00"])
 def test_what_is_no_report_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "old.json").write_text(text)
     with pytest.raises(BaselineError) as caught:
@@ -517,6 +607,6 @@ def test_what_is_no_report_is_told(tmp_path: Path, text: str) -> None:
 
 
 def test_a_baseline_file_is_no_report(tmp_path: Path) -> None:
-    path = BaselineStore(tmp_path).update(DEVICE, SUITE, ENTRIES)
+    path = MEASURED.update(tmp_path, {KEY: baseline()})
     with pytest.raises(BaselineError, match="not a report of --gpu-json"):
         ReportStore(path)

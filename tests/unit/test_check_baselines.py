@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,12 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit_examples import CASE, baseline, baseline_run, cpu_environment, prediction
+from unit_examples import CASE, baseline, baseline_run, cpu_environment, prediction, recorded
 
 from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Baseline, Case
-from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records import FORMAT, Baseline, Case
 from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.predictions import PredictionStore
 
@@ -35,8 +35,7 @@ def record(folder: Path, *cases: Case) -> Path:
 
 
 def predict(folder: Path) -> Path:
-    recorded = Recorded(case=CASE, scale="full", predictions=(prediction(),))
-    return PredictionStore(folder).update("h100", "llm", {str(CASE): recorded})
+    return PredictionStore(folder).update("h100", "llm", {str(CASE): recorded(prediction())})
 
 
 def problems(folder: Path) -> list[str]:
@@ -106,10 +105,11 @@ def test_a_name_that_its_case_does_not_have_is_told(tmp_path: Path) -> None:
     assert sentence.startswith(f"cpu/llm.json:{line}: {CASE}-new is no name of the case in it, {CASE}, so no run finds it; ")
 
 
-@pytest.mark.parametrize("suffix", ["-batch_size=3", "-batch_size", "-colour=red", "x", "-batch_size=2x"])
+@pytest.mark.parametrize("suffix", ["-batch_size=3", "-batch_size", "-colour=red", "x", "-batch_size=2x", "é"])
 def test_only_knobs_with_the_values_of_the_case_are_in_its_name(tmp_path: Path, suffix: str) -> None:
-    BaselineStore(tmp_path).update("cpu", "llm", {f"{CASE}{suffix}": entry(CASE)})
-    assert "is no name of the case in it" in problems(tmp_path)[0]
+    path = BaselineStore(tmp_path).update("cpu", "llm", {f"{CASE}{suffix}": entry(CASE)})
+    line = line_of(path, f'"{CASE}{suffix}"')
+    assert problems(tmp_path)[0].startswith(f"cpu/llm.json:{line}: {CASE}{suffix} is no name of the case in it")
 
 
 def test_an_edited_figure_in_another_form_is_told_by_its_line(tmp_path: Path) -> None:
@@ -129,7 +129,10 @@ def test_an_environment_under_another_name_than_its_own_is_told(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda file: file.update(format=2), "1: has format 2, this version reads format 1;"),
+        (
+            lambda file: file.update(format=FORMAT + 1),
+            f"1: has format {FORMAT + 1}, this version reads format {FORMAT};",
+        ),
         (lambda file: file.update(suite="other"), "1: says that it holds other of cpu; move it to where it belongs,"),
         (lambda file: file["cases"][str(CASE)].update(runs=[]), f"LINE: holds no run for {CASE}; delete the entry"),
         (lambda file: file["cases"][str(CASE)].update(scale="tiny"), f"LINE: gives {CASE} the scale tiny;"),
@@ -141,7 +144,11 @@ def test_an_environment_under_another_name_than_its_own_is_told(tmp_path: Path) 
             lambda file: file["cases"][str(CASE)]["case"].update(precision="fp16"),
             f"LINE: names in {CASE} the precision 'fp16', which is called 'fp16-amp' (autocast over weights in fp32);",
         ),
-        (lambda file: file["environments"].clear(), "refers to the environment"),
+        (lambda file: file["environments"].clear(), "LINE: refers to the environment"),
+        (
+            lambda file: next(iter(file["environments"].values())).update(packages=5),
+            "6: holds no sound environment ",
+        ),
     ],
 )
 def test_what_a_run_would_refuse_is_told(tmp_path: Path, change: Callable[[dict[str, Any]], object], sentence: str) -> None:
@@ -150,6 +157,14 @@ def test_what_a_run_would_refuse_is_told(tmp_path: Path, change: Callable[[dict[
     (problem,) = problems(tmp_path)
     assert sentence.replace("LINE", str(line_of(path, f'"{CASE}": {{'))) in problem
     assert str(tmp_path) not in problem
+
+
+@pytest.mark.parametrize("name", ["suite", "step_seconds"])
+def test_what_python_s_json_reads_and_the_store_does_not_has_its_line(tmp_path: Path, name: str) -> None:
+    path = record(tmp_path, CASE)
+    line = line_of(path, f'"{name}"')
+    path.write_text(re.sub(rf'("{name}": )[^\n]+', r"\1NaN,", path.read_text(), count=1))
+    assert problems(tmp_path)[0].startswith(f"cpu/llm.json:{line}: is not a baseline file: ")
 
 
 def test_json_that_is_cut_off_is_told_by_its_line(tmp_path: Path) -> None:
@@ -173,7 +188,10 @@ def test_published_tables_are_checked_too(tmp_path: Path) -> None:
     shutil.copy(folder / "paddlemix.json", folder / "again.json")
     edit(folder / "again.json", lambda table: table.update(name="again"))
     (both,) = problems(tmp_path)
-    assert both.startswith("published:1: the published table ")
+    line = line_of(folder / "paddlemix.json", '"h800": {')
+    assert both.startswith(
+        f"published/paddlemix.json:{line}: has llava-1.6-7b-pretrain-bf16-zero2 on h800, which again has "
+    )
     edit(folder / "again.json", lambda table: table.update(name="other"))
     assert problems(tmp_path) == ["published/again.json:1: says that it is other; restore it from git"]
 

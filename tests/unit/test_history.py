@@ -221,7 +221,7 @@ def test_wherever_a_line_is_cut_off_the_others_are_read_and_the_next_is_whole(tm
 
 def test_a_torn_first_line_leaves_nothing_of_itself(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
-    path.write_bytes(b'{"format": 1, "kind')
+    path.write_bytes(b'{"format": 2, "kind')
     assert "(19 bytes)" in append(path, [_named("one")])
     assert _sessions(path) == ["one"]
 
@@ -271,7 +271,7 @@ def test_two_names_of_a_file_are_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "corrupt",
-    [b'{"format":1,"ki\n', b"\n", b"\x00\x00\x00\n", b'{"format":1}\n', b"[]\n", b'"\xff"\n'],
+    [b'{"format":2,"ki\n', b"\n", b"\x00\x00\x00\n", b'{"format":2}\n', b"[]\n", b'"\xff"\n'],
     ids=["torn", "empty", "zeros", "keys missing", "no object", "no text"],
 )
 def test_a_corrupt_line_before_the_end_is_refused_with_its_place(tmp_path: Path, corrupt: bytes) -> None:

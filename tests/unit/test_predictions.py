@@ -10,17 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from unit_examples import CASE, live_tensor, prediction, unsigned, values_of
+from unit_examples import CASE, live_tensor, prediction, recorded, values_of
 
 from pytest_gputrain.gate.prediction import judge
 from pytest_gputrain.records import Case, OperatorWork, Prediction, Task, Verdict
-from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.storage import prediction_cache as cache_module
-from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.storage.predictions import MOST_CONDITIONS, PredictionStore
@@ -28,10 +26,6 @@ from pytest_gputrain.utils.units import GiB, MiB
 
 TOLERANCE = MemoryTolerance(ratio=0.02)
 LOGITS = live_tensor(bytes=9 * GiB)
-
-
-def recorded(*predictions: Prediction, case: Case = CASE) -> Recorded:
-    return Recorded(case=case, scale="full", predictions=predictions)
 
 
 def judged(now: Prediction, *before: Prediction, case: Case = CASE) -> Verdict:
@@ -206,14 +200,6 @@ def test_any_prediction_equals_itself(single: Prediction) -> None:
     assert judge(CASE, single, recorded(single), TOLERANCE, "H100").status == "pass"
 
 
-@settings(max_examples=30)
-@given(values_of(Prediction).map(unsigned), values_of(Case))
-def test_any_record_survives_its_file(tmp_path_factory: pytest.TempPathFactory, single: Prediction, case: Case) -> None:
-    folder = tmp_path_factory.mktemp("baselines")
-    PredictionStore(folder).update("h100", "llm", {"a": recorded(single, case=case)})
-    assert PredictionStore(folder).get("h100", "llm", "a") == recorded(single, case=case)
-
-
 def versions(number: int) -> Prediction:
     return prediction(packages={"torch": f"2.{number}.0"})
 
@@ -244,24 +230,6 @@ def test_predictions_of_another_declaration_go(tmp_path: Path) -> None:
     stored = store.get("h100", "llm", "a")
     assert stored is not None
     assert stored.predictions == (versions(2),)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (('"h100"', '"a100"'), "says that it holds llm on a100"),
-        (('"conditions": {', '"conditions_": {'), "is not a file of recorded predictions"),
-        (('"model"', '"precision": "fp16", "model"'), "names in a the precision 'fp16', which is called 'fp16-amp'"),
-        (('"flops_per_step": 1000000000000000', '"flops_per_step": "many"'), "holds no sound prediction for a"),
-    ],
-)
-def test_a_broken_file_is_told(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
-    path = PredictionStore(tmp_path).update("h100", "llm", {"a": recorded(prediction())})
-    text = path.read_text()
-    assert change[0] in text
-    path.write_text(text.replace(*change, 1))
-    with pytest.raises(BaselineError, match=sentence):
-        PredictionStore(tmp_path).get("h100", "llm", "a")
 
 
 TASK = Task(case=CASE, scale="full", device_type="cpu", root=".", target=prediction().target)

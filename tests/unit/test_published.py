@@ -227,8 +227,12 @@ def _damage(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ),
         (lambda it: it["rows"][0].update(outcome="fine"), "is not a published table: Invalid enum value 'fine'"),
         (
+            lambda it: it.update(format=1),
+            "has format 1, which was written before 0.1.0; update the repository that has it",
+        ),
+        (
             lambda it: it.update(format=99),
-            "has format 99, this version reads format 1; update pytest-gputrain, should a newer version have",
+            "has format 99, this version reads format 2; update pytest-gputrain, should a newer version have",
         ),
     ],
 )

@@ -252,14 +252,14 @@ def test_a_torn_last_line_is_told_and_left_out(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "history.jsonl"
     append(path, slower(20, 20))
     with path.open("ab") as file:
-        file.write(b'{"format":1,"da')
+        file.write(b'{"format":2,"da')
     assert main(["trend", str(path)]) == 0
     assert capsys.readouterr().err == (
         f"gputrain: {path}:21 was cut off by a crash and is left out; the next run that appends removes it\n"
     )
 
 
-_OTHER = '{"format":1,"date":"2026-01-01T00:00:00Z","suite":"","key":"","device":"","branch":""}'
+_OTHER = '{"format":2,"date":"2026-01-01T00:00:00Z","suite":"","key":"","device":"","branch":""}'
 _FP16 = _OTHER.replace('"key":""', '"key":"m-fp16","precision":"fp16"')
 
 
@@ -269,17 +269,21 @@ _FP16 = _OTHER.replace('"key":""', '"key":"m-fp16","precision":"fp16"')
         ("", "the history holds no runs; --gpu-history appends them"),
         ("{}\n", "{path}:1 is no line of a history: Object missing required field `format`; remove the line, or *"),
         (
-            f"{_OTHER}\n{_OTHER.replace('1', '2', 1)}\n",
-            "{path} has lines of format 2, this version reads format 1; update *",
+            f"{_OTHER}\n{_OTHER.replace('2', '3', 1)}\n",
+            "{path} has lines of format 3, this version reads format 2; update *",
+        ),
+        (
+            f"{_OTHER}\n{_OTHER.replace('2', '1', 1)}\n",
+            "{path} has lines of format 1, which were written before 0.1.0; remove them, or give --gpu-history another file",
         ),
         (
             f"{_OTHER}\n{_FP16}\n",
             "{path} names in m-fp16 the precision 'fp16', which is called 'fp16-amp' (*); write that in its lines' key *",
         ),
-        ('{"format":1,"date":"yesterday","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *Invalid RFC3339*"),
-        ('{"format":1,"date":"2026-01-01T00:00:00","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *timezone*"),
+        ('{"format":2,"date":"yesterday","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *Invalid RFC3339*"),
+        ('{"format":2,"date":"2026-01-01T00:00:00","suite":"","key":"","device":"","branch":""}\n', "{path}:1 *timezone*"),
     ],
-    ids=["empty", "another object", "a later format", "another precision", "no date", "no time zone"],
+    ids=["empty", "another object", "a later format", "an earlier format", "another precision", "no date", "no time zone"],
 )
 def test_what_is_no_history_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str) -> None:
     path = tmp_path / "history.jsonl"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 from hypothesis import strategies as st
@@ -24,11 +26,15 @@ from pytest_gputrain.records import (
     Prediction,
     Report,
     Result,
+    Scale,
     Summary,
     Target,
     TimedOut,
     Verdict,
 )
+from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.storage.baselines import BaselineStore, SuiteStore
+from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
@@ -185,6 +191,59 @@ def result(case: Case = CASE, **fields: Any) -> Result:
 def report(*results: Result, **fields: Any) -> Report:
     defaults = {"generator": "pytest-gputrain 0.1.0", "created": "2026-02-01T00:00:00Z", "session": "s1", "commit": "c0ffee"}
     return Report(**{**defaults, **fields}, results=results)
+
+
+def recorded(*predictions: Prediction, case: Case = CASE, scale: Scale = "full") -> Recorded:
+    return Recorded(case=case, scale=scale, predictions=predictions)
+
+
+class Kind(NamedTuple):
+    """A kind of baselines: its store, and examples of what that keeps."""
+
+    name: str
+    store: type[SuiteStore[Any, Any]]
+    device: str
+    folder: str
+    """Of the device, below that of the baselines."""
+    shared: str
+    """The file's table of what entries share."""
+    entries: str
+    record: Any
+    other: Any
+    """The record with one figure changed."""
+
+    def update(self, folder: Path, records: Mapping[str, Any], suite: str = "llm") -> Path:
+        return self.store(folder).update(self.device, suite, records)
+
+    def get(self, folder: Path, key: str) -> Any:
+        return self.store(folder).get(self.device, "llm", key)
+
+    def file(self, folder: Path) -> Path:
+        return folder / self.folder / "llm.json"
+
+
+KINDS = (
+    Kind(
+        name="measured",
+        store=BaselineStore,
+        device="nvidia-h100-80gb-hbm3",
+        folder="nvidia-h100-80gb-hbm3",
+        shared="environments",
+        entries="runs",
+        record=baseline(),
+        other=baseline(baseline_run(step_seconds=(9.0,))),
+    ),
+    Kind(
+        name="predicted",
+        store=PredictionStore,
+        device="h100",
+        folder="predicted/h100",
+        shared="conditions",
+        entries="predictions",
+        record=recorded(prediction()),
+        other=recorded(prediction(flops_per_step=5)),
+    ),
+)
 
 
 def values_of(type_: Any) -> st.SearchStrategy[Any]:
