@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_examples import CASE, KINDS, crashed, measurement, out_of_memory, prediction, result, timed_out, values_of
+from unit_examples import CASE, RESULT_KINDS, crashed, measurement, out_of_memory, prediction, result, timed_out, values_of
 
 from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
 from pytest_gputrain.report.progress_line import ProgressLine, describe
@@ -216,7 +216,7 @@ def test_markup_in_a_title_is_shown_as_it_is(suite: str) -> None:
 
 
 @given(
-    st.one_of(*map(values_of, KINDS)).filter(lambda candidate: candidate.replies or candidate.figures),
+    st.one_of(*map(values_of, RESULT_KINDS)).filter(lambda candidate: candidate.replies or candidate.figures),
     st.sampled_from([40, 80, 120]),
     st.booleans(),
 )

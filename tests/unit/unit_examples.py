@@ -158,7 +158,7 @@ def prediction(**fields: Any) -> Prediction:
     return Prediction(**{**example, **fields})
 
 
-KINDS: tuple[type[Result], ...] = (Measured, Predicted, BatchSearch, LossStudy)
+RESULT_KINDS: tuple[type[Result], ...] = (Measured, Predicted, BatchSearch, LossStudy)
 
 
 def result(case: Case = CASE, **fields: Any) -> Result:
