@@ -209,8 +209,8 @@ OPTIONS: Final = (
         parse=_switch,
         default="auto",
         help=(
-            "fail cases that are new, inconclusive or not comparable (default: where CI is set and there are baselines of "
-            "the device, or a report)"
+            "fail cases that are new, inconclusive or not comparable (default: where CI is set, but not for published "
+            "tables)"
         ),
     ),
     Option(name="steps", parse=_whole(1), metavar="N", help="timed steps of every case (default: each case's own)"),

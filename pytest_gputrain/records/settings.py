@@ -30,7 +30,7 @@ class Settings:
     reruns: int
     """Most fresh processes more, where the first leave doubt."""
     strict: bool | None
-    """None: strict where CI is set and there are baselines of the device, or a report to compare with."""
+    """None: strict where ``CI`` is set, unless published figures are what cases are compared with."""
     steps: int | None
     """Timed steps of every case, None for each case's own."""
     warmup: int | None

@@ -84,24 +84,28 @@ def test_strict_fails_a_new_case_with_its_remedy(suite: Project) -> None:
     )
 
 
-def test_ci_without_baselines_of_the_device_lets_new_cases_pass(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ci_fails_new_cases_also_where_the_device_has_no_baseline(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
+    assert only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]") == (
+        f"{GEMMA} has no baseline; record it with --gpu-baseline-update (strict)"
+    )
+    suite.run("--no-gpu-strict").assert_outcomes(passed=3)
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.run().assert_outcomes(passed=3)
 
 
-def test_ci_with_baselines_of_the_suite_fails_a_new_case(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
-    monkeypatch.setenv("CI", "true")
-    assert list(failures(suite.run())) == [f"test_tuning[{GEMMA}]"]
-
-
-def test_ci_is_not_strict_for_a_suite_that_only_another_device_has(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ci_fails_cases_that_only_another_device_has_and_names_it(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.machine("NVIDIA A100-SXM4-80GB")
     monkeypatch.setenv("CI", "true")
-    result = suite.run()
-    result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines([f"*this machine is nvidia-a100-sxm4-80gb; there are some for {H100_FOLDER}*"])
+    sentence = only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]")
+    assert f"this machine is nvidia-a100-sxm4-80gb; there are some for {H100_FOLDER}" in sentence
+
+
+def test_ci_fails_a_case_that_the_report_to_compare_with_lacks(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.run("-k", "llama", "--gpu-json=before.json").assert_outcomes(passed=2, deselected=1)
+    monkeypatch.setenv("CI", "true")
+    assert list(failures(suite.run("--gpu-baseline=before.json"))) == [f"test_tuning[{GEMMA}]"]
 
 
 def test_ini_strictness_fails_new_cases(suite: Project) -> None:
@@ -265,14 +269,8 @@ def test_memory_growth_measured_here_fails_exactly_its_test(project: Project) ->
 
 
 @pytest.mark.parametrize(("value", "strict"), [("true", True), ("woodpecker", True), ("false", False), ("", False)])
-def test_ci_is_strict_where_the_device_has_baselines_of_any_suite(
-    h100: Project, monkeypatch: pytest.MonkeyPatch, value: str, strict: bool
-) -> None:
+def test_ci_is_strict_by_itself(h100: Project, monkeypatch: pytest.MonkeyPatch, value: str, strict: bool) -> None:
     h100.write(test_tuning=SUITE)
-    h100.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    folder = h100.path / "baselines" / H100_FOLDER
-    # As after the test file was renamed: its own suite has no file any more.
-    (folder / "tuning.json").rename(folder / "renamed.json")
     monkeypatch.setenv("CI", value)
     h100.run().assert_outcomes(**{"failed" if strict else "passed": 3})
 

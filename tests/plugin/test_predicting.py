@@ -13,7 +13,7 @@ from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
-DRY = ("--gpu-predict", "--gpu-platform=h100")
+PREDICT = ("--gpu-predict", "--gpu-platform=h100")
 
 OWN = """
 def build(setup):
@@ -78,19 +78,21 @@ def test_what_it_cannot_do_is_refused(project: Project, other: str) -> None:
     own(project, 1024)
     flag = other.removesuffix("=20")
     sentence = f"--gpu-predict and {flag} contradict each other: it trains nothing, and compares with recorded predictions"
-    assert_refused(project, sentence, *DRY, other)
+    assert_refused(project, sentence, *PREDICT, other)
 
 
 def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(project: Project) -> None:
     own(project, 1024)
-    assert "has no recorded prediction for H100" in only_sentence(project.run(*DRY, "--gpu-strict"), TEST)
-    project.run(*DRY, "--gpu-baseline-update").stdout.fnmatch_lines(["*1 baseline recorded in *predicted/h100/mine.json*"])
+    assert "has no recorded prediction for H100" in only_sentence(project.run(*PREDICT, "--gpu-strict"), TEST)
+    project.run(*PREDICT, "--gpu-baseline-update").stdout.fnmatch_lines(
+        ["*1 baseline recorded in *predicted/h100/mine.json*"]
+    )
     before = predictions(project).read_bytes()
-    project.run(*DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
+    project.run(*PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
     assert predictions(project).read_bytes() == before, "the same prediction is the same bytes"
-    project.run(*DRY, "--gpu-strict").assert_outcomes(passed=1)
+    project.run(*PREDICT, "--gpu-strict").assert_outcomes(passed=1)
     own(project, 2048)
-    sentence = only_sentence(project.run(*DRY), TEST)
+    sentence = only_sentence(project.run(*PREDICT), TEST)
     assert sentence.startswith(
         "build-fp32 needs 12.0 MiB (100.0 %) more in forward, 24.0 MiB against 12.0 MiB allocated, most of it 8.00 MiB "
         "(float32[1024, 2048] by zeros in build), and more in build, backward and between backward passes; moves "
@@ -99,11 +101,11 @@ def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(proj
 
 def test_what_does_not_fit_fails_until_that_is_recorded(project: Project) -> None:
     own(project, 40_000_000)
-    sentence = only_sentence(project.run(*DRY), TEST)
+    sentence = only_sentence(project.run(*PREDICT), TEST)
     assert "does not fit H100" in sentence
     assert "float32[1024, 40000000]" in sentence
-    project.run(*DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
-    result = project.run(*DRY, "--gpu-strict", "--gpu-json=report.json")
+    project.run(*PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
+    result = project.run(*PREDICT, "--gpu-strict", "--gpu-json=report.json")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*does not fit: build-fp32*"])
     assert project.report()["results"][0]["reply"]["fits"] is False
@@ -111,7 +113,7 @@ def test_what_does_not_fit_fails_until_that_is_recorded(project: Project) -> Non
 
 def test_code_that_cannot_run_fails_with_its_reason(project: Project) -> None:
     project.write(test_mine=OWN.format(width=8).replace("import torch\n", "import torch; 1 / 0\n"))
-    assert "ZeroDivisionError" in only_sentence(project.run(*DRY), TEST)
+    assert "ZeroDivisionError" in only_sentence(project.run(*PREDICT), TEST)
 
 
 def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project) -> None:
@@ -151,12 +153,12 @@ def pytest_unconfigure():
 """
     )
     for _ in range(2):
-        project.run(*DRY, "-k", "wide-deep").assert_outcomes(passed=1, deselected=1)
+        project.run(*PREDICT, "-k", "wide-deep").assert_outcomes(passed=1, deselected=1)
     assert (project.path / "predicted").read_text() == "x"
     monkeypatch.setenv("TRANSFORMERS_SOMETHING", "1")
-    project.run(*DRY, "-k", "wide-deep")
+    project.run(*PREDICT, "-k", "wide-deep")
     assert (project.path / "predicted").read_text() == "xx"
-    project.run(*DRY, "-k", "wide-deep", "--cache-clear")
+    project.run(*PREDICT, "-k", "wide-deep", "--cache-clear")
     assert (project.path / "predicted").read_text() == "xxx"
 
 
@@ -176,6 +178,16 @@ def test_that_nothing_was_predicted_is_told_and_fails_where_strict(
     assert result.ret == project.report()["exit_status"] == code
 
 
+def test_ci_fails_a_case_that_has_no_recorded_prediction(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    own(project, 1024)
+    monkeypatch.setenv("CI", "true")
+    sentence = only_sentence(project.run(*PREDICT), TEST)
+    assert sentence.endswith("record it with --gpu-predict --gpu-baseline-update (strict)")
+    project.run(*PREDICT, "--no-gpu-strict").assert_outcomes(passed=1)
+    project.run(*PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
+    project.run(*PREDICT).assert_outcomes(passed=1)
+
+
 @pytest.mark.parametrize("mark", ["skip", "xfail(run=False)"])
 def test_what_somebody_marked_is_not_missed(project: Project, mark: str) -> None:
     project.write(test_tables=ZOO.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
@@ -188,9 +200,9 @@ def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
     for folder, width in (("first", 1024), ("second", 2048)):
         (project.path / folder).mkdir()
         (project.path / folder / "test_mine.py").write_text(OWN.format(width=width))
-    project.run("first", *DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
+    project.run("first", *PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
     before = predictions(project).read_bytes()
-    sentence = only_sentence(project.run("second", *DRY, "--gpu-baseline-update"), TEST)
+    sentence = only_sentence(project.run("second", *PREDICT, "--gpu-baseline-update"), TEST)
     assert sentence == (
         "build-fp32 of second/test_mine.py would share its baseline with that of first/test_mine.py: both are the suite "
         "mine; rename a file"
@@ -198,7 +210,7 @@ def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
     assert predictions(project).read_bytes() == before
     # A file that moved is another matter.
     (project.path / "first" / "test_mine.py").unlink()
-    project.run("second", *DRY, "--gpu-baseline-update").assert_outcomes(passed=1)
+    project.run("second", *PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
 
 
 def test_code_that_a_test_imports_may_move(project: Project) -> None:
@@ -207,14 +219,14 @@ def test_code_that_a_test_imports_may_move(project: Project) -> None:
         (project.path / f"{module}_train.py").write_text(build)
     for module, words in {"first": "has this prediction as its baseline now", "second": "is not what its recorded"}.items():
         (project.path / "test_mine.py").write_text(f"from {module}_train import build\n\n\n{test}")
-        project.run(*DRY, "--gpu-json=report.json", *(["--gpu-baseline-update"] if module == "first" else []))
+        project.run(*PREDICT, "--gpu-json=report.json", *(["--gpu-baseline-update"] if module == "first" else []))
         assert words in project.report()["results"][0]["verdict"]["sentence"]
 
 
 def test_a_traceback_has_the_line_of_own_code(project: Project) -> None:
     branching = OWN.format(width=8).replace("zeros", "randn").replace("loss.backward()", "assert weight.any()  # here")
     project.write(test_mine=branching)
-    result = project.run(*DRY)
+    result = project.run(*PREDICT)
     assert "which a prediction does not know: measure it instead" in only_sentence(result, TEST)
     result.stdout.fnmatch_lines(["*assert weight.any()  # here*"])
 
@@ -252,7 +264,7 @@ def test_compiled(gputrain):
     gputrain.check(Case(model="phi-3-mini-128k", sequence_length=512, compile="default"))
 """
         )
-    result = project.run(*DRY)
+    result = project.run(*PREDICT)
     result.assert_outcomes(passed=3, skipped=3, failed=1)
     assert "needs='step_second' is no figure of a case (did you mean 'step_seconds'?)" in result.stdout.str()
     assert skips(result) == {
@@ -360,5 +372,5 @@ def test_own_code_without_the_marker_that_selects_it_is_told(project: Project, w
 def test_what_no_marker_of_a_platform_would_select_is_not_told(project: Project, arguments: tuple[str, ...]) -> None:
     own(project, 1024)
     project.write(test_tables=ZOO)
-    result = project.run("--collect-only", *DRY, *arguments)
+    result = project.run("--collect-only", *PREDICT, *arguments)
     assert "left out" not in result.stdout.str()
