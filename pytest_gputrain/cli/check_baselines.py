@@ -197,4 +197,4 @@ def _refused(path: Path, error: BaselineError) -> Problem:
         line += file.read_bytes().count(b"\n", 0, error.place)
     elif error.place is not None:
         line = _line_of_name(file.read_text(errors="replace"), error.place)
-    return Problem(file, line, error.told)
+    return Problem(file, line, error.without_path)

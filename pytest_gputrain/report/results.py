@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
 from pytest_gputrain.records import Predicted, Result, Verdict
-from pytest_gputrain.utils.spill import SelectedRecords
 
 _Kind = TypeVar("_Kind", bound=Result)
 
 
-def of_kind(results: Sequence[Result], *kinds: type[_Kind]) -> Sequence[_Kind]:
+def of_kind(results: Sequence[Result], *kinds: type[_Kind]) -> list[_Kind]:
     """Return the results of these kinds, in their order."""
-    indices = [index for index, result in enumerate(results) if isinstance(result, kinds)]
-    return cast("Sequence[_Kind]", SelectedRecords(results, indices))
+    return [result for result in results if isinstance(result, kinds)]
 
 
-def latest(results: Sequence[_Kind]) -> Sequence[_Kind]:
+def latest(results: Sequence[_Kind]) -> list[_Kind]:
     """Each case of each device once: the last that was judged, else the last that was measured.
 
     Those whose test had changed something in the environment come after all others.
@@ -27,7 +25,7 @@ def latest(results: Sequence[_Kind]) -> Sequence[_Kind]:
         identity = (result.device, result.suite, result.key)
         rank = (not result.variables, result.verdict is not None, index)
         chosen[identity] = max(chosen.get(identity, rank), rank)
-    return SelectedRecords(results, [index for _, _, index in chosen.values()])
+    return [results[index] for _, _, index in chosen.values()]
 
 
 BY_ATTENTION: Final = (

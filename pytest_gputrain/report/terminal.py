@@ -22,7 +22,6 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.report import predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
-from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
 if TYPE_CHECKING:
@@ -48,15 +47,14 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
     Args:
         most: rows; of more those that want attention are shown, and how many others there are.
     """
-    groups: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
     rows = _rows(results)
     shown = rows if most is None or len(rows) <= most else sorted(rows, key=rows.__getitem__)[:most]
     for index in sorted(shown):
         result = results[index]
-        groups[result.suite, _device(result), result.scale].append(index)
+        groups[result.suite, _device(result), result.scale].append(result)
     console, file = rich_text.console(width, colour)
-    for (suite, device, scale), indices in groups.items():
-        members = SelectedRecords(results, indices)
+    for (suite, device, scale), members in groups.items():
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(rich_text.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))

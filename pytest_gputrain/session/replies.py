@@ -17,7 +17,6 @@ from pytest_gputrain.records import Case, Event, Host, Measurement, OutOfMemory,
 from pytest_gputrain.session.prefetch import Prefetcher
 from pytest_gputrain.session.tasks import TaskMaker
 from pytest_gputrain.utils.errors import BadCase
-from pytest_gputrain.utils.spill import SpilledDict
 
 Watch = Callable[[Case, Event, int], None]
 """Called with each progress event of a case and the number of its fresh process, from 1."""
@@ -37,7 +36,7 @@ class Replies:
         self._tasks = tasks
         self._resumed_report = resumed_report
         self._watch = watch
-        self._kept: SpilledDict[bytes, tuple[Reply, ...]] = SpilledDict(tuple[Reply, ...])
+        self._kept: dict[bytes, tuple[Reply, ...]] = {}
         self._make_prefetcher: Callable[[], Prefetcher] | None = None
         self._prefetcher: Prefetcher | None = None
 

@@ -50,11 +50,11 @@ class BaselineError(OneLineError):
             remedy: what to do; empty where the problem says it.
             place: where it is in the file: the name of an entry, or an offset in bytes; None for the file as a whole.
         """
-        self.told = f"{problem}; {remedy}" if remedy else problem
-        """The sentence without the path."""
+        sentence = f"{problem}; {remedy}" if remedy else problem
+        self.without_path = " ".join(sentence.splitlines())
         self.path = path
         self.place = place
-        super().__init__(f"{path} {self.told}" if path else self.told)
+        super().__init__(f"{path} {sentence}" if path else sentence)
 
 
 class SuiteStore(ABC, Generic[_Record, _Entry]):
@@ -202,37 +202,37 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
             remedy = "move it to where it belongs, or record again"
             raise BaselineError(f"says that it holds {in_suite} of {in_device}", remedy, path=path)
         for reference, fields in shared.items():
-            told = partial(BaselineError, path=path, place=reference)
-            _sound(fields, self.shared_type, f"{self.shared} {reference}", told)
+            refusal = partial(BaselineError, path=path, place=reference)
+            _sound(fields, self.shared_type, f"{self.shared} {reference}", refusal)
         return {
             key: self._loaded(device, key, raw, shared, partial(BaselineError, path=path, place=key))
             for key, raw in cases.items()
         }
 
     def _loaded(
-        self, device: str, key: str, raw: msgspec.Raw, shared: Mapping[str, Any], told: Callable[..., BaselineError]
+        self, device: str, key: str, raw: msgspec.Raw, shared: Mapping[str, Any], refusal: Callable[..., BaselineError]
     ) -> _Record:
         try:
             case, scale, stored = msgspec.structs.astuple(msgspec.json.decode(raw, type=self.case_type))
         except UNREADABLE as error:
-            raise told(f"is not {self.what}: {error} in {key}", _remedy(error, _RESTORE)) from None
+            raise refusal(f"is not {self.what}: {error} in {key}", _remedy(error, _RESTORE)) from None
         if name := renamed("precision", case.precision):
-            raise told(f"names in {key} {name}", _RECORD_ENTRY)
+            raise refusal(f"names in {key} {name}", _RECORD_ENTRY)
 
         def find(reference: Any) -> dict[str, Any]:
             if not isinstance(reference, str) or reference not in shared:
-                raise told(f"refers to the {self.shared} {reference!r} in {key}, which it does not hold", _RESTORE)
+                raise refusal(f"refers to the {self.shared} {reference!r} in {key}, which it does not hold", _RESTORE)
             fields: dict[str, Any] = shared[reference]
             return fields
 
         what = f"{self.entry} for {key}"
-        entries = tuple(_sound(fields, self.entry_type, what, told) for fields in self._fields(stored, find))
+        entries = tuple(_sound(fields, self.entry_type, what, refusal) for fields in self._fields(stored, find))
         if not entries:
-            raise told(f"holds no {what}", _RECORD_ENTRY)
+            raise refusal(f"holds no {what}", _RECORD_ENTRY)
         if not all(self._is_possible(entry) and not _has_negative(msgspec.to_builtins(entry)) for entry in entries):
-            raise told(f"holds impossible figures for {key}", _RESTORE_ENTRY)
+            raise refusal(f"holds impossible figures for {key}", _RESTORE_ENTRY)
         if key.endswith("@tiny") != (scale == "tiny"):
-            raise told(f"gives {key} the scale {scale}", _RESTORE_ENTRY)
+            raise refusal(f"gives {key} the scale {scale}", _RESTORE_ENTRY)
         return self._record(device, case, scale, entries)
 
     def _encode(self, device: str, suite: str, records: Mapping[str, _Record]) -> Iterator[bytes]:
@@ -307,14 +307,14 @@ def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *,
     Raises:
         BaselineError: not ``what``, told with the place where that shows.
     """
-    told = partial(BaselineError, path=path)
+    refusal = partial(BaselineError, path=path)
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise told(f"cannot be read: {error.strerror}") from error
+        raise refusal(f"cannot be read: {error.strerror}") from error
     if markers := conflicts(data):
         lines = ", ".join(map(str, markers[:_MOST_LINES_SHOWN])) + (", ..." if len(markers) > _MOST_LINES_SHOWN else "")
-        raise told(f"holds merge-conflict markers (lines {lines})", "resolve them, or take one side and record again")
+        raise refusal(f"holds merge-conflict markers (lines {lines})", "resolve them, or take one side and record again")
     try:
         version = msgspec.json.decode(data, type=_Versioned).format
         if version == FORMAT:
@@ -322,11 +322,11 @@ def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *,
     except UNREADABLE as error:
         offset = re.search(r"\(byte (\d+)\)", str(error))
         place = int(offset[1]) if offset else None
-        raise told(f"is not {what}: {error}", _remedy(error, remedy), place=place) from None
+        raise refusal(f"is not {what}: {error}", _remedy(error, remedy), place=place) from None
     if version == 1:
-        raise told("has format 1, which was written before 0.1.0", again)
+        raise refusal("has format 1, which was written before 0.1.0", again)
     remedy = f"{_NEWER}, or {remedy}" if version > FORMAT else remedy
-    raise told(f"has format {version}, this version reads format {FORMAT}", remedy)
+    raise refusal(f"has format {version}, this version reads format {FORMAT}", remedy)
 
 
 class _Versioned(Struct):
@@ -337,16 +337,16 @@ def _remedy(error: Exception, remedy: str) -> str:
     return f"{_NEWER}, or {remedy}" if "unknown field" in str(error) else remedy
 
 
-def _sound(fields: Any, type_: type[_Type], what: str, told: Callable[..., BaselineError]) -> _Type:
+def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., BaselineError]) -> _Type:
     """Raises:
     BaselineError: the fields do not make a record of ``type_``, or hold more, which writing it again would lose.
     """
     try:
         record = msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
-        raise told(f"holds no sound {what}: {error}", _remedy(error, _RESTORE)) from None
+        raise refusal(f"holds no sound {what}: {error}", _remedy(error, _RESTORE)) from None
     if name := _lost(fields, msgspec.to_builtins(record)):
-        raise told(f"holds an unknown {name!r} in the {what}", f"{_NEWER}, or {_RESTORE}")
+        raise refusal(f"holds an unknown {name!r} in the {what}", f"{_NEWER}, or {_RESTORE}")
     return record
 
 

@@ -104,7 +104,7 @@ def _change(file: Path, *place: Any, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        *((kind, place) for kind in KINDS for place in [(), ("cases", KEY), ("cases", KEY, 2, 0)]),
+        *((kind, place) for kind in KINDS for place in [(), ("cases", KEY), ("cases", KEY, "case"), ("cases", KEY, 2, 0)]),
         (MEASURED, ("environments", 0)),
         (PREDICTED, ("conditions", 0)),
         (PREDICTED, ("conditions", 0, "target")),
@@ -121,7 +121,7 @@ def test_what_a_newer_version_may_have_written_is_refused_not_dropped(
 
 
 def test_a_newer_format_is_told_with_the_remedy(kind: Kind, tmp_path: Path, file: Path) -> None:
-    _change(file, format=FORMAT + 1)
+    file.write_text(json.dumps({"format": FORMAT + 1, "all": "different"}))
     sentence = f"has format {FORMAT + 1}, this version reads format {FORMAT}; update pytest-gputrain"
     assert sentence in _refusal(kind, tmp_path / "baselines")
 

@@ -167,6 +167,13 @@ def test_what_python_s_json_reads_and_the_store_does_not_has_its_line(tmp_path: 
     assert problems(tmp_path)[0].startswith(f"cpu/llm.json:{line}: is not a baseline file: ")
 
 
+def test_a_problem_is_one_line_whatever_the_name_of_its_case(tmp_path: Path) -> None:
+    path = BaselineStore(tmp_path).update("cpu", "llm", {"a\nb": entry(CASE)})
+    edit(path, lambda file: file["cases"]["a\nb"].update(runs=[]))
+    line = line_of(path, '"a\\nb"')
+    assert problems(tmp_path) == [f"cpu/llm.json:{line}: holds no run for a b; delete the entry and record it again"]
+
+
 def test_json_that_is_cut_off_is_told_by_its_line(tmp_path: Path) -> None:
     path = record(tmp_path)
     lines = path.read_text().splitlines()
