@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
-
+from pytest_gputrain.cases.identity import identity_of
 from pytest_gputrain.execution.executor import Executor, Watch, not_started
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
@@ -55,8 +54,7 @@ class PredictingExecutor(Executor[PredictionReply]):
         return self._host
 
     def run(self, task: Task, *, watch: Watch, inline: bool = False, builder: Any = None) -> PredictionReply:
-        # Steps and warm-up change nothing: what they repeat is predicted once.
-        identity = msgspec.json.encode((task.case.identity(), task.scale, task.processes, task.servers, task.variables))
+        identity = identity_of(task)
         if identity not in self._replies:
             reply: PredictionReply | None = self._cache.get(task)
             if reply is None:

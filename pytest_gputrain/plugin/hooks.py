@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _ = plugin.cases  # a wrong value is refused before any test runs; without any, all have their defaults
     config.stash[_PLUGIN] = plugin
     config.pluginmanager.register(plugin, "gputrain-manager")
-    config.pluginmanager.register(plugin.deselected, "gputrain-left-out")
+    config.pluginmanager.register(plugin.deselected, "gputrain-deselected")
     config.add_cleanup(plugin.ending.close)
 
 

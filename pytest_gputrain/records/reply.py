@@ -284,3 +284,18 @@ class Lost(Struct, frozen=True, kw_only=True, tag="lost", tag_field="outcome"):
 
 
 Reply = Measurement | OutOfMemory | Crashed | TimedOut | Lost
+
+Failure = Literal["out_of_memory", "crashed", "timed_out", "lost"]
+
+
+def failure_of(reply: OutOfMemory | Crashed | TimedOut | Lost) -> Failure:
+    """What became of a run without figures, in a word: the tag of the reply in files."""
+    match reply:
+        case OutOfMemory():
+            return "out_of_memory"
+        case TimedOut():
+            return "timed_out"
+        case Crashed():
+            return "crashed"
+        case Lost():
+            return "lost"

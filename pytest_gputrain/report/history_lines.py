@@ -26,6 +26,7 @@ from pytest_gputrain.records import (
     Result,
     TrainingPhase,
 )
+from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.report.results import (
     latest,
     of_kind,
@@ -95,7 +96,7 @@ def _line_of(result: Measured | Predicted, session: RunInfo) -> HistoryLine:
     outcome: Any = "predicted" if prediction else "measured"
     sentence = verdict.sentence if verdict else None
     if failed is not None:
-        outcome = failed.__struct_config__.tag
+        outcome = failure_of(failed)
         sentence = sentence or f"{result.case} {describe_failure(failed)}"
     packages = prediction.packages if prediction else environment.packages if environment else {}
     steps = [run.median_step_seconds for run in measured]

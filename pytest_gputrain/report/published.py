@@ -7,9 +7,11 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pytest_gputrain.records import Lost, Measured, Measurement, OutOfMemory, Published, Result, TimedOut
+from pytest_gputrain.records import Measured, Measurement, Published, Result
 from pytest_gputrain.records.published import Figure
+from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.report import rich_text
+from pytest_gputrain.report.results import FAILURES
 from pytest_gputrain.utils.units import GiB, MiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FRAMEWORKS: Final = {"pytorch": "PyTorch", "paddle": "Paddle"}
-_OUTCOMES: Final = {"out_of_memory": "OOM", "error": "error"}
+_OUTCOMES: Final = {"out_of_memory": FAILURES["out_of_memory"], "error": "error"}
 
 
 class Metric(NamedTuple):
@@ -128,17 +130,9 @@ def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) 
 
 def outcome(result: Result) -> str:
     """Why a case has no figures, in a word or two; a prediction alone is none."""
-    if not result.replies:
+    if not result.replies or isinstance(reply := result.replies[-1], Measurement):
         return ""
-    match result.replies[-1]:
-        case OutOfMemory():
-            return "OOM"
-        case TimedOut():
-            return "timed out"
-        case Lost():
-            return "lost"
-        case _:
-            return "crashed"
+    return FAILURES[failure_of(reply)]
 
 
 def table(results: Sequence[Measured], verdict: Callable[[Result], Text]) -> Table:

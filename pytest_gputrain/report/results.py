@@ -7,6 +7,13 @@ from typing import Final, TypeVar
 
 from pytest_gputrain.records import Predicted, Result, Verdict
 
+FAILURES: Final[dict[str, str]] = {
+    "out_of_memory": "OOM",
+    "timed_out": "timed out",
+    "crashed": "crashed",
+    "lost": "lost",
+}
+"""What tables show of a run without figures."""
 _Kind = TypeVar("_Kind", bound=Result)
 
 

@@ -16,7 +16,7 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import rich_text
-from pytest_gputrain.report.results import of_kind
+from pytest_gputrain.report.results import FAILURES, of_kind
 from pytest_gputrain.utils.units import format_percent, format_rate
 
 if TYPE_CHECKING:
@@ -26,14 +26,7 @@ Names = Callable[[Result], Sequence[str]]
 """Model, method and setting of a result, as every table begins."""
 
 _STYLES: Final = {"converging": "green", "flat": "yellow", "searched": "green"}
-_OUTCOMES: Final = {
-    "left_out": "left out",
-    "out_of_memory": "OOM",
-    "timed_out": "timed out",
-    "capped": "capped",
-    "crashed": "crashed",
-    "lost": "lost",
-}
+_OUTCOMES: Final = {**FAILURES, "left_out": "left out", "capped": "capped"}
 
 
 def search_table(results: Sequence[BatchSearch], names: Names) -> Table:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from pytest_gputrain.gate import loss_trend
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.records import Case, Crashed, Lost, Measurement, OutOfMemory, Reply, Task, TimedOut
+from pytest_gputrain.records import Case, Measurement, Reply, Task
+from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.session.batch_search import find_batch
 
@@ -52,7 +53,7 @@ def search_batch(task: Task, most: int, launch: Launch) -> Study:
 
 def _try(batch: int, samples: int, reply: Reply) -> Try:
     if not isinstance(reply, Measurement):
-        return Try(batch_size=batch, outcome=_outcome(reply), reason=describe_failure(reply))
+        return Try(batch_size=batch, outcome=failure_of(reply), reason=describe_failure(reply))
     return Try(
         batch_size=batch,
         outcome="fits" if reply.batch_size >= samples else "capped",
@@ -93,7 +94,7 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Stud
 
 def _curve(precision: str, reply: Reply, steps: int) -> LossCurve:
     if not isinstance(reply, Measurement):
-        return LossCurve(precision=precision, outcome=_outcome(reply), reason=describe_failure(reply))
+        return LossCurve(precision=precision, outcome=failure_of(reply), reason=describe_failure(reply))
     finite = len(reply.losses) == steps
     return LossCurve(
         precision=precision,
@@ -111,17 +112,3 @@ def _why_left_out(case: Case, platform: str, precision: str) -> str:
     if case.parallel == "ps" and precision == "fp16-amp":
         return "parameter servers take no gradients of a scaled loss"
     return ""
-
-
-def _outcome(
-    reply: Crashed | OutOfMemory | TimedOut | Lost,
-) -> Literal["out_of_memory", "timed_out", "crashed", "lost"]:
-    match reply:
-        case OutOfMemory():
-            return "out_of_memory"
-        case TimedOut():
-            return "timed_out"
-        case Crashed():
-            return "crashed"
-        case Lost():
-            return "lost"

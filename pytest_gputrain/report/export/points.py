@@ -7,15 +7,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.records import (
-    Crashed,
-    Lost,
     Measurement,
-    OutOfMemory,
     Predicted,
+    Reply,
     Result,
     Study,
-    TimedOut,
 )
 from pytest_gputrain.report.results import latest
 
@@ -70,22 +68,8 @@ def _point(result: Result, timed: bool) -> Point | str:
         return Point(result=result, runs=(), peak_allocated_bytes=result.figures.peak_allocated_bytes)
     runs = tuple(reply for reply in result.replies if isinstance(reply, Measurement))
     if result.summary is None or not runs or len(runs) < len(result.replies):
-        return f"{result.key} is left out: it {_outcome(result.replies)}"
+        return f"{result.key} is left out: {_why_not(result.replies)}"
     return Point(result=result, runs=runs, peak_allocated_bytes=result.summary.peak_allocated_bytes)
-
-
-def _outcome(replies: Sequence[object]) -> str:
-    for reply in replies:
-        match reply:
-            case OutOfMemory():
-                return "ran out of memory"
-            case TimedOut():
-                return "timed out"
-            case Crashed():
-                return "crashed"
-            case Lost():
-                return "was lost by the fleet"
-    return "was not run"
 
 
 def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:
@@ -98,3 +82,8 @@ def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:
             number += 1
         taken.add(file)
         yield file
+
+
+def _why_not(replies: Sequence[Reply]) -> str:
+    failed = next((reply for reply in replies if not isinstance(reply, Measurement)), None)
+    return f"it {describe_failure(failed)}" if failed else "it was not run"
