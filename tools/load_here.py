@@ -1,6 +1,6 @@
 """What thousands of cases and millions of lines of history take, on this machine; exits with 1 where a limit is broken.
 
-    python tools/load_here.py [--cases 10000] [--steps 1000] [--workers 2]
+    python tools/load_here.py [--cases 10000] [--steps 50] [--workers 2]
     python tools/load_here.py --history-lines 10000000
 
 The first runs pytest on a tenth, on three tenths and on all of the cases, each time to record their baselines, to judge
@@ -168,7 +168,7 @@ def history(table: Table, folder: Path, count: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000, help="of the largest run (default: 10000)")
-    parser.add_argument("--steps", type=int, default=1000, help="of each case (default: 1000)")
+    parser.add_argument("--steps", type=int, default=50, help="of each case (default: 50)")
     parser.add_argument("--workers", type=int, default=2, help="of pytest-xdist; 0 leaves it out (default: 2)")
     parser.add_argument("--history-lines", type=int, metavar="N", help="read a history of so many lines instead")
     given = parser.parse_args(arguments)

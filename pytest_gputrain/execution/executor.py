@@ -22,7 +22,6 @@ from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.records import Case, Conditions, Event, Host, Measurement, OutOfMemory, Reply, Scale, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
-from pytest_gputrain.utils.spill import SpilledDict
 
 Watch = Callable[[Case, Event, int], None]
 """Called with each progress event of a case and the number of its fresh process, from 1."""
@@ -74,7 +73,7 @@ class Executor:
         """Returns all runs that tests will ask for; a fleet begins with them."""
         self.further_runs: Callable[[Task, Sequence[Reply], Host], Iterable[ExpectedRuns]] = lambda task, replies, host: ()
         """Returns the runs that follow from the first replies of a task on a host."""
-        self._replies: SpilledDict[bytes, tuple[Reply, ...]] = SpilledDict(tuple[Reply, ...])
+        self._replies: dict[bytes, tuple[Reply, ...]] = {}
 
     @property
     def machine(self) -> Machine:

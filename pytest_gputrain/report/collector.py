@@ -30,7 +30,6 @@ from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.predictions import FOLDER, PredictionStore
 from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.utils.git import RunInfo
-from pytest_gputrain.utils.spill import SpilledDict, SpilledList
 
 _SAVE_EVERY_SECONDS: Final = 30.0
 _PAUSE_FACTOR: Final = 20
@@ -59,7 +58,7 @@ class Collector:
     def __init__(self, settings: Settings, resumed_report: ResumedReport | None = None) -> None:
         self.settings = settings
         self._resumed_report = resumed_report
-        self.results: SpilledList[Result] = SpilledList(Result)
+        self.results: list[Result] = []
         self.notes: list[str] = []
         self.failed = False
         """Whether something could not be saved."""
@@ -68,7 +67,7 @@ class Collector:
         """The index of the last result, by test, case and changed variables."""
         self._incomplete: set[int] = set()
         """The indices of the results whose baselines wait for further runs."""
-        self._pending = _nothing_pending()
+        self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
         self._stored: dict[tuple[str, str, str], _RecordedCase] = {}
@@ -308,11 +307,6 @@ class Collector:
 def _utf8(text: str) -> str:
     """Return the text with what UTF-8 cannot encode escaped: a file's name may be any bytes."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _nothing_pending() -> defaultdict[tuple[str, str], SpilledDict[str, Baseline]]:
-    """Return an empty collection of baselines that are not saved yet, by device and suite."""
-    return defaultdict(lambda: SpilledDict(Baseline))
 
 
 def _is_recorded(result: Result) -> bool:

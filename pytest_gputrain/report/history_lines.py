@@ -21,7 +21,6 @@ from pytest_gputrain.report.results import latest
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.storage.predictions import FOLDER
 from pytest_gputrain.utils.git import RunInfo
-from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_topology
 
 
@@ -39,8 +38,7 @@ def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    everything = SelectedRecords(results, range(len(results)))
-    declared = everything.those(lambda result: result.search is None and not result.loss_curves)
+    declared = [result for result in results if result.search is None and not result.loss_curves]
     return [
         _line_of(part, part_session) for result in latest(declared) for part, part_session in _by_session(result, session)
     ]

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from pytest_gputrain.records import Result, Verdict
-from pytest_gputrain.utils.spill import SelectedRecords
 
 
-def latest(results: Sequence[Result]) -> Sequence[Result]:
+def latest(results: Sequence[Result]) -> list[Result]:
     """Each case of each device once: the last that was judged, else the last that was measured.
 
     Those whose test had changed something in the environment come after all others.
@@ -19,7 +18,7 @@ def latest(results: Sequence[Result]) -> Sequence[Result]:
         identity = (result.device, result.suite, result.key)
         rank = (not result.variables, result.verdict is not None, index)
         chosen[identity] = max(chosen.get(identity, rank), rank)
-    return SelectedRecords(results, [index for _, _, index in chosen.values()])
+    return [results[index] for _, _, index in chosen.values()]
 
 
 BY_ATTENTION: Final = (

@@ -14,7 +14,6 @@ from pytest_gputrain.records import Measurement, MetricName, OutOfMemory, Result
 from pytest_gputrain.report import predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, verdict_of
 from pytest_gputrain.storage.predictions import FOLDER
-from pytest_gputrain.utils.spill import SelectedRecords
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
 if TYPE_CHECKING:
@@ -40,23 +39,22 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
     Args:
         most: rows; of more those that want attention are shown, and how many others there are.
     """
-    groups: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, str], list[Result]] = defaultdict(list)
     rows = _rows(results)
     shown = rows if most is None or len(rows) <= most else sorted(rows, key=rows.__getitem__)[:most]
     for index in sorted(shown):
         result = results[index]
-        groups[result.suite, _device(result), result.scale].append(index)
+        groups[result.suite, _device(result), result.scale].append(result)
     console, file = rich_text.console(width, colour)
-    for (suite, device, scale), indices in groups.items():
-        members = SelectedRecords(results, indices)
+    for (suite, device, scale), members in groups.items():
         stand_ins = scale == "tiny" and any(not result.case.code for result in members)
         note = " (tiny stand-ins for the models named)" if stand_ins else ""
         console.print(rich_text.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
         for line in _links(members):
             console.print(rich_text.text(line, style="dim"))
-        searched = members.those(lambda result: result.search is not None)
-        curved = members.those(lambda result: bool(result.loss_curves))
-        judged = members.those(lambda result: result.search is None and not result.loss_curves)
+        searched = [result for result in members if result.search is not None]
+        curved = [result for result in members if result.loss_curves]
+        judged = [result for result in members if result.search is None and not result.loss_curves]
         if device.endswith(_PREDICTED):
             console.print(predictions.table(judged, _names, _verdict, width))
         elif any(result.published for result in judged):

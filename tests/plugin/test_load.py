@@ -20,13 +20,13 @@ def folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_memory_and_time_do_not_grow_faster_than_the_cases(folder: Path) -> None:
-    """In memory, 80 cases of 6,000 steps would be 60 MB more than 20."""
+    """A step takes some 200 bytes: its time and its loss in the results, and its time in the baselines, new and stored."""
     runs = {}
     for count in (FEW, MANY):
         (folder / str(count)).mkdir()
         runs[count] = load_here.run(folder / str(count), count, STEPS, ["--gpu-baseline-update"])
     grown = load_here.peak(runs[MANY]) - load_here.peak(runs[FEW])
-    assert grown < 15e6, grown
+    assert grown < 300 * STEPS * (MANY - FEW), grown
     assert load_here.closing(runs[MANY]) < 8 * load_here.closing(runs[FEW]) + 1, "four times the cases"
     report = json.loads((folder / str(MANY) / "report.json").read_text())
     assert len(report["results"]) == MANY
