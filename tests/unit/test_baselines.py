@@ -435,8 +435,11 @@ def test_a_case_without_entries_is_told(kind: Kind, tmp_path: Path) -> None:
 
 @both_kinds
 def test_a_file_in_the_place_of_another_is_told(kind: Kind, tmp_path: Path) -> None:
+    of_another_device = kind.store(tmp_path).update("other", SUITE, _entries(kind))
     kind.update(tmp_path, _entries(kind), suite="other").rename(kind.file(tmp_path))
     _assert_refused(kind, tmp_path, f"says that it holds other of {kind.device}; move it to where it belongs")
+    of_another_device.rename(kind.file(tmp_path))
+    _assert_refused(kind, tmp_path, f"says that it holds {SUITE} of other; move it to where it belongs")
 
 
 @pytest.mark.parametrize(

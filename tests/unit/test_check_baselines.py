@@ -201,6 +201,13 @@ def test_published_tables_are_checked_too(tmp_path: Path) -> None:
     )
     edit(folder / "again.json", lambda table: table.update(name="other"))
     assert problems(tmp_path) == ["published/again.json:1: says that it is other; restore it from git"]
+    edit(folder / "again.json", lambda table: table.update(name="again"))
+    edit(folder / "again.json", lambda table: table["rows"][0]["cells"].popitem())
+    line = line_of(folder / "again.json", '"h800": {')
+    assert (
+        f"published/again.json:{line}: has llava-1.6-7b-pretrain-bf16-zero2 on h800 in other columns"
+        in problems(tmp_path)[0]
+    )
 
 
 @pytest.mark.parametrize("place", [".", "cpu/old", "predicted", "published/2024"])
