@@ -1,7 +1,7 @@
 """Training of diffusion models: the Stable Diffusion rows of paddlemix and the five models of amd-diffusion.
 
 paddlemix, on eight H800: data parallel, 512x512; Stable Diffusion 1.5 under bf16 autocast with batch 80 (pretrain) and 96
-(LoRA) a GPU and recomputation, Stable Diffusion 3 under fp16 autocast with batch 1 and accumulation 4. amd-diffusion, on
+(LoRA) a GPU and recomputation, Stable Diffusion 3 under fp16 autocast with batch 1. amd-diffusion, on
 eight MI300X: fully sharded, bf16 arithmetic over fp32 weights, fused AdamW; images, videos and texts are encoded beforehand.
 Beside them the same models on one GPU, by every method they have.
 """
@@ -12,7 +12,7 @@ from pytest_gputrain import Case, grid
 
 SD_1_5 = Case(model="sd-1.5", precision="bf16-amp", resolution="512x512", activation_checkpointing=True)
 PRETRAIN, LORA = SD_1_5.replace(method="pretrain", batch_size=80), SD_1_5.replace(method="lora", batch_size=96)
-SD_3 = Case(precision="fp16-amp", resolution="512x512", gradient_accumulation=4)
+SD_3 = Case(precision="fp16-amp", resolution="512x512")
 
 AMD = Case(precision="bf16-amp", optimizer="adamw-fused", learning_rate=1e-5)
 FLUX = AMD.replace(model="flux.1-dev", resolution="512x512")
