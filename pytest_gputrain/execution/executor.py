@@ -54,7 +54,7 @@ class Executor(abc.ABC, Generic[ReplyT]):
         """
 
     def host_of(self, task: Task) -> Host:
-        """The machine that the first run of the task was done on; before it, the one that cases are selected for."""
+        """The machine of the first run of the task that is there; before it, the one that cases are selected for."""
         return self.host
 
     def want(self, wanted: Iterable[WantedRuns]) -> None:

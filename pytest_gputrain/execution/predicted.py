@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pytest_gputrain.cases.identity import identity_of
+import msgspec
+
 from pytest_gputrain.execution.executor import Executor, Watch, not_started
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
@@ -54,7 +55,8 @@ class PredictingExecutor(Executor[PredictionReply]):
         return self._host
 
     def run(self, task: Task, *, watch: Watch, inline: bool = False, builder: Any = None) -> PredictionReply:
-        identity = identity_of(task)
+        # Steps and warm-up change nothing: what they repeat is predicted once.
+        identity = msgspec.json.encode((task.case.identity(), task.scale, task.processes, task.servers, task.variables))
         if identity not in self._replies:
             reply: PredictionReply | None = self._cache.get(task)
             if reply is None:

@@ -15,9 +15,11 @@ import msgspec
 from pytest_gputrain.cases.libraries import versions
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import (
+    BatchSearch,
     Case,
     Environment,
     Host,
+    LossStudy,
     Measured,
     Measurement,
     Origin,
@@ -104,10 +106,11 @@ class ResumedReport:
         """What the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses nothing."""
         there = {_result_key(result) for result in results}
         for result in self.report.results:
-            if not isinstance(result, Measured):
+            if _result_key(result) in there:
                 continue
-            resumed = _resumed_replies(result, self.report)
-            if resumed.replies and _result_key(result) not in there:
+            if isinstance(result, BatchSearch | LossStudy):
+                yield result
+            elif isinstance(result, Measured) and (resumed := _resumed_replies(result, self.report)).replies:
                 replies = result.replies[: len(resumed.replies)]
                 yield msgspec.structs.replace(result, replies=replies, verdict=None, to_come=0, resumed=resumed.origins)
 

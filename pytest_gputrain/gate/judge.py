@@ -1,6 +1,6 @@
 """Judges a case by all that it is held to: limits of its test, and its baseline or a published row. Pure.
 
-This is what a session calls, once for every reply. `regression`, `published` and `limits` have the rules.
+This is what a session calls, once more with every reply. `regression`, `published` and `limits` have the rules.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Judgement(NamedTuple):
     """None where the test only measures, and states no limit."""
     settled: bool
     """Whether a further reply could not change the verdict. If not, it is the one if there is to be none."""
+    asks_suite: bool = False
+    """Whether it is the comparison with the baseline that is in doubt, of which other cases of the suite may tell more."""
 
 
 def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no_scaling: str = "") -> Judgement:
@@ -92,7 +94,7 @@ def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no
         )
         if settled and criteria.records:
             verdict = _recorded(criteria, verdict, replies, no_scaling)
-    return Judgement(with_limits(case, verdict, limits), settled and limits_settled)
+    return Judgement(with_limits(case, verdict, limits), settled and limits_settled, asks_suite=not settled)
 
 
 def comparable_row(criteria: Criteria) -> Published | None:

@@ -38,6 +38,7 @@ from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import ProgressLine
+from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.predicting import PredictingRunner
 from pytest_gputrain.session.request import CaseRunner
 from pytest_gputrain.session.runner import Runner
@@ -244,7 +245,7 @@ class CaseSession:
                 collector.add(result, passed=False)
         if self.runner.settings.predict and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
             collector.notes.append("nothing was predicted: every case was skipped; -rs tells why")
-            collector.failed |= self.runner.is_strict()
+            collector.failed |= is_strict(self.runner.settings)
         collector.notes += notes
         # What somebody chose by pytest.exit stays.
         cut_short = interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)

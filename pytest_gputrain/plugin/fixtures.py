@@ -31,6 +31,8 @@ from pytest_gputrain.records import (
     Result,
     Scale,
 )
+from pytest_gputrain.records.prediction import MEASURED_ONLY
+from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.request import CaseRunner, Request
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 from pytest_gputrain.utils.sanitize import shown
@@ -38,8 +40,7 @@ from pytest_gputrain.utils.suggest import did_you_mean
 
 StepBuilder = Callable[[Any], Callable[[], Any]]
 
-_COMPUTED: Final = ("median_step_seconds", "samples_per_second", "tokens_per_second", "joules_per_step")
-_FIGURES: Final = (*Measurement.__struct_fields__, *_COMPUTED)
+_FIGURES: Final = tuple(dict.fromkeys((*Measurement.__struct_fields__, *MEASURED_ONLY)))
 """What a test may need of the figures of a case."""
 
 
@@ -96,7 +97,7 @@ class GpuTrain:
         for name in (needs,) if isinstance(needs, str) else needs:
             if name not in _FIGURES:
                 raise _failed(f"needs={name!r} is no figure of a case{did_you_mean(name, _FIGURES)}")
-            if self._runner.settings.predict and getattr(Prediction, name, None) is None:
+            if self._runner.settings.predict and name in MEASURED_ONLY:
                 pytest.skip(f"needs {name}, which cannot be predicted")
 
     def check(self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any) -> Result:
@@ -123,7 +124,7 @@ class GpuTrain:
             if failure:
                 raise _failed(failure)
             return result
-        strict = verdict.status in STRICTLY_FAILING and self._runner.is_strict()
+        strict = verdict.status in STRICTLY_FAILING and is_strict(self._runner.settings)
         if verdict.status in FAILING or strict:
             raise _failed(f"{verdict.sentence}{' (strict)' if strict else ''}")
         return result

@@ -48,9 +48,8 @@ class Order(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: Whole = FORMAT
     task: Task
     conditions: Conditions
-    nodes: Whole
     gpus: Whole
-    """Of each node; 0 for a case on CPUs."""
+    """Of each node of the task; 0 for a case on CPUs."""
     cpus: Whole
     """Of each node, at least."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -68,6 +68,36 @@ class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
     """Read and written."""
 
 
+MEASURED_ONLY: Final = (
+    "batch_size",
+    "counted_threads",
+    "counts_exactly",
+    "device_step_seconds",
+    "device_used_bytes",
+    "environment",
+    "free_bytes",
+    "holders",
+    "joules_per_step",
+    "losses",
+    "median_step_seconds",
+    "notes",
+    "one_worker_seconds",
+    "other_processes",
+    "own_seconds",
+    "peak_host_bytes",
+    "ranks",
+    "samples_per_second",
+    "sequence_length",
+    "step_seconds",
+    "telemetry",
+    "tokens_per_second",
+    "uncompiled",
+    "updates",
+    "warmup_seconds",
+)
+"""What a `Measurement` has and a `Prediction` has not."""
+
+
 class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="outcome"):
     """A case that ran to its end on fake tensors. Exact: the same on every machine with the same library versions."""
 
@@ -108,14 +138,10 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     packages: dict[str, str]
     """Version of every training library whose code the case runs, without local label (``+cu130``); for own code, of those
     that it imported."""
-    step_seconds: ClassVar[None] = None
-    """Of this and what follows a `Measurement` has a figure, and a prediction none."""
-    median_step_seconds: ClassVar[None] = None
-    samples_per_second: ClassVar[None] = None
-    tokens_per_second: ClassVar[None] = None
-    losses: ClassVar[None] = None
-    peak_host_bytes: ClassVar[None] = None
-    device_used_bytes: ClassVar[None] = None
-    joules_per_step: ClassVar[None] = None
     processes: Whole | None = None
     """Workers and servers that stand for more of them on a CPU; None where those run that the case names."""
+
+    def __getattr__(self, name: str) -> None:
+        """Give None for a figure that a `Measurement` has and that cannot be predicted."""
+        if name not in MEASURED_ONLY:
+            raise AttributeError(f"a prediction has no {name}")

@@ -66,7 +66,7 @@ class CriteriaLookup:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._store = BaselineStore(settings.baseline_dir)
         published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
         self._published = PublishedStore.beside(settings.baseline_dir) if published else None
@@ -84,7 +84,7 @@ class CriteriaLookup:
         """
         key, case, compares_stored = key_of(task.case, task.scale), task.case, judged and self._published is None
         baseline, hint = self._baseline(suite, key, task, host) if compares_stored else (None, "")
-        is_recorded = judged and self.records(recorded=baseline is not None)
+        is_recorded = judged and records(self.settings, recorded=baseline is not None)
         wanted = self.wanted(host, records=is_recorded)
         row, published_for = None, None
         if self._published is not None:
@@ -96,7 +96,7 @@ class CriteriaLookup:
             judged=judged,
             records=is_recorded,
             caps=terms.caps,
-            tolerance=tolerance_of(self._settings, terms),
+            tolerance=tolerance_of(self.settings, terms),
             baseline=baseline,
             hint=hint,
             variables=tuple(task.variables),
@@ -104,18 +104,14 @@ class CriteriaLookup:
             row=row,
             published_for=published_for,
             wanted=wanted,
-            most=max(wanted, 1 + self._settings.reruns),
+            most=max(wanted, 1 + self.settings.reruns),
         )
-
-    def records(self, *, recorded: bool) -> bool:
-        """Whether an update option wants the figures of a judged case, which has a baseline or not."""
-        return records(self._settings, recorded=recorded)
 
     def wanted(self, host: Host, *, records: bool) -> int:
         """Fresh processes that a case starts with."""
-        if self._settings.runs is not None:
-            return self._settings.runs
-        time_counts = host.gpus or self._settings.judge_cpu_time
+        if self.settings.runs is not None:
+            return self.settings.runs
+        time_counts = host.gpus or self.settings.judge_cpu_time
         return _RECORDED_RUNS if records and time_counts else 1
 
     def _prior(self, device: str, suite: str) -> float:
@@ -133,7 +129,7 @@ class CriteriaLookup:
         device = host.device
         if self._report is not None:
             return self._report.get(device, suite, key, task.variables_digest), f"not in {self._report.path.name}"
-        refuse_missing_folder(self._settings)
+        refuse_missing_folder(self.settings)
         try:
             baseline = self._store.get(device, suite, key)
         except BaselineError as error:

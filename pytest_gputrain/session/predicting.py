@@ -17,7 +17,7 @@ from pytest_gputrain.hardware import catalog
 from pytest_gputrain.records import Case, Predicted, Prediction, Result, Scale, Task, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
-from pytest_gputrain.session.criteria import is_strict, records, refuse_missing_folder, tolerance_of
+from pytest_gputrain.session.criteria import records, refuse_missing_folder, tolerance_of
 from pytest_gputrain.session.declared import DeclaredCases
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.session.replies import Watch
@@ -68,9 +68,6 @@ class PredictingRunner:
 
     def complete(self) -> Iterator[Result]:
         return iter(())
-
-    def is_strict(self) -> bool:
-        return is_strict(self.settings)
 
     def close(self) -> None:
         self._executor.close()

@@ -18,7 +18,7 @@ from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Host, Reply, Task
 from pytest_gputrain.records.tolerance import Terms
-from pytest_gputrain.session.criteria import CriteriaLookup
+from pytest_gputrain.session.criteria import CriteriaLookup, records
 from pytest_gputrain.utils.errors import BadCase
 
 
@@ -55,7 +55,7 @@ class Prefetcher:
 
     def first(self) -> Iterator[WantedRuns]:
         """The runs that are known from the start."""
-        runs = self._lookup.wanted(self._host, records=self._lookup.records(recorded=True))
+        runs = self._lookup.wanted(self._host, records=records(self._lookup.settings, recorded=True))
         for expected_tasks in self._expected_tasks.values():
             yield WantedRuns(expected_tasks[0].suite, expected_tasks[0].task, runs)
 
@@ -83,7 +83,7 @@ class Prefetcher:
         replies, have = host_replies.replies, len(host_replies.replies)
         if have < criteria.wanted:
             return WantedRuns(expected.suite, expected.task, criteria.wanted)
-        if criteria.records or not replies or judge(criteria, replies, self._suite_noise.shift).settled:
+        if criteria.records or judge(criteria, replies, self._suite_noise.shift).settled:
             return None
         # Slower today may be all of them. A test in doubt looks at so many others, too, if there are as many.
         is_compared = first_ratio(criteria.case, replies, criteria.baseline, criteria.tolerance) is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ class Replies:
     def __init__(
         self, executor: Executor[Reply], tasks: TaskMaker, resumed_report: ResumedReport | None, watch: Watch
     ) -> None:
-        self.executor = executor
+        self._executor = executor
         self._tasks = tasks
         self._resumed_report = resumed_report
         self._watch = watch
@@ -57,7 +56,7 @@ class Replies:
             before: replies of the same test that are there already.
 
         Raises:
-            BadCase: no process can be started.
+            BadCase: no process can be started, or the machine that was to run it refuses the case.
         """
         identity = identity_of(task, inline)
         # An inline function has no address to be known by again.
@@ -76,15 +75,15 @@ class Replies:
         Raises:
             BadCase: as `take`; or the task is inline, and run elsewhere.
         """
-        if not self.executor.is_remote:
-            return self.executor.host
+        if not self._executor.is_remote:
+            return self._executor.host
         if inline:
             raise BadCase(
                 f"{task.case} runs inline, in the pytest process, and the scheduler of --gpu-executor runs cases elsewhere; "
                 "deselect its test"
             )
         self.take(task, 1)
-        return self.resumed(task).host or self.executor.host_of(task)
+        return self.resumed(task).host or self._executor.host_of(task)
 
     def want(self, suite: str, task: Task, runs: int, *, soon: bool = False) -> None:
         """Have a fleet begin with so many runs of the task, unless its first has no figures.
@@ -92,14 +91,14 @@ class Replies:
         Args:
             soon: before those of other tasks.
         """
-        if self.executor.is_remote and has_figures(self.take(task, 1)):
-            self.executor.want([self._lacking(WantedRuns(suite, task, runs, soon))])
+        if self._executor.is_remote and has_figures(self.take(task, 1)):
+            self._executor.want([self._lacking(WantedRuns(suite, task, runs, soon))])
 
     def resumed(self, task: Task, inline: bool = False, builder: Any = None) -> ResumedReplies:
         """The replies that an earlier report has of the task, where one is resumed."""
         if self._resumed_report is None or builder is not None:
             return ResumedReplies()
-        return self._resumed_report.of(task, inline=inline, host=self.executor.host)
+        return self._resumed_report.of(task, inline=inline, host=self._executor.host)
 
     def with_one_worker(self, task: Task, replies: tuple[Reply, ...]) -> tuple[tuple[Reply, ...], str]:
         """Add to each reply of the task what one worker alone takes in a fresh process, or say why that is not known.
@@ -115,8 +114,8 @@ class Replies:
             for reply, seconds in zip(replies, known_seconds, strict=False)
         ]
         rest = replies[len(completed) :]
-        if rest and self.executor.is_remote:
-            self.executor.want([self._lacking(WantedRuns("", alone, len(rest), soon=True))])
+        if rest and self._executor.is_remote:
+            self._executor.want([self._lacking(WantedRuns("", alone, len(rest), soon=True))])
         for reply, single in zip(rest, self.take(alone, len(rest)) if rest else (), strict=False):
             if not isinstance(single, Measurement):
                 return replies, f"one worker alone {describe_failure(single)}"
@@ -131,22 +130,20 @@ class Replies:
 
     def _run(self, task: Task, inline: bool, builder: Any, run: int) -> Reply:
         self._begin()
-        for arrived in self.executor.wait(task):
+        for arrived in self._executor.wait(task):
             self._look_ahead(arrived)
-        watch = functools.partial(self._show, task.case, run)
-        reply = self.executor.run(task, watch=watch, inline=inline, builder=builder)
-        if self.executor.is_remote and (earlier := self.resumed(task).host) is not None:
+        reply = self._executor.run(
+            task, watch=lambda event: self._watch(task.case, event, run), inline=inline, builder=builder
+        )
+        if has_figures([reply]) and self._executor.is_remote and (earlier := self.resumed(task).host) is not None:
             try:
-                refuse_other_device(task.case, earlier, self.executor.host_of(task))
+                refuse_other_device(task.case, earlier, self._executor.host_of(task))
             except BadCase:
-                self.executor.drop(task)
+                self._executor.drop(task)
                 raise
         if run == 1 and has_figures([reply]):
             self._look_ahead(task, reply)
         return reply
-
-    def _show(self, case: Case, run: int, event: Event) -> None:
-        self._watch(case, event, run)
 
     def _begin(self) -> None:
         """Submit what tests will ask for: they find it done, or under way."""
@@ -154,7 +151,7 @@ class Replies:
             return
         self._prefetcher = self._make_prefetcher()
         wanted = list(self._prefetcher.first())
-        self.executor.want(map(self._lacking, wanted))
+        self._executor.want(map(self._lacking, wanted))
         for runs in wanted:
             if self.resumed(runs.task).replies:
                 self._look_ahead(runs.task)
@@ -168,15 +165,15 @@ class Replies:
         if self._prefetcher is None:
             return
         resumed = self.resumed(task)
-        replies = [*resumed.replies, *asked, *self.executor.arrived(task)]
+        replies = [*resumed.replies, *asked, *self._executor.arrived(task)]
         if not replies:  # a later run came before the first
             return
         figures = [reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)]
         if len(figures) < len(replies):  # no test asks for more
-            self.executor.drop(task)
+            self._executor.drop(task)
             figures = []
-        host = resumed.host or self.executor.host_of(task)
-        self.executor.want(map(self._lacking, self._prefetcher.further(task, figures, host)))
+        host = resumed.host or self._executor.host_of(task)
+        self._executor.want(map(self._lacking, self._prefetcher.further(task, figures, host)))
 
     def _lacking(self, wanted: WantedRuns) -> WantedRuns:
         """The runs without those that an earlier report has."""

@@ -76,8 +76,5 @@ class CaseRunner(Protocol):
     def complete(self) -> Iterator[Result]:
         """Measure what baselines wait for; after each run the case's result with all its runs so far."""
 
-    def is_strict(self) -> bool:
-        """Whether a case without a comparable baseline fails."""
-
     def close(self) -> None:
         """End what was kept running for the cases to come."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pytest_gputrain.cases.identity import key_of
@@ -29,7 +29,7 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.records.settings import Settings
-from pytest_gputrain.session.criteria import CriteriaLookup, is_strict
+from pytest_gputrain.session.criteria import CriteriaLookup
 from pytest_gputrain.session.declared import DeclaredCases
 from pytest_gputrain.session.interleave import Interleaver
 from pytest_gputrain.session.prefetch import ExpectedTask, Prefetcher
@@ -39,16 +39,6 @@ from pytest_gputrain.session.selection import ExpectedCase, refuse_unfit
 from pytest_gputrain.session.studies import record_losses, search_batch
 from pytest_gputrain.session.tasks import TaskMaker
 from pytest_gputrain.utils.errors import BadCase, CannotRun
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Measuring:
-    """A request on its way to its result."""
-
-    request: Request
-    task: Task
-    criteria: Criteria
-    inline: bool
 
 
 class Runner:
@@ -103,9 +93,6 @@ class Runner:
     def complete(self) -> Iterator[Result]:
         return self._interleaver.complete()
 
-    def is_strict(self) -> bool:
-        return is_strict(self.settings)
-
     def close(self) -> None:
         self._executor.close()
 
@@ -118,6 +105,7 @@ class Runner:
         case, inline = self._tasks.with_steps(request.case), request.inline or self.settings.isolation == "inline"
         if inline:
             self._refuse_inline(case)
+            request = dataclasses.replace(request, inline=True)
         task = self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes, inline=inline)
         # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
         host = host if self._is_study else self._replies.host_of(task, inline)
@@ -127,13 +115,12 @@ class Runner:
         self._declared.refuse_namesake(request.suite, case, criteria.baseline.case if criteria.baseline else None)
         if self._is_study:
             return self._study(request, task)
-        measuring = _Measuring(request=request, task=task, criteria=criteria, inline=inline)
         if criteria.wanted > 1:
             self._replies.want(request.suite, task, criteria.wanted)
         # A closure may be of no use when its test is over.
         if not criteria.records or inline:
-            return self._measure(measuring, criteria.wanted)
-        again = functools.partial(self._measure, measuring)
+            return self._measure(request, task, criteria, criteria.wanted)
+        again = functools.partial(self._measure, request, task, criteria)
         return self._interleaver.add(again(1), task, criteria.wanted, again)
 
     @property
@@ -155,10 +142,9 @@ class Runner:
         if case.parallel != "single":
             raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
 
-    def _measure(self, measuring: _Measuring, runs: int) -> Measured:
+    def _measure(self, request: Request, task: Task, criteria: Criteria, runs: int) -> Measured:
         """Judge so many fresh processes of a case, and those that it takes further."""
-        request, task, criteria = measuring.request, measuring.task, measuring.criteria
-        take = functools.partial(self._replies.take, task, inline=measuring.inline, builder=request.builder)
+        take = functools.partial(self._replies.take, task, inline=request.inline, builder=request.builder)
         replies, key, looked = take(runs), key_of(task.case, task.scale), False
         while True:
             shown, no_scaling = replies, ""
@@ -166,22 +152,22 @@ class Runner:
                 shown, no_scaling = self._replies.with_one_worker(task, replies)
             first = first_ratio(task.case, shown, criteria.baseline, criteria.tolerance)
             self._suite_noise.add(request.suite, key, first)
-            verdict, settled = judge(criteria, shown, self._suite_noise.shift, no_scaling)
-            if settled:
+            judgement = judge(criteria, shown, self._suite_noise.shift, no_scaling)
+            if judgement.settled:
                 break
-            if first is not None and not looked:
+            if judgement.asks_suite and first is not None and not looked:
                 looked = True
                 self._measure_other_cases()
                 continue
             # Not those of the replies with one worker's seconds: these are found anew.
             self._replies.want(request.suite, task, criteria.next_runs(len(replies)), soon=True)
             replies = take(len(replies) + 1, before=replies)
-        host = self._replies.host_of(task, measuring.inline)
+        host = self._replies.host_of(task, request.inline)
         return Measured(
-            **self._common(request, task, host, verdict),
-            inline=measuring.inline,
+            **self._common(request, task, host, judgement.verdict),
+            inline=request.inline,
             replies=shown,
-            resumed=self._replies.resumed(task, measuring.inline, request.builder).origins,
+            resumed=self._replies.resumed(task, request.inline, request.builder).origins,
             summary=summarise(task.case, host.platform, shown),
             published=comparable_row(criteria) if criteria.judged else None,
         )
@@ -193,20 +179,21 @@ class Runner:
             return self._replies.take(task, 1)[0]
 
         if self.settings.find_batch:
-            study = search_batch(task, self.settings.find_batch_max, launch)
-        else:
-            assert self.settings.loss_steps is not None, "nothing else is a study"
-            study = record_losses(task, self.settings.loss_steps, self._executor.host.platform, launch)
-        host = self._replies.host_of(study.task)
-        fields = {
+            studied, reply, search = search_batch(task, self.settings.find_batch_max, launch)
+            return BatchSearch(search=search, **self._studied(request, task, studied, reply))
+        assert self.settings.loss_steps is not None, "nothing else is a study"
+        studied, reply, curves = record_losses(task, self.settings.loss_steps, self._executor.host.platform, launch)
+        return LossStudy(loss_curves=curves, **self._studied(request, task, studied, reply))
+
+    def _studied(self, request: Request, task: Task, studied: Task, reply: Reply) -> dict[str, Any]:
+        """The fields of a study, whose figures are those of another task than the case is declared with."""
+        host = self._replies.host_of(studied)
+        return {
             **self._common(request, task, host, None),
-            "case": study.task.case,
-            "replies": study.replies,
-            "summary": summarise(study.task.case, host.platform, study.replies),
+            "case": studied.case,
+            "replies": (reply,),
+            "summary": summarise(studied.case, host.platform, (reply,)),
         }
-        if study.search is not None:
-            return BatchSearch(search=study.search, **fields)
-        return LossStudy(loss_curves=study.loss_curves, **fields)
 
     def _common(self, request: Request, task: Task, host: Host, verdict: Verdict | None) -> dict[str, Any]:
         """The fields that all results have."""
@@ -229,9 +216,11 @@ class Runner:
         Their tests find the figures and go on from them. Where there are not enough cases, nothing is measured.
         """
         noise = self._suite_noise
+        if not noise.lacking or self.settings.isolation == "inline":
+            return
         scale = self._tasks.scale()
         others = [other for other in self._expected if not noise.knows(other.suite, key_of(other.case, scale))]
-        if not noise.lacking or noise.lacking > len(others) or self.settings.isolation == "inline":
+        if noise.lacking > len(others):
             return
         for suite, task, terms in self._expected_tasks(others):
             if not noise.lacking:

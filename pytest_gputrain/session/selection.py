@@ -107,10 +107,8 @@ def refuse_unfit(
     declared = platforms_of(case.platforms) if case.platforms else ()
     if reason := why_skipped({*markers, *declared}, expression, host.platform, case.gpus):
         raise CannotRun(f"not declared for {host.platform}, which this run predicts for" if settings.predict else reason)
-    most_processes, predicts = settings.processes, settings.predict
-    most_nodes = 1 if predicts else settings.nodes
     lacking = what_lacks(
-        case, gpus=host.gpus, most_nodes=most_nodes, most_processes=most_processes, all_of_them=scaling and not predicts
+        case, gpus=host.gpus, most_nodes=settings.nodes, most_processes=settings.processes, all_of_them=scaling
     )
     if lacking:
         raise CannotRun(lacking)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -23,19 +22,24 @@ COMPARED: Final = ("fp32", "bf16-amp", "fp16-amp")
 """Precisions of the loss curves, beside the case's own. fp32 first: the others are compared with it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Study:
-    """What became of a case."""
-
+class SearchedBatch(NamedTuple):
     task: Task
-    """As the replies' process ran it."""
-    replies: tuple[Reply, ...]
-    search: Search | None = None
-    loss_curves: tuple[LossCurve, ...] = ()
+    """With the fastest batch; with the one that crashed, or with 1, where there is none."""
+    reply: Reply
+    """Of that task."""
+    search: Search
 
 
-def search_batch(task: Task, most: int, launch: Launch) -> Study:
-    """Find the batches of the task's case, with the reply of the fastest; of the one that crashed, or of 1, without any."""
+class RecordedLosses(NamedTuple):
+    task: Task
+    """In the precision of the case."""
+    reply: Reply
+    """Of that task."""
+    loss_curves: tuple[LossCurve, ...]
+
+
+def search_batch(task: Task, most: int, launch: Launch) -> SearchedBatch:
+    """Find the batches of the task's case, each in a fresh process."""
     named = tuple(dict.fromkeys([*task.case.named, "batch_size"]))
     replies: dict[int, Reply] = {}
 
@@ -48,7 +52,7 @@ def search_batch(task: Task, most: int, launch: Launch) -> Study:
 
     search = find_batch(try_batch, most)
     shown = search.fastest or search.tries[-1].batch_size
-    return Study(task=task_of(shown), replies=(replies[shown],), search=search)
+    return SearchedBatch(task_of(shown), replies[shown], search)
 
 
 def _try(batch: int, samples: int, reply: Reply) -> Try:
@@ -63,7 +67,7 @@ def _try(batch: int, samples: int, reply: Reply) -> Try:
     )
 
 
-def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Study:
+def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> RecordedLosses:
     """Train the task's case in every precision, from one seed on one batch, with the reply of its own precision.
 
     Args:
@@ -89,7 +93,7 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Stud
         curve if precision == "fp32" else msgspec.structs.replace(curve, gap=loss_trend.gap(curve.losses, reference))
         for precision, curve in curves.items()
     )
-    return Study(task=task_of(case.precision), replies=(replies[case.precision],), loss_curves=tuple(compared))
+    return RecordedLosses(task_of(case.precision), replies[case.precision], tuple(compared))
 
 
 def _curve(precision: str, reply: Reply, steps: int) -> LossCurve:

@@ -101,7 +101,7 @@ def _files(name: str) -> str:
 @functools.cache
 def _own_code() -> str:
     """Hash of this package's files."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

@@ -248,7 +248,7 @@ def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, scheduler: Imm
         """
     )
     result = project.run("--gpu-platform=h100", "--gpu-executor=slurm", "-o", "gpu_nodes=2")
-    assert [(order.nodes, order.gpus) for order in scheduler.orders] == [(1, 2), (2, 8)]
+    assert [(order.task.nodes, order.gpus) for order in scheduler.orders] == [(1, 2), (2, 8)]
     assert [launch["nodes"] for launch in project.launches] == [1, 2]
     assert skips(result) == {
         "test_wide[12]": "needs 12 GPUs, found 8; several nodes are taken whole, so no number of them fits",

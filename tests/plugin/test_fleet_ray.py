@@ -91,9 +91,9 @@ def shared(tmp_path: Path) -> Path:
 def order(name: str, shared: Path, *, nodes: int = 1, **knobs: Any) -> Order:
     code = {"model": name, "method": "custom", "code": f"code_of_mine.py::{name}"} if name != "ctr-dnn" else {"model": name}
     case = Case(**{**code, "precision": "fp32", "steps": 2, "warmup": 1, **knobs})
-    task = Task(case=case, scale="tiny", device_type="cpu", processes=case.gpus, root=str(shared.parent))
+    task = Task(case=case, scale="tiny", device_type="cpu", processes=case.gpus, nodes=nodes, root=str(shared.parent))
     conditions = Conditions(platform="cpu", timeout_seconds=300, foreign="warn", shared=str(shared))
-    return Order(task=task, conditions=conditions, nodes=nodes, gpus=0, cpus=1)
+    return Order(task=task, conditions=conditions, gpus=0, cpus=1)
 
 
 def outcome_of(

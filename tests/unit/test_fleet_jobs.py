@@ -22,7 +22,7 @@ DONE = Delivery(host=NODE, reply=measurement())
 def order(name: str = "a") -> Order:
     task = Task(case=CASE.replace(model=name), scale="full", device_type="gpu", root="/")
     conditions = Conditions(platform="h100", timeout_seconds=60, foreign="warn", shared="/")
-    return Order(task=task, conditions=conditions, nodes=1, gpus=1, cpus=4)
+    return Order(task=task, conditions=conditions, gpus=1, cpus=4)
 
 
 class Scheduler:

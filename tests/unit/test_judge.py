@@ -43,7 +43,7 @@ def _status(judgement: Judgement) -> str:
 
 
 def test_a_case_that_is_held_to_nothing_has_no_verdict() -> None:
-    assert _judge(_took(1.0), judged=False, baseline=BASE) == (None, True)
+    assert _judge(_took(1.0), judged=False, baseline=BASE)[:2] == (None, True)
 
 
 def test_a_limit_counts_for_a_case_that_is_not_judged() -> None:
@@ -56,6 +56,22 @@ def test_one_reply_over_a_limit_is_in_doubt_until_there_can_be_no_more() -> None
     assert not _judge(_took(9.0), judged=False, caps=TIGHT).settled
     assert _judge(_took(9.0), judged=False, caps=TIGHT, most=1).settled
     assert _judge(_took(0.1), judged=False, caps=TIGHT).settled
+
+
+def test_only_the_comparison_with_a_baseline_asks_for_the_other_cases() -> None:
+    within = (Cap(metric="step_seconds", most=SECONDS * 100, stated=""),)
+    assert _judge(_took(1.2), baseline=BASE, caps=within).asks_suite
+    assert not _judge(_took(1.0), baseline=BASE, caps=(Cap(metric="step_seconds", most=SECONDS / 2, stated=""),)).asks_suite
+    assert not _judge(_took(1.2), baseline=BASE, records=True).asks_suite
+
+
+def test_a_limit_is_judged_by_all_replies_also_those_that_the_baseline_asked_for() -> None:
+    limit = (Cap(metric="step_seconds", most=SECONDS * 1.1, stated="gpu_limit on test_it"),)
+    replies = (_took(1.0), *[_took(1.2)] * 3)
+    assert _status(_judge(replies[0], baseline=BASE, caps=limit)) == "pass"
+    verdict = _judge(*replies, baseline=BASE, caps=limit).verdict
+    assert verdict is not None
+    assert [entry.status for entry in verdict.limits] == ["over-limit"]
 
 
 def test_a_verdict_is_settled_when_both_the_baseline_and_the_limits_are() -> None:
@@ -114,7 +130,7 @@ def test_a_published_row_counts_instead_of_a_baseline() -> None:
     elsewhere = _judge(_took(9.0), published_for=("a100",)).verdict
     assert elsewhere is not None
     assert "published for a100 only" in elsewhere.sentence
-    assert _judge(_took(9.0), row=ROW, published_for=("h100",), judged=False) == (None, True)
+    assert _judge(_took(9.0), row=ROW, published_for=("h100",), judged=False)[:2] == (None, True)
 
 
 def test_a_row_is_shown_beside_a_case_only_if_the_two_can_be_compared() -> None:

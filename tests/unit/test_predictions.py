@@ -7,6 +7,7 @@ import os
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 from unit_examples import CASE, live_tensor, prediction, recorded, values_of
 
 from pytest_gputrain.gate.prediction import judge
-from pytest_gputrain.records import Case, OperatorWork, Prediction, Task, Verdict
+from pytest_gputrain.records import (
+    Case,
+    Measurement,
+    OperatorWork,
+    Prediction,
+    Task,
+    Verdict,
+)
+from pytest_gputrain.records.prediction import MEASURED_ONLY
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.storage import prediction_cache as cache_module
@@ -425,3 +434,22 @@ def test_a_phase_that_was_not_recorded_is_told_as_new() -> None:
     verdict = judged(prediction(phase_peak_bytes={**peaks, "between": 20 * GiB}), prediction())
     assert verdict.status == "new"
     assert "has no peak between backward passes in its recorded prediction; record it with" in verdict.sentence
+
+
+def test_the_cache_depends_on_this_package_and_on_nothing_beside_it() -> None:
+    read: list[Path] = []
+    package = Path(cache_module.__file__).parents[1]
+    with mock.patch.object(Path, "read_bytes", lambda path: read.append(path) or b""):
+        cache_module._own_code.__wrapped__()
+    assert package / "worker" / "prediction" / "predict.py" in read
+    assert [path for path in read if not path.is_relative_to(package)] == []
+
+
+def test_what_a_measurement_has_and_a_prediction_has_not_is_none() -> None:
+    properties = {name for name in dir(Measurement) if isinstance(getattr(Measurement, name), property)}
+    figures = {*Measurement.__struct_fields__, *properties}
+    lacking = {name for name in figures if name not in Prediction.__struct_fields__}
+    assert set(MEASURED_ONLY) == lacking
+    assert {getattr(prediction(), name) for name in lacking} == {None}
+    with pytest.raises(AttributeError, match="a prediction has no peak_alocated"):
+        _ = prediction().peak_alocated

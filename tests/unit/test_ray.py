@@ -54,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 def order(gpus: int, cpus: int, platform: str) -> Order:
     task = Task(case=CASE, scale="full", device_type="gpu", root="/")
     conditions = Conditions(platform=platform, timeout_seconds=60, foreign="warn", shared="/")
-    return Order(task=task, conditions=conditions, nodes=1, gpus=gpus, cpus=cpus)
+    return Order(task=task, conditions=conditions, gpus=gpus, cpus=cpus)
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def order(*, gpus: int = 1, nodes: int = 1) -> Order:
-    task = Task(case=CASE, scale="full", device_type="gpu", root="/")
+    task = Task(case=CASE, scale="full", device_type="gpu", nodes=nodes, root="/")
     conditions = Conditions(platform="h100", timeout_seconds=1790, foreign="warn", shared="/")
-    return Order(task=task, conditions=conditions, nodes=nodes, gpus=gpus, cpus=4)
+    return Order(task=task, conditions=conditions, gpus=gpus, cpus=4)
 
 
 def options(commands: Commands, folder: Path, *arguments: str, **takes: int) -> list[str]:

@@ -77,7 +77,7 @@ def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
 def test_a_search_has_the_figures_of_the_fastest_and_all_tries() -> None:
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
-    assert (study.replies[0].batch_size, study.task.case.batch_size) == (11, 11)
+    assert (study.reply.batch_size, study.task.case.batch_size) == (11, 11)
     assert [attempt.batch_size for attempt in study.search.tries] == [task.case.batch_size for task in launched]
     assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
 
@@ -91,12 +91,12 @@ def test_a_try_differs_from_the_case_in_its_batch_only_and_is_named_by_it() -> N
 def test_where_nothing_fits_the_reply_says_why() -> None:
     study, _ = _search(0)
     assert (study.search.largest, study.search.fastest, study.task.case.batch_size) == (None, None, 1)
-    assert study.replies == (out_of_memory(),)
+    assert study.reply == out_of_memory()
 
 
 def test_a_crash_is_the_reply() -> None:
     study, _ = _search(5, beyond=crashed())
-    assert (study.replies, study.task.case.batch_size) == ((crashed(),), 8)
+    assert (study.reply, study.task.case.batch_size) == (crashed(), 8)
 
 
 def test_a_time_out_keeps_its_reason() -> None:
@@ -124,7 +124,7 @@ def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() ->
     ]
     assert [curve.gap for curve in study.loss_curves[:3]] == [None, 0.0, None]
     assert study.loss_curves[3].gap > 0.5
-    assert study.replies[0].losses == FLAT
+    assert study.reply.losses == FLAT
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16-amp"])

@@ -141,7 +141,6 @@ class FleetExecutor(Executor[Reply]):
         return Order(
             task=task,
             conditions=self._conditions,
-            nodes=task.nodes,
             gpus=gpus,
             cpus=gpus * CPUS_OF_A_GPU + math.ceil(task.servers / task.nodes) if gpus else processes,
         )

@@ -94,9 +94,9 @@ class Fleet:
         self._now = now
         self._sleep = sleep
         self._open: dict[bytes, deque[_Ticket]] = {}
-        """Tickets that no test has asked for yet, by order."""
+        """Tickets that no test has taken yet, by order."""
         self._requested: Counter[bytes] = Counter()
-        """Tickets that a test has asked for, likewise."""
+        """Tickets that a test has taken, likewise."""
         self._arrivals: deque[Order] = deque()
         self._to_submit: deque[_Ticket] = deque()
         self._live: list[_Ticket] = []
@@ -140,7 +140,7 @@ class Fleet:
         """Wait until it is known what comes of an order, which `run` then tells; the caller may leave it out.
 
         Yields:
-            Other orders, when something comes of them that no test has asked for.
+            Other orders, when something comes of them that no test has taken.
         """
         key = _key(order)
         if not self._open.get(key):
@@ -164,9 +164,10 @@ class Fleet:
 
     def run(self, order: Order) -> Delivery | Lost:
         """What comes of an order; waits until that is known."""
-        for _ in self.wait(order):
-            pass
         key = _key(order)
+        if not self._open.get(key) or self._open[key][0].outcome is None:
+            for _ in self.wait(order):
+                pass
         ticket = self._open[key].popleft()
         self._requested[key] += 1
         assert ticket.outcome is not None, "it was waited for"

@@ -91,15 +91,15 @@ class Ray:
     def submit(self, order: Order, folder: Path) -> str:
         asked = self._requested(order)
         group, seats = None, []
-        shared = str(folder) if order.nodes > 1 else ""
+        shared = str(folder) if order.task.nodes > 1 else ""
         with self._answering():
             options = {**_options(asked), "max_retries": 0}
-            if order.nodes > 1:
+            if order.task.nodes > 1:
                 from ray.util.placement_group import placement_group
                 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-                group = placement_group([dict(asked)] * order.nodes, strategy="STRICT_SPREAD")
-                places = [PlacementGroupSchedulingStrategy(group, at) for at in range(order.nodes)]
+                group = placement_group([dict(asked)] * order.task.nodes, strategy="STRICT_SPREAD")
+                places = [PlacementGroupSchedulingStrategy(group, at) for at in range(order.task.nodes)]
                 sit = self._ray.remote(ray_task.sit)
                 seats = [
                     sit.options(**options, scheduling_strategy=place).remote(sys.executable, shared) for place in places[1:]
@@ -112,7 +112,7 @@ class Ray:
             answers=answers,
             folder=folder,
             asked=asked,
-            nodes=order.nodes,
+            nodes=order.task.nodes,
             most_seconds=order.conditions.timeout_seconds + SPARE_SECONDS,
             group=group,
             seats=seats,
@@ -176,7 +176,7 @@ class Ray:
 
     def _requested(self, order: Order) -> Mapping[str, float]:
         """Resources of each node: ours, and in their place those that the site asks for."""
-        site = _amounts(self._arguments, gpus=order.gpus, cpus=order.cpus, nodes=order.nodes)
+        site = _amounts(self._arguments, gpus=order.gpus, cpus=order.cpus, nodes=order.task.nodes)
         asked: dict[str, float] = {"CPU": order.cpus, "GPU": order.gpus}
         if order.conditions.platform and not site.keys() - asked.keys() - {"memory"}:
             asked[order.conditions.platform] = order.gpus

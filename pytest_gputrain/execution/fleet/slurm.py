@@ -139,12 +139,12 @@ class Slurm:
         """Options of sbatch for what the order takes: ours, without those that the site asks for in its own words."""
         minutes = math.ceil((order.conditions.timeout_seconds + SPARE_SECONDS) / 60)
         site = " ".join(self._arguments)
-        asked = [f"--nodes={order.nodes}", "--ntasks-per-node=1", f"--time={minutes}"]
+        asked = [f"--nodes={order.task.nodes}", "--ntasks-per-node=1", f"--time={minutes}"]
         if order.gpus and "{gpus}" not in site:
             asked.append(f"--gpus-per-node={order.gpus}")
         if "{cpus}" not in site:
             asked.append(f"--cpus-per-task={order.cpus}")
-        values = {"gpus": order.gpus, "cpus": order.cpus, "nodes": order.nodes}
+        values = {"gpus": order.gpus, "cpus": order.cpus, "nodes": order.task.nodes}
         return [*asked, *(argument.format(**values) for argument in self._arguments)]
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, Job]:
