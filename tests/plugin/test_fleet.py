@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 
 import pytest
 from immediate_scheduler import ImmediateScheduler, stand_in
@@ -20,6 +21,8 @@ from plugin_project import (
     recorded,
     skips,
 )
+
+from pytest_gputrain.cases.libraries import versions
 
 FLEET = ("-m", "h100", "--gpu-executor=slurm")
 
@@ -276,6 +279,19 @@ def test_what_is_lost_fails_its_test_and_no_other(project: Project, scheduler: I
     lines = [json.loads(line) for line in (project.path / "history.jsonl").read_text().splitlines()]
     assert {line["key"]: line["outcome"] for line in lines} == {LLAMA: "measured", GEMMA: "lost", LLAMA_2: "measured"}
     result.stdout.re_match_lines([r"Gemma 7B .* lost .*failed"])
+
+
+def test_what_is_lost_is_told_as_lost_where_earlier_runs_were_resumed(
+    project: Project, scheduler: ImmediateScheduler
+) -> None:
+    here = {"python": platform.python_version(), "packages": versions()}
+    project.answer(recorded(device_name=H100, **here))
+    project.run(*FLEET, "-k", "gemma", "--gpu-runs=1", "--gpu-json=first.json").assert_outcomes(passed=1, deselected=2)
+    scheduler.refused = {GEMMA}
+    result = project.run(*FLEET, "-k", "gemma", "--gpu-runs=2", "--gpu-resume=first.json", "--gpu-json=second.json")
+    assert "was lost by the fleet" in only_sentence(result, f"test_tuning[{GEMMA}]")
+    (lost,) = project.report("second.json")["results"]
+    assert [reply["outcome"] for reply in lost["replies"]] == ["measured", "lost"]
 
 
 def test_what_is_lost_becomes_no_baseline(project: Project, scheduler: ImmediateScheduler) -> None:
