@@ -25,18 +25,7 @@ from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.hardware.recording import replayed
 from pytest_gputrain.plugin import settings
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.records import (
-    Case,
-    Event,
-    Measured,
-    Predicted,
-    Prediction,
-    Report,
-    Result,
-    Served,
-    Task,
-    Verdict,
-)
+from pytest_gputrain.records import Case, Event, Measured, Predicted, Prediction, Report, Result, Served, Task, Verdict
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report import progress_line, studies, summary, terminal
 from pytest_gputrain.report.history_lines import lines_of

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pytest_gputrain.records import (
-    Measured,
-    Predicted,
-    Report,
-)
+from pytest_gputrain.records import Measured, Predicted, Report
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
 

@@ -16,15 +16,7 @@ from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
 from pytest_gputrain.gate.regression import Circumstances, first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import (
-    Baseline,
-    Measured,
-    Predicted,
-    Prediction,
-    Report,
-    Result,
-    Verdict,
-)
+from pytest_gputrain.records import Baseline, Measured, Predicted, Prediction, Report, Result, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError

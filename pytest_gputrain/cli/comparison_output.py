@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
 
-from pytest_gputrain.records import (
-    FAILING,
-    Result,
-    Status,
-)
+from pytest_gputrain.records import FAILING, Result, Status
 from pytest_gputrain.report import terminal
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.sanitize import shown

@@ -21,14 +21,7 @@ from pytest_gputrain.gate.memory import (
     main_phase,
     tensor,
 )
-from pytest_gputrain.records import (
-    Case,
-    MetricName,
-    MetricVerdict,
-    Prediction,
-    Status,
-    Verdict,
-)
+from pytest_gputrain.records import Case, MetricName, MetricVerdict, Prediction, Status, Verdict
 from pytest_gputrain.records.recorded import Recorded, conditions
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent

@@ -26,12 +26,7 @@ from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.plugin.settings import read
-from pytest_gputrain.records import (
-    Case,
-    Event,
-    Reply,
-    Result,
-)
+from pytest_gputrain.records import Case, Event, Reply, Result
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.report import github

@@ -21,15 +21,7 @@ from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import (
-    Baseline,
-    Case,
-    Measured,
-    Predicted,
-    Report,
-    Result,
-    Verdict,
-)
+from pytest_gputrain.records import Baseline, Case, Measured, Predicted, Report, Result, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import history_lines, json_report

@@ -27,10 +27,7 @@ from pytest_gputrain.records import (
     TrainingPhase,
 )
 from pytest_gputrain.records.reply import failure_of
-from pytest_gputrain.report.results import (
-    latest,
-    of_kind,
-)
+from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.utils.git import RunInfo
 from pytest_gputrain.utils.units import format_topology

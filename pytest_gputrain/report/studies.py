@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pytest_gputrain.records import (
-    BatchSearch,
-    Case,
-    LossStudy,
-    Result,
-)
+from pytest_gputrain.records import BatchSearch, Case, LossStudy, Result
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import rich_text
 from pytest_gputrain.report.results import FAILURES, of_kind

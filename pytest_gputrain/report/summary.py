@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pytest_gputrain.records import (
-    Predicted,
-    Result,
-)
+from pytest_gputrain.records import Predicted, Result
 from pytest_gputrain.report import published, terminal
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.results import BY_ATTENTION, latest, verdict_of

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
-from pytest_gputrain.records import (
-    BatchSearch,
-    LossStudy,
-    Measured,
-    Measurement,
-    MetricName,
-    OutOfMemory,
-    Predicted,
-    Result,
-)
+from pytest_gputrain.records import BatchSearch, LossStudy, Measured, Measurement, MetricName, OutOfMemory, Predicted, Result
 from pytest_gputrain.report import predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology

@@ -13,12 +13,7 @@ import msgspec
 
 from pytest_gputrain.cases.identity import identity_of
 from pytest_gputrain.execution.executor import Executor
-from pytest_gputrain.records import (
-    Measured,
-    Reply,
-    Task,
-    Verdict,
-)
+from pytest_gputrain.records import Measured, Reply, Task, Verdict
 from pytest_gputrain.utils.errors import BadCase
 
 

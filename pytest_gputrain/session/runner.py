@@ -16,18 +16,7 @@ from pytest_gputrain.gate.judge import Criteria, comparable_row, judge
 from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
-from pytest_gputrain.records import (
-    BatchSearch,
-    Case,
-    Host,
-    LossStudy,
-    Measured,
-    Reply,
-    Result,
-    Scale,
-    Task,
-    Verdict,
-)
+from pytest_gputrain.records import BatchSearch, Case, Host, LossStudy, Measured, Reply, Result, Scale, Task, Verdict
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.criteria import CriteriaLookup
 from pytest_gputrain.session.declared import DeclaredCases

@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 from unit_examples import CASE, live_tensor, prediction, recorded, values_of
 
 from pytest_gputrain.gate.prediction import judge
-from pytest_gputrain.records import (
-    Case,
-    Measurement,
-    OperatorWork,
-    Prediction,
-    Task,
-    Verdict,
-)
+from pytest_gputrain.records import Case, Measurement, OperatorWork, Prediction, Task, Verdict
 from pytest_gputrain.records.prediction import MEASURED_ONLY
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.session.remedies import remedy

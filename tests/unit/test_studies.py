@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
 
 from pytest_gputrain.gate.loss_trend import describe_divergence, describe_failed_curves
-from pytest_gputrain.records import (
-    BatchSearch,
-    LossStudy,
-    Reply,
-    Result,
-    Task,
-)
+from pytest_gputrain.records import BatchSearch, LossStudy, Reply, Result, Task
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import studies as shown
 from pytest_gputrain.report.terminal import render

@@ -8,11 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.records import (
-    Predicted,
-    Report,
-    Result,
-)
+from pytest_gputrain.records import Predicted, Report, Result
 from pytest_gputrain.report import summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
 from pytest_gputrain.report.export.points import Point, file_names, points

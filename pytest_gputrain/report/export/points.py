@@ -8,13 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_gputrain.gate.messages import describe_failure
-from pytest_gputrain.records import (
-    Measurement,
-    Predicted,
-    Reply,
-    Result,
-    Study,
-)
+from pytest_gputrain.records import Measurement, Predicted, Reply, Result, Study
 from pytest_gputrain.report.results import latest
 
 

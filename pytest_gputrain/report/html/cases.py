@@ -26,11 +26,7 @@ from pytest_gputrain.records import (
     Result,
     knob_text,
 )
-from pytest_gputrain.report.results import (
-    latest,
-    of_kind,
-    verdict_of,
-)
+from pytest_gputrain.report.results import latest, of_kind, verdict_of
 from pytest_gputrain.utils.units import (
     format_bytes,
     format_flops,

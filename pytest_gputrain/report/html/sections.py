@@ -12,22 +12,10 @@ from pytest_gputrain.gate.memory import in_phase
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
-from pytest_gputrain.records import (
-    LossStudy,
-    Measured,
-    Measurement,
-    Predicted,
-    Prediction,
-    Published,
-    Result,
-    TrainingPhase,
-)
+from pytest_gputrain.records import LossStudy, Measured, Measurement, Predicted, Prediction, Published, Result, TrainingPhase
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
 from pytest_gputrain.report.published import FRAMEWORKS, METRICS, Metric, printed
-from pytest_gputrain.report.results import (
-    latest,
-    of_kind,
-)
+from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.storage.published import PublishedStore
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate, format_seconds
 
