@@ -13,9 +13,10 @@ import msgspec
 from pytest_gputrain.gate import regression
 from pytest_gputrain.gate.contention import why_not_recorded
 from pytest_gputrain.gate.limits import judge_limits, with_limits
+from pytest_gputrain.gate.new_device import judge_by_prediction
 from pytest_gputrain.gate.published import judge_published, why_not_comparable
 from pytest_gputrain.gate.step_times import AGREEING, PRIOR_SD
-from pytest_gputrain.records import Baseline, Case, Measurement, OutOfMemory, Published, Reply, Scale, Verdict
+from pytest_gputrain.records import Baseline, Case, Measurement, OutOfMemory, Prediction, Published, Reply, Scale, Verdict
 from pytest_gputrain.records.tolerance import Cap, Tolerance
 
 
@@ -35,6 +36,8 @@ class Criteria:
     baseline: Baseline | None = None
     hint: str = ""
     """For a missing baseline, what else is known of it."""
+    prediction: Prediction | None = None
+    """For the platform of a case without a baseline; None where there is none, or where it does not hold."""
     variables: tuple[str, ...] = ()
     """Names of the environment variables that its test has changed."""
     prior: float = PRIOR_SD
@@ -94,6 +97,9 @@ def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no
         )
         if settled and criteria.records:
             verdict = _recorded(criteria, verdict, replies, no_scaling)
+        elif verdict.status == "new" and criteria.prediction is not None:
+            runs = [reply for reply in replies if isinstance(reply, Measurement)]
+            verdict = judge_by_prediction(verdict, case, runs, criteria.prediction)
     return Judgement(with_limits(case, verdict, limits), settled and limits_settled, asks_suite=not settled)
 
 

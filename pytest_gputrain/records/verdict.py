@@ -154,6 +154,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     metrics: tuple[MetricVerdict, ...] = ()
     limits: tuple[LimitVerdict, ...] = ()
     """Of ``gpu_limit``."""
+    by_prediction: bool = False
+    """Whether a measured case without a baseline was compared with the prediction for its platform."""
 
     def metric(self, name: MetricName) -> MetricVerdict | None:
         return next((metric for metric in self.metrics if metric.metric == name), None)

@@ -89,7 +89,8 @@ def explain(results: Sequence[Result]) -> list[str]:
         if any(isinstance(reply, Measurement) and reply.uncompiled for reply in result.replies):
             uncompiled[str(result.case)] = None
         if result.verdict:
-            doubts[result.verdict.status].append(result.verdict.sentence)
+            held = result.verdict.by_prediction and result.verdict.status == "new"
+            doubts["predicted" if held else result.verdict.status].append(result.verdict.sentence)
         for metric in result.verdict.metrics if result.verdict else ():
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
                 reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
@@ -143,6 +144,7 @@ def _environments(results: Sequence[Result]) -> Iterator[str]:
 
 _DOUBTS: Final = {
     "inconclusive": "in doubt",
+    "predicted": "without a baseline held to its prediction",
     "new": "without a baseline",
     "not-comparable": "not comparable with the baseline",
     "improved": "better than the baseline",

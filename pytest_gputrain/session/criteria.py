@@ -14,6 +14,7 @@ from pytest_gputrain.records import Baseline, Host, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
+from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.published import PublishedStore
 from pytest_gputrain.storage.reports import ReportStore
 from pytest_gputrain.utils.errors import BadCase
@@ -72,6 +73,7 @@ class CriteriaLookup:
         self._published = PublishedStore.beside(settings.baseline_dir) if published else None
         self._report = ReportStore(Path(settings.baseline)) if report else None
         self._priors: dict[tuple[str, str], float] = {}
+        self._forecasts: dict[str, Forecast] = {}
 
     def of(self, suite: str, task: Task, host: Host, terms: Terms = NO_TERMS, *, judged: bool = True) -> Criteria:
         """What a case is held to.
@@ -86,6 +88,9 @@ class CriteriaLookup:
         baseline, hint = self._baseline(suite, key, task, host) if compares_stored else (None, "")
         is_recorded = judged and records(self.settings, recorded=baseline is not None)
         wanted = self.wanted(host, records=is_recorded)
+        prediction = None
+        if compares_stored and baseline is None and self._report is None and host.gpus and task.scale == "full":
+            prediction = self._forecast(host.platform).of(suite, case)
         row, published_for = None, None
         if self._published is not None:
             row = self._published.get(host.platform, suite, str(case))
@@ -99,6 +104,7 @@ class CriteriaLookup:
             tolerance=tolerance_of(self.settings, terms),
             baseline=baseline,
             hint=hint,
+            prediction=prediction,
             variables=tuple(task.variables),
             prior=PRIOR_SD if baseline is None else self._prior(host.device, suite),
             row=row,
@@ -106,6 +112,11 @@ class CriteriaLookup:
             wanted=wanted,
             most=max(wanted, 1 + self.settings.reruns),
         )
+
+    def _forecast(self, platform: str) -> Forecast:
+        if platform not in self._forecasts:
+            self._forecasts[platform] = Forecast(self.settings.baseline_dir, platform)
+        return self._forecasts[platform]
 
     def wanted(self, host: Host, *, records: bool) -> int:
         """Fresh processes that a case starts with."""

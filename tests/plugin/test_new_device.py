@@ -1,0 +1,89 @@
+"""A GPU that has no baselines yet: its cases are held to the predictions for its platform, and the run says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from plugin_project import GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, only_sentence, recorded
+
+from pytest_gputrain.records import Case, Prediction
+from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.utils.units import GiB
+
+REPLY = recorded()
+PEAK = REPLY["peak_allocated_bytes"]
+
+
+@pytest.fixture
+def suite(h100: Project) -> Project:
+    """Three cases of which one is predicted, with the very figures that its process gives."""
+    h100.write(test_tuning=SUITE)
+    _predict(h100, PEAK)
+    return h100
+
+
+def _predict(project: Project, peak: int, **fields: object) -> None:
+    example = msgspec.json.decode((Path(__file__).parent / "replies" / "h100_predicted.json").read_bytes(), type=Prediction)
+    prediction = msgspec.structs.replace(
+        example, peak_allocated_bytes=peak, **{"flops_per_step": REPLY["flops_per_step"] or 0, **fields}
+    )
+    case = Case(model="gemma-7b", method="lora", batch_size=2, sequence_length=8192)
+    entry = Recorded(case=case, scale="full", predictions=(prediction,))
+    PredictionStore(project.path / "baselines").update("h100", "tuning", {GEMMA: entry})
+
+
+def test_a_case_within_its_prediction_is_new_and_says_what_it_was_held_to(suite: Project) -> None:
+    result = suite.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    (new,) = [entry for entry in suite.report()["results"] if entry["key"] == GEMMA]
+    assert new["verdict"]["status"] == "new"
+    assert "within what is predicted for h100" in new["verdict"]["sentence"]
+    assert "its time is not judged" in new["verdict"]["sentence"]
+    assert "peak_allocated_bytes" in [metric["metric"] for metric in new["verdict"]["metrics"]]
+    result.stdout.fnmatch_lines(["1 case without a baseline held to its prediction*", "2 cases without a baseline: *"])
+
+
+def test_a_case_far_above_its_prediction_fails_on_its_first_run(suite: Project) -> None:
+    _predict(suite, round((PEAK - 2 * GiB) / 1.05))
+    sentence = only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]")
+    assert "more memory" in sentence
+    assert "predicted for h100; it has no baseline here" in sentence
+    assert sentence.endswith("record it with --gpu-baseline-update")
+
+
+def test_more_flops_than_predicted_fail_too(suite: Project) -> None:
+    suite.answer({**REPLY, "flops_per_step": 110})
+    _predict(suite, PEAK, flops_per_step=100)
+    assert "computes 10.0 % more" in only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]")
+    _predict(suite, PEAK, flops_per_step=109)
+    suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)
+
+
+def test_strict_counts_it_as_new(suite: Project) -> None:
+    assert list(failures(suite.run("--gpu-strict"))) != []
+    assert GEMMA in str(failures(suite.run("--gpu-strict")))
+
+
+def test_an_update_records_it_whatever_is_predicted_and_then_the_baseline_counts(suite: Project) -> None:
+    _predict(suite, PEAK // 4)
+    suite.run("--gpu-baseline-update", "--gpu-runs=1").assert_outcomes(passed=3)
+    assert {GEMMA, LLAMA} < set(suite.baselines("tuning", H100_FOLDER))
+    suite.run().assert_outcomes(passed=3)
+
+
+@pytest.mark.parametrize("changed", ["case", "platform"])
+def test_the_prediction_of_another_case_or_platform_says_nothing(suite: Project, changed: str) -> None:
+    _predict(suite, PEAK // 4)
+    if changed == "case":
+        suite.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=4"))
+    else:
+        suite.machine("NVIDIA A100-SXM4-80GB")
+    suite.run().assert_outcomes(passed=3)
+
+
+def test_a_damaged_file_of_predictions_stops_no_real_run(suite: Project) -> None:
+    (suite.path / "baselines" / "predicted" / "h100" / "tuning.json").write_text("{")
+    suite.run().assert_outcomes(passed=3)
