@@ -42,7 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gputrain",
         description="Reports, histories and baselines of pytest-gputrain.",
-        epilog="The exit status is 1 for a regression or a damaged baseline, 2 for bad input, and 0 otherwise.",
+        epilog="The exit status is 1 for a verdict of --fail-on (by default a regression) or a damaged baseline, 2 for bad "
+        "input, and 0 otherwise.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS.values():

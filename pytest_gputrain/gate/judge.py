@@ -121,4 +121,5 @@ def _recorded(criteria: Criteria, verdict: Verdict, replies: tuple[Reply, ...], 
     what = "running out of memory" if isinstance(with_figures[0], OutOfMemory) else "today's figures"
     what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
     before = f"; before, {verdict.sentence}" if criteria.baseline is not None else ""
-    return msgspec.structs.replace(verdict, status="recorded", sentence=f"{case} has {what} as its baseline now{before}")
+    sentence = f"{case} has {what} as its baseline now{before}"
+    return msgspec.structs.replace(verdict, status="recorded", sentence=sentence, before=verdict.status)

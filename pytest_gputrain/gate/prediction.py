@@ -48,7 +48,7 @@ def judge(case: Case, prediction: Prediction, recorded: Recorded | None, toleran
         sentence = f"{case} {what_does_not_fit(prediction, title)}; if that is expected, {_RECORD}"
         return Verdict(status="failed", sentence=sentence)
     if recorded is None:
-        return Verdict(status="new", sentence=f"{case} has no recorded prediction for {title}; {_RECORD}")
+        return Verdict(status="new", sentence=f"{case} has no recorded prediction for {title}; {_RECORD}-new-only")
     if nearest is None:
         change = differences(recorded.case, case)
         sentence = f"{case} is not what its recorded prediction was made for ({change}); {_RECORD}"

@@ -178,6 +178,8 @@ def _from_peak(peak: JudgedPeak) -> _JudgedMetric:
 
 
 _RECORD: Final = "record it with --gpu-baseline-update"
+_RECORD_NEW: Final = f"{_RECORD}-new-only"
+"""For a case without a baseline: nobody is to accept regressions of others by the way."""
 
 
 def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scaling: str) -> Verdict:
@@ -187,7 +189,7 @@ def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scal
             sentence=f"{case} {describe_failure(out[0])}; if that is expected, {_RECORD}",
         )
     beside = f", and no scaling efficiency ({no_scaling})" if no_scaling else ""
-    return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}{beside}; {_RECORD}")
+    return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}{beside}; {_RECORD_NEW}")
 
 
 def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:

@@ -98,7 +98,7 @@ class GpuTrain:
             if name not in _FIGURES:
                 raise _failed(f"needs={name!r} is no figure of a case{did_you_mean(name, _FIGURES)}")
             if self._runner.settings.predict and name in MEASURED_ONLY:
-                pytest.skip(f"needs {name}, which cannot be predicted")
+                raise pytest.skip.Exception(f"needs {name}, which cannot be predicted", _use_item_location=True)
 
     def check(self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any) -> Result:
         """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.

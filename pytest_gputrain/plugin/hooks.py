@@ -33,7 +33,7 @@ _PLUGIN: Final[pytest.StashKey[GpuTrainPlugin]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("gputrain", "GPU training benchmarks")
+    group = parser.getgroup("gputrain", "gputrain: GPU training benchmarks")
     for option in OPTIONS:
         parser.addini(option.ini, option.help if option.ini_only else f"as {option.flag}", default="")
         if option.ini_only:

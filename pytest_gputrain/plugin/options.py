@@ -66,13 +66,20 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def _switch(text: str) -> bool | None:
+def _switch(text: str) -> bool:
     values = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if text.lower() not in values:
+        raise ValueError(f"{text!r} is neither true nor false")
+    return values[text.lower()]
+
+
+def _strict(text: str) -> bool | None:
     if text.lower() == "auto":
         return None
-    if text.lower() not in values:
-        raise ValueError(f"{text!r} is neither true, false nor auto")
-    return values[text.lower()]
+    try:
+        return _switch(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither true, false nor auto") from None
 
 
 def _endpoint(text: str) -> str:
@@ -206,7 +213,7 @@ OPTIONS: Final = (
     Option(
         name="strict",
         switch=True,
-        parse=_switch,
+        parse=_strict,
         default="auto",
         help=(
             "fail cases that are new, inconclusive or not comparable (default: where CI is set, but not for published "

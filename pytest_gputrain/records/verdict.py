@@ -154,6 +154,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     metrics: tuple[MetricVerdict, ...] = ()
     limits: tuple[LimitVerdict, ...] = ()
     """Of ``gpu_limit``."""
+    before: Status | None = None
+    """What the figures of a ``recorded`` case were beside the baseline that they replaced."""
     by_prediction: bool = False
     """Whether a measured case without a baseline was compared with the prediction for its platform."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.records import Predicted, Prediction, Result
 from pytest_gputrain.report import rich_text
-from pytest_gputrain.report.results import of_kind
+from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def table(
 
 def explain(results: Sequence[Result]) -> list[str]:
     """Return sentences: what the table means, which cases do not fit and, of few cases, the largest tensors at the peaks."""
-    predicted = [(result, figures) for result in of_kind(results, Predicted) if (figures := result.figures) is not None]
+    predicted = [
+        (result, figures) for result in latest(of_kind(results, Predicted)) if (figures := result.figures) is not None
+    ]
     if not predicted:
         return []
     first = predicted[0][1]

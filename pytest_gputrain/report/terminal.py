@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
+from pytest_gputrain.gate.memory import is_memory_metric
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
-from pytest_gputrain.records import BatchSearch, LossStudy, Measured, Measurement, MetricName, OutOfMemory, Predicted, Result
+from pytest_gputrain.records import (
+    FAILING,
+    BatchSearch,
+    LossStudy,
+    Measured,
+    Measurement,
+    MetricName,
+    OutOfMemory,
+    Predicted,
+    Result,
+)
 from pytest_gputrain.report import predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
@@ -90,7 +101,10 @@ def explain(results: Sequence[Result]) -> list[str]:
             uncompiled[str(result.case)] = None
         if result.verdict:
             held = result.verdict.by_prediction and result.verdict.status == "new"
-            doubts["predicted" if held else result.verdict.status].append(result.verdict.sentence)
+            accepted = result.verdict.before in FAILING
+            doubts["accepted" if accepted else "predicted" if held else result.verdict.status].append(
+                result.verdict.sentence
+            )
         for metric in result.verdict.metrics if result.verdict else ():
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
                 reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
@@ -143,6 +157,7 @@ def _environments(results: Sequence[Result]) -> Iterator[str]:
 
 
 _DOUBTS: Final = {
+    "accepted": "recorded although worse than the baseline before",
     "inconclusive": "in doubt",
     "predicted": "without a baseline held to its prediction",
     "new": "without a baseline",
@@ -159,6 +174,8 @@ _WIDTH_OF_ALL_COLUMNS: Final = 92
 _WIDTH_OF_SCALING: Final = 17
 """The columns that the table needs in addition where cases scale."""
 _SHOWN_NOTES: Final = 6
+_SHOWN_DIGITS: Final = 4
+"""Of a change as a share: a table shows what a reader compares, and sentences the rest."""
 _LARGE_SPREAD: Final = 0.10
 """Processes of a case are reported if they differ by more than this share of the least, in own work or in memory."""
 _LARGE_SPREAD_ON_CPU: Final = 1.0
@@ -254,7 +271,11 @@ def _scaling(result: Result) -> str:
 def change(name: MetricName, result: Result) -> str:
     """``+0.4 %`` where the metric was compared."""
     metric = result.verdict.metric(name) if result.verdict else None
-    return "" if metric is None or metric.change is None else format_percent(metric.change)
+    if name == "peak_allocated_bytes" and result.verdict:
+        # Where only a phase has grown, that is what the verdict is about.
+        worse = [other for other in result.verdict.metrics if is_memory_metric(other) and other.status == "regressed"]
+        metric = max(worse, key=lambda other: other.change or 0.0, default=metric)
+    return "" if metric is None or metric.change is None else format_percent(round(metric.change, _SHOWN_DIGITS) + 0.0)
 
 
 def _slowed_down(result: Result) -> str:

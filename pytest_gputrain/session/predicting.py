@@ -130,7 +130,7 @@ class PredictingRunner:
             unfit = "" if prediction.fits is not False else f", which does not fit {title},"
             instead = f"; before, {verdict.sentence}" if recorded is not None and verdict.status != "pass" else ""
             sentence = f"{case} has this prediction{unfit} as its baseline now{instead}"
-            return msgspec.structs.replace(verdict, status="recorded", sentence=sentence), ""
+            return msgspec.structs.replace(verdict, status="recorded", sentence=sentence, before=verdict.status), ""
         if prediction.fits is not False or verdict.status not in ("failed", "regressed"):
             return verdict, ""
         helps = remedy(case, prediction, functools.partial(self._predicted, task))

@@ -119,7 +119,9 @@ def test_a_process_that_failed_is_not_repeated(suite: Project) -> None:
 
 
 def test_options_are_listed_in_the_help(project: Project) -> None:
-    project.run("--help").stdout.fnmatch_lines(["GPU training benchmarks:", "*--gpu-baseline-update*", "*--gpu-json*"])
+    project.run("--help").stdout.fnmatch_lines(
+        ["gputrain: GPU training benchmarks:", "*--gpu-baseline-update*", "*--gpu-json*"]
+    )
 
 
 def test_markers_are_listed(project: Project) -> None:

@@ -68,7 +68,10 @@ def test_first_run_passes_as_new_and_names_the_remedy(project: Project) -> None:
     result = project.run()
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
-        ["*build*fp32* new*", "1 case without a baseline: build-fp32 has no baseline; record it with --gpu-baseline-update"]
+        [
+            "*build*fp32* new*",
+            "1 case without a baseline: build-fp32 has no baseline; record it with --gpu-baseline-update-new-only",
+        ]
     )
 
 
@@ -80,14 +83,14 @@ def test_first_run_creates_no_baseline(suite: Project) -> None:
 def test_strict_fails_a_new_case_with_its_remedy(suite: Project) -> None:
     result = suite.run("--gpu-strict", "-k", "gemma")
     assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
-        f"{GEMMA} has no baseline; record it with --gpu-baseline-update (strict)"
+        f"{GEMMA} has no baseline; record it with --gpu-baseline-update-new-only (strict)"
     )
 
 
 def test_ci_fails_new_cases_also_where_the_device_has_no_baseline(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     assert only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]") == (
-        f"{GEMMA} has no baseline; record it with --gpu-baseline-update (strict)"
+        f"{GEMMA} has no baseline; record it with --gpu-baseline-update-new-only (strict)"
     )
     suite.run("--no-gpu-strict").assert_outcomes(passed=3)
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)

@@ -17,7 +17,7 @@ ONE_CASE = "-k", "gemma"
 def _help_of_group(project: Project) -> list[str]:
     """The lines of the help that begin with an option of this plugin."""
     lines = project.run("--help").outlines
-    begin = lines.index("GPU training benchmarks:")
+    begin = lines.index("gputrain: GPU training benchmarks:")
     return [line for line in lines[begin : lines.index("", begin)] if line.startswith("  -")]
 
 

@@ -182,7 +182,7 @@ def test_ci_fails_a_case_that_has_no_recorded_prediction(project: Project, monke
     own(project, 1024)
     monkeypatch.setenv("CI", "true")
     sentence = only_sentence(project.run(*PREDICT), TEST)
-    assert sentence.endswith("record it with --gpu-predict --gpu-baseline-update (strict)")
+    assert sentence.endswith("record it with --gpu-predict --gpu-baseline-update-new-only (strict)")
     project.run(*PREDICT, "--no-gpu-strict").assert_outcomes(passed=1)
     project.run(*PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
     project.run(*PREDICT).assert_outcomes(passed=1)
@@ -275,6 +275,7 @@ def test_compiled(gputrain):
 
 
 def prediction_of_case(**fields: object) -> Prediction:
+    """More memory and FLOPs than the recorded replies have."""
     peaks = {"build": GiB, "forward": GiB, "backward": GiB, "optimizer": GiB}
     row = LiveTensor(bytes=GiB, count=1, operator="aten.mm", phase="forward", shape=(2, 2), dtype="bfloat16")
     example = {
@@ -283,13 +284,13 @@ def prediction_of_case(**fields: object) -> Prediction:
         "parameters": 1,
         "trainable_parameters": 1,
         "model_bytes": GiB,
-        "peak_allocated_bytes": GiB,
+        "peak_allocated_bytes": 64 * GiB,
         "peak_phase": "forward",
         "phase_peak_bytes": peaks,
         "largest": {"forward": (row,)},
         "peak_reserved_bytes": GiB,
         "fits": True,
-        "flops_per_step": 1,
+        "flops_per_step": 10**15,
         "recomputed_flops_per_step": 0,
         "bytes_per_step": 1,
         "operators": {"aten.mm": OperatorWork(calls=1, flops=1, bytes=1)},

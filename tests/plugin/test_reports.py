@@ -312,7 +312,7 @@ def test_a_case_missing_in_the_earlier_report_is_new(suite: Project) -> None:
     suite.run("--gpu-json=earlier.json", "-k", "llama").assert_outcomes(passed=2, deselected=1)
     result = suite.run("--gpu-baseline=earlier.json", "--gpu-strict")
     assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
-        f"{GEMMA} has no baseline (not in earlier.json); record it with --gpu-baseline-update (strict)"
+        f"{GEMMA} has no baseline (not in earlier.json); record it with --gpu-baseline-update-new-only (strict)"
     )
 
 

@@ -388,3 +388,17 @@ def test_figures_of_a_fixture_become_no_baseline_where_its_test_fails(h100: Proj
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["not recorded: build-bf16, because its test failed"])
     assert not (h100.path / "baselines" / H100_FOLDER).exists()
+
+
+def test_an_update_names_the_regressions_that_it_accepts(h100: Project) -> None:
+    h100.write(test_tuning=SUITE)
+    h100.run("--gpu-baseline-update", "--gpu-runs=3").assert_outcomes(passed=3)
+    h100.answer(recorded("h100_measured", bigger=8 * 2**30), to=GEMMA)
+    result = h100.run("--gpu-baseline-update", "--gpu-runs=3", "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(
+        [f"1 case recorded although worse than the baseline before: {GEMMA} has today's figures as*"]
+    )
+    before = {entry["key"]: entry["verdict"]["before"] for entry in h100.report("report.json")["results"]}
+    assert before[GEMMA] == "regressed"
+    assert set(before.values()) == {"regressed", "pass"}

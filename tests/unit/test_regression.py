@@ -460,7 +460,7 @@ def test_without_baseline_a_case_is_new() -> None:
     verdict = _judge(measurement(), None, hint="there are some for nvidia-h200")
     assert verdict.status == "new"
     assert "there are some for nvidia-h200" in verdict.sentence
-    assert _judge(measurement(), None).sentence == f"{CASE} has no baseline; record it with --gpu-baseline-update"
+    assert _judge(measurement(), None).sentence == f"{CASE} has no baseline; record it with --gpu-baseline-update-new-only"
 
 
 def test_a_peak_of_several_threads_is_judged_by_the_tolerance_and_never_called_exact() -> None:

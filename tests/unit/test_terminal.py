@@ -321,3 +321,14 @@ def test_live_line_is_not_drawn_for_every_event(capsys: pytest.CaptureFixture[st
     for _ in range(100):
         progress_line.show(CASE, Event(phase="build"))
     assert 0 < capsys.readouterr().out.count("building") < 100
+
+
+def test_the_change_of_memory_is_that_of_the_phase_that_regressed() -> None:
+    metrics = (
+        MetricVerdict(metric="peak_allocated_bytes", status="pass", value=100_000_004, baseline=100_000_000),
+        MetricVerdict(metric="forward_peak_bytes", status="regressed", value=115, baseline=100),
+        MetricVerdict(metric="backward_peak_bytes", status="regressed", value=107, baseline=100),
+    )
+    verdict = Verdict(status="regressed", sentence="x", metrics=metrics)
+    assert "+15.0 %" in _render(result(verdict=verdict))
+    assert "+0.0 %" in _render(result(verdict=Verdict(status="pass", sentence="x", metrics=metrics[:1])))

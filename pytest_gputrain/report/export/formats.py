@@ -8,10 +8,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.records import Predicted, Report, Result
-from pytest_gputrain.report import summary, terminal
+from pytest_gputrain.records import (
+    FAILING,
+    Predicted,
+    Report,
+    Result,
+)
+from pytest_gputrain.report import studies, summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
 from pytest_gputrain.report.export.points import Point, file_names, points
+from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.results import latest, verdict_of
 from pytest_gputrain.report.tables import csv_text
 from pytest_gputrain.utils import console
@@ -53,7 +59,14 @@ def _terminal(reports: Sequence[Report]) -> str:
 
 def _markdown(reports: Sequence[Report]) -> str:
     """Return what pytest writes for the page of a CI job, under the commit and the date of each run."""
-    return "\n".join("\n".join(summary.lines(report.results, (), report.notes, _run(report))) for report in reports)
+    return "\n".join("\n".join(_summary(report)) for report in reports)
+
+
+def _summary(report: Report) -> list[str]:
+    failed = [result for result in latest(report.results) if result.verdict and result.verdict.status in FAILING]
+    failures = [Failure(None, None, result.key, result.verdict.sentence) for result in failed if result.verdict]
+    notes = [*terminal.explain(report.results), *studies.explain(report.results), *report.notes]
+    return summary.lines(report.results, failures, notes, _run(report))
 
 
 def _run(report: Report) -> str:
@@ -81,6 +94,7 @@ def _csv(reports: Sequence[Report]) -> str:
 
 def _csv_row(report: Report, result: Result, point: Point | None) -> list[object]:
     run = point.runs[0] if point and point.runs else None
+    figures = run or result.figures
     return [
         *(getattr(report, name) for name in _OF_REPORT),
         *(result.suite, result.key, result.device, result.scale),
@@ -89,7 +103,7 @@ def _csv_row(report: Report, result: Result, point: Point | None) -> list[object
         point.median_step_seconds if point and run else None,
         *(getattr(result.summary, name) if run else None for name in _OF_SUMMARY),
         point.peak_allocated_bytes if point else None,
-        *(getattr(run, name, None) for name in _OF_RUN),
+        *(getattr(figures, name, None) for name in _OF_RUN),
     ]
 
 
