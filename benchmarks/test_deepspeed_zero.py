@@ -1,8 +1,8 @@
 """Supervised fine-tuning of PanGu with and without DeepSpeed ZeRO: the 41 rows of pangu-deepspeed.
 
 Batch 1 a GPU, 512 tokens, no activation checkpointing. Without ZeRO fp16 and bf16 are autocast over fp32 weights; under ZeRO
-they are DeepSpeed's own. Axes are the table's columns; where it has no value, DeepSpeed's default holds. The table has no column
-for the size of the buckets that gradients are reduced in, but the project's configurations say it: see docs/deepspeed-zero.md.
+they are DeepSpeed's own. Axes are the table's columns; where it has no value, DeepSpeed's default holds. The size of the
+buckets that gradients are reduced in has no column; it is that of the project's configurations (docs/deepspeed-zero.md).
 """
 
 import pytest
