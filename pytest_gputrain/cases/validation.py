@@ -40,6 +40,7 @@ _ENGINES_OF_KNOBS: Final = {
     "pin_memory": ("zero1", "zero2", "zero3"),
     "overlap_comm": ("zero0", "zero1", "zero2", "zero3"),
     "allgather_bucket_size": ("zero0", "zero1", "zero2", "zero3"),
+    "reduce_bucket_size": ("zero1", "zero2", "zero3"),
     "stage3_max_live_parameters": ("zero3",),
     "servers": ("ps",),
     "asynchronous": ("ps",),
@@ -109,6 +110,7 @@ def bad_number(case: Case) -> str | None:
         "lora_rank": 0,
         "loss_chunks": 1,
         "allgather_bucket_size": 0,
+        "reduce_bucket_size": 0,
         "stage3_max_live_parameters": 0,
     }
     for field, bound in least.items():

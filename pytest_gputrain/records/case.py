@@ -74,6 +74,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """None for DeepSpeed's default."""
     allgather_bucket_size: Whole = 0
     """Elements; 0 for DeepSpeed's default."""
+    reduce_bucket_size: Whole = 0
+    """Elements of each buffer that gradients are gathered in; 0 for DeepSpeed's default."""
     stage3_max_live_parameters: Whole = 0
     """Elements; 0 for DeepSpeed's default."""
     steps: Whole = 10

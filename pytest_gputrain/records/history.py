@@ -102,6 +102,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     pin_memory: bool
     overlap_comm: bool | None
     allgather_bucket_size: Whole
+    reduce_bucket_size: Whole
     stage3_max_live_parameters: Whole
     steps: Whole
     warmup: Whole

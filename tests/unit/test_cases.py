@@ -247,6 +247,7 @@ WRONG_TYPES: dict[str, Any] = {
     "pin_memory": 0,
     "overlap_comm": "auto",
     "allgather_bucket_size": 5e8,
+    "reduce_bucket_size": True,
     "stage3_max_live_parameters": None,
     "steps": "ten",
     "warmup": [3],

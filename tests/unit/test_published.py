@@ -117,6 +117,8 @@ def test_pangu_figures_and_knobs_are_those_of_their_cells(row: Published) -> Non
     assert case.overlap_comm is _SPELLINGS[overlap]
     sizes = (case.allgather_bucket_size, case.stage3_max_live_parameters)
     assert sizes == tuple(int(float(cell.replace("-", "0"))) for cell in (bucket, live))
+    hidden = {"pangu-350m": 1024, "pangu-2.6b": 2560}[case.model]
+    assert case.reduce_bucket_size == {"2": case.allgather_bucket_size, "3": hidden**2}.get(stage, 0)
 
 
 def _fits(figure: Figure | None, size: float) -> bool:

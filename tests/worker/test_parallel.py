@@ -15,9 +15,11 @@ from one_process import losses_of_one_process
 from preloaded_worker import measured, run
 
 from pytest_gputrain import Case
+from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.gate.rank_spread import widest
 from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Task, TimedOut
+from pytest_gputrain.worker.parallel.zero import configure
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
 
@@ -68,6 +70,34 @@ def test_losses_are_those_of_one_process_on_the_whole_batch(knobs):
 def test_a_shard_that_no_sample_needs_may_stay_as_it_is(request, case):
     # The second half of the positions: no gradient, and no change that bf16 could hold.
     measured(case.replace(parallel=request.node.callspec.id, gpus=2, steps=2, warmup=1))
+
+
+PANGU = Case(model="pangu-2.6b", precision="bf16", sequence_length=16, gpus=2, steps=1, warmup=1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_is_given_the_size_of_the_buckets(stage):
+    case = PANGU.replace(parallel=f"zero{stage}")
+    for size, expected in {0: 500_000_000, 200_000_000: 200_000_000}.items():
+        sized = case.replace(reduce_bucket_size=size)
+        assert configure(sized, 1.0, on_gpu=True)["zero_optimization"]["reduce_bucket_size"] == expected
+        tiny = configure(sized, 1e-4, on_gpu=False)["zero_optimization"]["reduce_bucket_size"]
+        assert tiny == pytest.approx(expected * 1e-4, abs=32), "a multiple of 64"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _has_deepspeed(), reason="needs deepspeed")
+@pytest.mark.parametrize("overlap", [False, True], ids=["one-buffer", "two-buffers"])
+def test_a_buffer_for_gradients_is_as_large_as_the_case_says(overlap):
+    case = PANGU.replace(parallel="zero2", offload_optimizer=True, overlap_comm=overlap)
+    # Of parameters at full size: fewer than PanGu has, and more.
+    sizes = (10**9, 20 * 10**9, 40 * 10**9)
+    replies = [measured(case.replace(reduce_bucket_size=size)) for size in sizes]
+    fewer, more, most = (reply.phase_peak_bytes["backward"] for reply in replies)
+    elements = (sizes[2] - sizes[1]) * replies[0].parameters / architectures()[case.model].trained_part.parameters["full"]
+    # Threads of gloo let go of a copy sooner or later.
+    assert most - more == pytest.approx((2 if overlap else 1) * 2 * elements, rel=0.06), "bf16"
+    assert fewer < more - 1_000_000
 
 
 @pytest.mark.slow

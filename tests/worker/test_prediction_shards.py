@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import itertools
 
 import msgspec
 import pytest
@@ -10,12 +11,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from preloaded_worker import measured
-from test_prediction_suite import CPU, H100, STORE, declared
+from test_prediction_suite import CPU, H100, ROOT, STORE, declared
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Crashed, Prediction, Task
+from pytest_gputrain.storage.published import PublishedStore
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.prediction.engines import assigned
 from pytest_gputrain.worker.prediction.predict import predict
@@ -29,6 +32,7 @@ ONE_OF_EACH = {(suite, case.parallel): (suite, case) for suite, case in reversed
 """Of each suite and parallelism."""
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=1, warmup=0)
+PUBLISHED = {table.name: table for table in PublishedStore(ROOT / "baselines" / "published").tables}["pangu-deepspeed"]
 CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=1000, optimizer="adam", parallel="ps", gpus=2, servers=1)
 
 
@@ -50,11 +54,11 @@ def _small_heap():
     gc.unfreeze()
 
 
-def replied(case, target=CPU, builder=None, *, processes=None, servers=None):
+def replied(case, target=CPU, builder=None, *, processes=None, servers=None, scale="tiny"):
     load(case)
     task = Task(
         case=case,
-        scale="tiny",
+        scale=scale,
         device_type="cpu",
         root=".",
         processes=case.gpus if processes is None else processes,
@@ -64,8 +68,8 @@ def replied(case, target=CPU, builder=None, *, processes=None, servers=None):
     return predict(task, Progress(None), builder)
 
 
-def predicted(case, target=CPU, **processes):
-    reply = replied(case, target, **processes)
+def predicted(case, target=CPU, **options):
+    reply = replied(case, target, **options)
     assert isinstance(reply, Prediction), reply
     return reply
 
@@ -142,6 +146,21 @@ def test_each_stage_of_zero_needs_less_for_the_update():
     peaks = [predicted(case.replace(parallel=f"zero{stage}"), H100).phase_peak_bytes["optimizer"] for stage in range(4)]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[1] < 0.6 * peaks[0], "the states are those of an eighth"
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_memory_grows_with_the_buckets_as_published():
+    rows = [row for row in PUBLISHED.published("v100") if row.case.model == "pangu-350m" and row.case.offload_optimizer]
+    rows = [row for row in rows if row.case.parallel == "zero2"]
+    assert [row.case.reduce_bucket_size for row in rows] == [200_000_000, 500_000_000, 1_000_000_000, 5_000_000_000]
+    # The attention that the published program had.
+    target = msgspec.structs.replace(target_of("v100"), attention="unfused", lists=False)
+    here = [predicted(row.case, target, scale="full").peak_allocated_bytes for row in rows]
+    published = [row.figures["pytorch"].device_used_bytes.middle for row in rows]
+    growth = [more - less for less, more in itertools.pairwise(here)]
+    assert growth == pytest.approx([more - less for less, more in itertools.pairwise(published)], rel=0.01)
+    assert growth == pytest.approx([2 * 300_000_000, 2 * 500_000_000, 2 * 4_000_000_000], rel=0.001), "fp16"
 
 
 @needs_deepspeed

@@ -82,7 +82,7 @@ def configure(case: Case, shrinkage: float, *, on_gpu: bool) -> dict[str, Any]:
     """
     zero: dict[str, Any] = {
         "stage": int(case.parallel.removeprefix("zero")),
-        "reduce_bucket_size": _sized(_DEFAULT_BUCKET_ELEMENTS, shrinkage),
+        "reduce_bucket_size": _sized(case.reduce_bucket_size or _DEFAULT_BUCKET_ELEMENTS, shrinkage),
         "allgather_bucket_size": _sized(case.allgather_bucket_size or _DEFAULT_BUCKET_ELEMENTS, shrinkage),
     }
     if case.parallel == "zero3":
