@@ -13,6 +13,7 @@ from test_prediction_shards import predicted
 
 from pytest_gputrain import Case
 from pytest_gputrain.worker.learning_rate import factor
+from pytest_gputrain.worker.precision import Precision
 from pytest_gputrain.worker.run import SEED
 from pytest_gputrain.worker.training import Training
 
@@ -98,6 +99,15 @@ def test_updates_count_and_not_micro_batches():
 
 def test_a_warm_up_longer_than_the_training_is_all_there_is():
     assert factor(CASE.replace(lr_scheduler="cosine", lr_warmup_steps=100), 4) == 0.05
+
+
+def test_an_update_that_fp16_drops_leaves_the_rate_as_it_is(monkeypatch):
+    monkeypatch.setattr(Precision, "scaler", lambda self, device: torch.amp.GradScaler("cpu", init_scale=2.0**30))
+    case = CASE.replace(precision="fp16-amp", method="lora", max_grad_norm=1e-3, lr_warmup_steps=10)
+    dropped, *_, last = moves = moved(case, 25)
+    assert dropped == 0
+    assert next(move for move in moves if move) == pytest.approx(0.1 * 0.5 * 1e-3, rel=1e-2)
+    assert last > 0
 
 
 @pytest.mark.slow
