@@ -17,6 +17,7 @@ METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
 PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
 OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
+LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 VOCABULARY: Final = {
     "method": METHODS,
@@ -24,6 +25,7 @@ VOCABULARY: Final = {
     "parallel": PARALLELS,
     "optimizer": OPTIMIZERS,
     "compile": COMPILE_MODES,
+    "lr_scheduler": LR_SCHEDULERS,
 }
 """The words of a field that takes words."""
 
@@ -32,6 +34,11 @@ _RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over w
 
 ADAPTING: Final = ("lora", "qlora")
 """Methods that train adapters."""
+
+UPDATING: Final = tuple(parallel for parallel in PARALLELS if parallel != "ps")
+"""Parallelisms with one optimizer for everything: tables have theirs on the servers, which know neither the norm of all
+gradients nor how far the training is.
+"""
 
 _ENGINES_OF_KNOBS: Final = {
     "cpu_offload": ("fsdp",),
@@ -42,6 +49,9 @@ _ENGINES_OF_KNOBS: Final = {
     "allgather_bucket_size": ("zero0", "zero1", "zero2", "zero3"),
     "reduce_bucket_size": ("zero1", "zero2", "zero3"),
     "stage3_max_live_parameters": ("zero3",),
+    "lr_scheduler": UPDATING,
+    "lr_warmup_steps": UPDATING,
+    "max_grad_norm": UPDATING,
     "servers": ("ps",),
     "asynchronous": ("ps",),
 }
@@ -76,7 +86,7 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         return f"has a field of the wrong type: {error}"
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
-        *((field, getattr(case, field), VOCABULARY[field]) for field in ("precision", "parallel", "optimizer", "compile")),
+        *((field, getattr(case, field), VOCABULARY[field]) for field in VOCABULARY if field != "method"),
         *(("platform", platform, markers) for platform in case.platforms),
     ]
     if case.code:
@@ -109,6 +119,7 @@ def bad_number(case: Case) -> str | None:
         "frames": 0,
         "lora_rank": 0,
         "loss_chunks": 1,
+        "lr_warmup_steps": 0,
         "allgather_bucket_size": 0,
         "reduce_bucket_size": 0,
         "stage3_max_live_parameters": 0,
@@ -118,8 +129,9 @@ def bad_number(case: Case) -> str | None:
             return f"has {field}={getattr(case, field)}; it must be at least {bound}"
     if not 0 <= case.activation_checkpointing <= 1:
         return f"has activation_checkpointing={case.activation_checkpointing}; it must be true, false or a share from 0 to 1"
-    if not (math.isfinite(case.learning_rate) and case.learning_rate >= 0):
-        return f"has learning_rate={case.learning_rate}; it must be a finite number of at least 0"
+    for field in ("learning_rate", "max_grad_norm"):
+        if not (math.isfinite(getattr(case, field)) and getattr(case, field) >= 0):
+            return f"has {field}={getattr(case, field)}; it must be a finite number of at least 0"
     if case.resolution and not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", case.resolution):
         return f"has resolution={case.resolution!r}; write it as WIDTHxHEIGHT in pixels, as 512x512"
     return None
@@ -152,13 +164,15 @@ def _bad_model(case: Case) -> str | None:
 
 def _bad_parallelism(case: Case) -> str | None:
     for knob, engines in _ENGINES_OF_KNOBS.items():
-        if getattr(case, knob) not in (None, False, 0) and case.parallel not in engines:
+        if getattr(case, knob) not in (None, False, 0, "constant") and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
     if complaint := _bad_compilation(case) or _bad_chunks(case):
         return complaint
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):
         return "asks for pin_memory, but offloads nothing; set offload_optimizer, or leave it out"
+    if case.max_grad_norm and case.cpu_offload:
+        return "asks for max_grad_norm, whose norm nccl does not add up on the host; leave out it or cpu_offload"
     if case.parallel == "ps":
         return _bad_parameter_server(case)
     if case.parallel == "single" and case.gpus > 1:

@@ -63,7 +63,13 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     loss_chunks: Whole = 1
     """Chunks of a batch's tokens whose logits exist one after the other (language models); backward makes them anew."""
     learning_rate: float = 1e-4
-    """Constant. The default moves weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
+    """The highest. The default moves weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
+    lr_scheduler: str = "constant"
+    """``constant``, ``linear`` or ``cosine``: these fall to 0 over the updates of the warm-up and the timed steps."""
+    lr_warmup_steps: Whole = 0
+    """Optimizer updates over which the learning rate rises: the first of 10 has a tenth of it."""
+    max_grad_norm: float = 0.0
+    """Norm of all gradients together that they are scaled down to before an update; 0 for no clipping."""
     cpu_offload: bool = False
     """Parameters, gradients and optimizer state in host memory (FSDP)."""
     offload_optimizer: bool = False

@@ -96,6 +96,9 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     compile: str
     loss_chunks: Whole
     learning_rate: float
+    lr_scheduler: str
+    lr_warmup_steps: Whole
+    max_grad_norm: float
     cpu_offload: bool
     offload_optimizer: bool
     offload_param: bool

@@ -218,5 +218,5 @@ def _knobs(result: Result) -> dict[str, Any]:
     case = result.case
     names = [name for name in case.__struct_fields__ if name not in ("named", "platforms")]
     knobs = {name: getattr(case, name) for name in names}
-    floats = ("activation_checkpointing", "learning_rate")
+    floats = ("activation_checkpointing", "learning_rate", "max_grad_norm")
     return knobs | {name: float(knobs[name]) for name in floats}

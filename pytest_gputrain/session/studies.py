@@ -87,25 +87,28 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Reco
             continue
         reply = launch(task_of(precision))
         replies[precision] = reply
-        curves[precision] = _curve(precision, reply, steps)
-    reference = curves["fp32"].losses
-    compared = (
-        curve if precision == "fp32" else msgspec.structs.replace(curve, gap=loss_trend.gap(curve.losses, reference))
-        for precision, curve in curves.items()
-    )
-    return RecordedLosses(task_of(case.precision), replies[case.precision], tuple(compared))
+        curves[precision] = _curve(precision, reply, steps, curves.get("fp32"))
+    return RecordedLosses(task_of(case.precision), replies[case.precision], tuple(curves.values()))
 
 
-def _curve(precision: str, reply: Reply, steps: int) -> LossCurve:
+def _curve(precision: str, reply: Reply, steps: int, fp32: LossCurve | None) -> LossCurve:
+    """Return the curve of one precision, compared with that of fp32, which has none to be compared with."""
     if not isinstance(reply, Measurement):
         return LossCurve(precision=precision, outcome=failure_of(reply), reason=describe_failure(reply))
     finite = len(reply.losses) == steps
+    reference = fp32.losses if fp32 else ()
     return LossCurve(
         precision=precision,
         outcome="recorded",
         losses=reply.losses,
         non_finite_step=None if finite else len(reply.losses) + 1,
-        trend=loss_trend.trend(reply.losses, finite=finite),
+        trend=loss_trend.trend(
+            reply.losses,
+            precision=precision,
+            reference=reference if fp32 and fp32.trend != "diverging" else (),
+            finite=finite,
+        ),
+        gap=loss_trend.gap(reply.losses, reference),
     )
 
 

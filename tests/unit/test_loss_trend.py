@@ -90,6 +90,78 @@ def test_neither_unit_nor_offset_counts(losses: list[float], power: int, offset:
     assert trend([loss * 2.0**power for loss in losses]) == trend(losses) == trend([loss + offset for loss in losses])
 
 
+# What the rounding of a precision explains
+
+RESOLUTIONS = {"bf16": 2.0**-8, "bf16-amp": 2.0**-8, "fp16-amp": 2.0**-11}
+in_16_bits = st.sampled_from(sorted(RESOLUTIONS))
+
+
+def _wandering(draw: random.Random, steps: int, width: float) -> list[float]:
+    """A walk that turns back at its ends: roundings remember, since weights hardly move from a step to the next."""
+    place = draw.uniform(-width, width)
+    walk = []
+    for _ in range(steps):
+        place = max(-width, min(width, place + draw.uniform(-width, width) / 3))
+        walk.append(place)
+    return walk
+
+
+def _slowly_falling(steps: int, start: float, share: float = 1e-5) -> list[float]:
+    return [start * (1 - share * step / steps) for step in range(steps)]
+
+
+@given(in_16_bits, st.integers(0, 2**32), st.integers(LEAST_STEPS, 300), st.floats(1e-6, 1e6))
+def test_no_wandering_of_a_loss_within_its_resolution_diverges(precision: str, seed: int, steps: int, start: float) -> None:
+    reference = _slowly_falling(steps, start)
+    # Fifteen times as wide as FLUX.1-dev's. The rise may be twice what is allowed: the distance from fp32 decides then.
+    walk = _wandering(random.Random(seed), steps, 0.99 * RESOLUTIONS[precision])
+    losses = [loss + start * place for loss, place in zip(reference, walk, strict=True)]
+    assert trend(losses, precision=precision, reference=reference) != "diverging"
+    halved = [loss + start * place / 2 for loss, place in zip(reference, walk, strict=True)]
+    assert trend(halved, precision=precision) != "diverging", "nor without fp32, within half of it"
+
+
+def test_the_same_wandering_diverged_where_only_its_noise_counted() -> None:
+    draw = random.Random(20240101)
+    walks = [_wandering(draw, 20, 0.01) for _ in range(200)]
+    assert sum(trend([2.3 * (1 + place * RESOLUTIONS["bf16"]) for place in walk]) == "diverging" for walk in walks) >= 20
+
+
+@given(in_16_bits, st.integers(0, 2**32), st.floats(1e-6, 1e6))
+def test_a_rise_by_a_hundredth_while_fp32_falls_diverges(precision: str, seed: int, start: float) -> None:
+    reference = _slowly_falling(20, start)
+    walk = _wandering(random.Random(seed), 20, RESOLUTIONS[precision] / 30)
+    losses = [start * (1 + 0.01 * step / 19 + place) for step, place in enumerate(walk)]
+    assert trend(losses, precision=precision, reference=reference) == "diverging"
+    assert trend(losses, precision=precision) == "diverging"
+
+
+@pytest.mark.parametrize("precision", ["fp32", *RESOLUTIONS])
+def test_what_is_not_finite_diverges_in_every_precision(precision: str) -> None:
+    assert trend([1.0] * 7, precision=precision, reference=[1.0] * 20, finite=False) == "diverging"
+
+
+def test_a_rise_that_ends_no_higher_than_fp32_is_no_divergence_of_the_precision() -> None:
+    reference = [10.0] * 40
+    overshot = [10 - min(step, 40 - step) / 10 for step in range(40)]
+    assert trend(overshot, precision="bf16") == "diverging"
+    assert trend(overshot, precision="bf16", reference=reference) == "flat"
+    assert trend(overshot, precision="bf16", reference=[loss - 2 for loss in reference]) == "diverging"
+
+
+def test_weights_that_rounding_put_elsewhere_do_not_diverge() -> None:
+    # Weights stored in bf16 begin elsewhere, by more than the loss resolves: 0.4 % of it, and 1.2 % for one seed.
+    reference = _slowly_falling(40, 2.3)
+    assert trend([1.012 * loss for loss in reference], precision="bf16", reference=reference) == "converging"
+
+
+@pytest.mark.parametrize("steps", [50, 200, 1500])
+def test_a_rise_inside_of_the_last_fifth_is_compared_with_the_same_part_of_fp32(steps: int) -> None:
+    reference = _slowly_falling(steps, 1.0)
+    losses = [loss + (0.5 if step >= steps - 8 else 0) for step, loss in enumerate(reference)]
+    assert trend(losses, precision="bf16-amp", reference=reference) == "diverging"
+
+
 @given(curves)
 def test_no_curve_has_a_gap_to_itself(losses: list[float]) -> None:
     assert gap(losses, losses) in (0.0, None)

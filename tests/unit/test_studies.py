@@ -148,6 +148,31 @@ def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
     assert [curve.trend for curve in study.loss_curves] == [None, "converging", None, "converging"]
 
 
+RISING = tuple(10 * (1 + step / 2000) for step in range(40))
+
+
+@pytest.mark.parametrize(
+    ("fp32", "expected"),
+    [
+        (FLAT, "diverging"),
+        (tuple(loss + 0.5 for loss in FLAT), "flat"),  # it ends below fp32
+        (RISING, "diverging"),  # fp32 diverges itself
+        (RISING[:30], "diverging"),
+        (out_of_memory(), "diverging"),
+    ],
+)
+def test_a_rise_is_compared_with_fp32_where_that_does_not_diverge(fp32: Any, expected: str) -> None:
+    study = _curves({"fp32": fp32, "bf16-amp": RISING, "fp16-amp": FLAT, "bf16": FLAT})
+    assert [curve.trend for curve in study.loss_curves[1:]] == [expected, "flat", "flat"]
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bf16-amp", "flat"), ("fp16-amp", "diverging")])
+def test_a_rise_counts_by_what_its_precision_resolves(precision: str, expected: str) -> None:
+    slight = tuple(10 * (1 + step / 20000) for step in range(40))
+    study = _curves({"fp32": FLAT, "bf16-amp": FLAT, "fp16-amp": FLAT, "bf16": FLAT, precision: slight})
+    assert {curve.precision: curve.trend for curve in study.loss_curves}[precision] == expected
+
+
 def test_divergence_counts_where_fp32_does_not_diverge() -> None:
     worse = _curve("fp16-amp", trend="diverging", losses=FALLING[:7], non_finite_step=8)
     assert describe_divergence(CASE, [_curve("fp32"), worse]) == (

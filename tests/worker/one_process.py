@@ -3,6 +3,7 @@
 import torch
 
 from pytest_gputrain.worker import training as recipe
+from pytest_gputrain.worker.learning_rate import factor
 from pytest_gputrain.worker.run import SEED
 
 
@@ -23,12 +24,16 @@ def losses_of_one_process(case, updates):
         torch.manual_seed(SEED + rank)
         batches.append(training._workload.batch(torch.device("cpu")).inputs)
     optimizer = recipe.OPTIMIZERS[case.optimizer](list(training.model.parameters()), case.learning_rate)
-    losses = []
+    losses, done = [], 0
     for update in updates:
         loss = sum(training._workload.loss(batch) for batch in batches) / case.gpus
         (loss / case.gradient_accumulation).backward()
         if update:
+            if case.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(training.model.parameters(), case.max_grad_norm)
+            optimizer.param_groups[0]["lr"] = case.learning_rate * factor(case, done)
             optimizer.step()
             optimizer.zero_grad()
+            done += 1
         losses.append(loss.item())
     return losses[-case.steps :]

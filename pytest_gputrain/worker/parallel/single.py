@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytest_gputrain.worker.learning_rate import is_scheduled, scheduler
 from pytest_gputrain.worker.parallel.engine import Engine, EngineOptions
 
 
@@ -23,6 +24,8 @@ class Single(Engine):
         self._accumulation = options.case.gradient_accumulation
         self._optimizer = options.make_optimizer(value for value in self.model.parameters() if value.requires_grad)
         self._scaler = self.scaler(options)
+        self._rate = scheduler(options.case, self._optimizer) if is_scheduled(options.case) else None
+        self._most_norm = options.case.max_grad_norm
 
     def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
         """The model as this engine runs it."""
@@ -47,9 +50,19 @@ class Single(Engine):
             self._scaler.scale(value / self._accumulation).backward()
         if update:
             scale = self._scaler.get_scale()
+            if self._most_norm:
+                self._clip()
             self._scaler.step(self._optimizer)
             self._scaler.update()
             # The scaler shrinks its scale when it had to drop an update.
-            self.updates += self._scaler.get_scale() >= scale
+            acted = self._scaler.get_scale() >= scale
+            self.updates += acted
+            if acted and self._rate is not None:
+                self._rate.step()
             self._optimizer.zero_grad(set_to_none=True)
         return value.detach()
+
+    def _clip(self) -> None:
+        self._scaler.unscale_(self._optimizer)
+        trained = [value for group in self._optimizer.param_groups for value in group["params"]]
+        nn.utils.clip_grad_norm_(trained, self._most_norm)

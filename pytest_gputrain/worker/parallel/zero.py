@@ -5,6 +5,7 @@ host.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import is_gpu
+from pytest_gputrain.worker.learning_rate import is_scheduled, scheduler
 from pytest_gputrain.worker.parallel.engine import Engine, EngineOptions
 
 _DEFAULT_BUCKET_ELEMENTS: Final = 500_000_000
@@ -52,7 +54,11 @@ class Zero(Engine):
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
         self._engine: Any = deepspeed.initialize(
-            model=model, model_parameters=trained, optimizer=client, config=configuration
+            model=model,
+            model_parameters=trained,
+            optimizer=client,
+            lr_scheduler=functools.partial(scheduler, options.case) if is_scheduled(options.case) else None,
+            config=configuration,
         )[0]
         self.model = self._engine
         self.updates = 0
@@ -103,8 +109,8 @@ def configure(case: Case, shrinkage: float, *, on_gpu: bool) -> dict[str, Any]:
         "zero_optimization": zero,
         "bf16": {"enabled": case.precision == "bf16"},
         "fp16": {"enabled": case.precision == "fp16-amp", "initial_scale_power": _INITIAL_SCALE_POWER},
-        # DeepSpeed would clip to 1.0, which nobody asked for and no other engine here does.
-        "gradient_clipping": 0.0,
+        # DeepSpeed would clip to 1.0 by itself, which nobody asked for.
+        "gradient_clipping": case.max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

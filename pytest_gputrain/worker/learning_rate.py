@@ -1,0 +1,36 @@
+"""Makes the scheduler of a case's learning rate, which acts after every update."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.worker.loop import schedule
+
+
+def is_scheduled(case: Case) -> bool:
+    """Tell if the learning rate changes."""
+    return case.lr_scheduler != "constant" or case.lr_warmup_steps > 0
+
+
+def scheduler(case: Case, optimizer: Optimizer) -> LambdaLR:
+    """Return the scheduler of ``optimizer``, whose first update has the first rate already."""
+    return LambdaLR(optimizer, lambda update: factor(case, update))
+
+
+def factor(case: Case, update: int) -> float:
+    """Return what the learning rate is multiplied by in an update, the first being 0.
+
+    As diffusers' ``get_scheduler`` has it, but for the warm-up, whose first update has a rate there of 0 and moves nothing.
+    The fall ends with the updates of the case's warm-up and timed steps: those beyond have a rate of 0.
+    """
+    if update < case.lr_warmup_steps:
+        return (update + 1) / case.lr_warmup_steps
+    if case.lr_scheduler == "constant":
+        return 1.0
+    updates = sum(schedule(case.warmup, case.gradient_accumulation)) + sum(schedule(case.steps, case.gradient_accumulation))
+    done = min(1.0, (update - case.lr_warmup_steps) / max(1, updates - case.lr_warmup_steps))
+    return 1 - done if case.lr_scheduler == "linear" else (1 + math.cos(math.pi * done)) / 2
