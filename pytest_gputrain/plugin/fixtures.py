@@ -112,9 +112,8 @@ class GpuTrain:
         a precision diverges that should not.
 
         Returns:
-            What became of the case: one of `Measured`, `Predicted`, `BatchSearch` and `LossStudy` of
-            `pytest_gputrain.records`. ``.figures`` are those of the first process that gave some, None for a case whose
-            baseline is that it runs out of memory.
+            A `Measured`, a `Predicted`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its ``figures`` are
+            those of the first process that gave some, None for a case whose baseline is that it runs out of memory.
         """
         result = self._run(what, inline, knobs, judged=True, scaling=scaling)
         verdict = result.verdict
