@@ -6,13 +6,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pytest_gputrain import Case, MiB
 from pytest_gputrain.hardware import watch
+from pytest_gputrain.hardware.machine import detect
 
 LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=3, warmup=1)
 
 
 @pytest.fixture(autouse=True)
-def _on_a_gpu(gputrain):
-    machine = gputrain._runner.executor.machine
+def _on_a_gpu(pytestconfig):
+    machine = detect(platform=pytestconfig.getoption("--gpu-platform"))
     if not machine.gpus:
         pytest.skip(f"needs a GPU, found {machine.platform}")
 
