@@ -14,7 +14,7 @@ from unit_examples import CASE, cpu_environment, crashed, measurement, report, r
 
 from pytest_gputrain.gate.ab import compare, missing
 from pytest_gputrain.gate.step_times import decide, levelled
-from pytest_gputrain.records import Report, Verdict
+from pytest_gputrain.records import Report, Summary, Verdict
 
 SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}}
 SECONDS = st.lists(st.tuples(st.floats(1e-4, 1e4), st.floats(0.5, 2)), min_size=1, max_size=8)
@@ -138,3 +138,21 @@ def test_the_figures_shown_are_those_of_all_rounds() -> None:
     (judged,) = compare([_round(1)] * 3, rounds, "base")
     assert judged.summary is not None
     assert judged.summary.median_step_seconds == 2
+
+
+def test_the_figures_of_all_rounds_are_medians() -> None:
+    summaries = [
+        Summary(
+            median_step_seconds=seconds,
+            samples_per_second=2 / seconds,
+            tokens_per_second=None,
+            peak_allocated_bytes=peak,
+            model_flops_utilization=None,
+        )
+        for seconds, peak in ((1.0, 10), (3.0, 40), (2.0, 20), (8.0, 30))
+    ]
+    rounds = [report(result(summary=summary), settings=SETTINGS) for summary in summaries]
+    (judged,) = compare(rounds, rounds, "base")
+    assert judged.summary is not None
+    assert (judged.summary.median_step_seconds, judged.summary.peak_allocated_bytes) == (2.5, 30)
+    assert judged.summary.tokens_per_second is None

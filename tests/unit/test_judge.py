@@ -93,6 +93,8 @@ def test_figures_that_are_wanted_are_recorded_whatever_they_are(stored: Baseline
     judgement = _judge(_took(2.0), baseline=stored, records=True)
     assert (_status(judgement), judgement.settled) == ("recorded", True)
     assert judgement.verdict is not None
+    assert "has today's figures as its baseline now" in judgement.verdict.sentence
+    assert judgement.verdict.before == ("new" if stored is None else "regressed")
     assert ("before, " in judgement.verdict.sentence) == (stored is not None)
 
 

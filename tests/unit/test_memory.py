@@ -92,3 +92,14 @@ def test_without_recorded_tensors_none_is_named() -> None:
 def test_three_lines_are_named_at_most() -> None:
     row = live_tensor(lines=tuple(f"a.py:{number}" for number in range(6)))
     assert tensor(row).endswith("at a.py:0, a.py:1, a.py:2 and 3 more lines)")
+
+
+def test_memory_has_improved_only_where_every_run_needs_less() -> None:
+    def run(peak: int) -> Measurement:
+        return measurement(peak_allocated_bytes=peak * GiB)
+
+    stored = baseline(baseline_run(peak_allocated_bytes=40 * GiB))
+    for peaks, status in (((30, 30), "improved"), ((30, 40), "pass"), ((40, 30), "pass")):
+        metric = judge(CASE, [run(peak) for peak in peaks], stored, TOLERANCE).verdict.metric("peak_allocated_bytes")
+        assert metric is not None
+        assert metric.status == status

@@ -12,7 +12,7 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 from pytest_gputrain import GiB, MiB
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.published import judge_published, step_seconds
-from pytest_gputrain.records import Case, Published, Reply, Verdict
+from pytest_gputrain.records import Case, Holder, Published, Reply, Verdict
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 
@@ -197,3 +197,20 @@ def test_pictures_are_no_figures() -> None:
     verdict = judged(Published(**{**fields, "figures": {}}))
     assert verdict.status == "not-comparable"
     assert "has pictures, not figures" in verdict.sentence
+
+
+def test_slower_than_published_beside_another_process_is_in_doubt_and_says_whose() -> None:
+    other = (Holder(pid=4711, gpu=0, name="python"),)
+    for seconds, holders, status, note in (
+        (2.0, other, "inconclusive", "measured beside python (pid 4711) on GPU 0"),
+        (2.0, (), "regressed", ""),
+        (1.0, other, "pass", ""),
+    ):
+        metric = judged(row(), measurement(step_seconds=(seconds,), holders=holders)).metric("step_seconds")
+        assert metric is not None
+        assert (metric.status, metric.note) == (status, note)
+
+
+def test_faster_than_published_is_improved_with_its_figure() -> None:
+    verdict = judged(row(), measurement(step_seconds=(0.5,)))
+    assert (verdict.status, "is 50.0 % faster" in verdict.sentence) == ("improved", True)
