@@ -79,7 +79,7 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
     noise = SuiteNoise()
     priors = {
         suite: prior_of(baseline for (of, _), baseline in baselines.items() if of == suite and baseline.runs)
-        for suite, _ in after
+        for suite in {suite for suite, _ in after}
     }
     for (suite, key), result in after.items():
         noise.add(suite, key, first_ratio(result.case, result.replies, baselines.get((suite, key)), tolerance))

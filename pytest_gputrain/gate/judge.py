@@ -5,6 +5,7 @@ This is what a session calls, once more with every reply. `regression`, `publish
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +55,10 @@ class Criteria:
     def compares_stored(self) -> bool:
         """Whether it is compared with a stored baseline."""
         return self.judged and self.published_for is None
+
+    def first_ratio(self, replies: Sequence[Reply]) -> float | None:
+        """Logarithm of the first run's step time over the baseline's; None where the two are not compared."""
+        return regression.first_ratio(self.case, replies, self.baseline, self.tolerance)
 
     def next_runs(self, have: int) -> int:
         """Fresh processes that it takes in all if ``have`` of them leave it in doubt: enough of them that they can agree."""

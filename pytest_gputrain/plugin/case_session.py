@@ -22,7 +22,7 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.plugin import late_reports
 from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
-from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases
+from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases, on_controller
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.plugin.settings import read
@@ -66,12 +66,12 @@ class CaseSession:
 
     def __init__(self, config: pytest.Config, environment: SessionEnvironment) -> None:
         self.config = config
-        on_controller = not hasattr(config, "workerinput")
+        is_controller = on_controller(config)
         try:
             settings = _settings(config)
-            if settings.baseline_update != "no" and on_controller and not config.option.collectonly:
+            if settings.baseline_update != "no" and is_controller and not config.option.collectonly:
                 BaselineStore(settings.baseline_dir).check_writable()
-            if settings.html is not None and on_controller:
+            if settings.html is not None and is_controller:
                 _check_installed()
             resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
             self.forecast = _forecast(config, settings)
@@ -87,7 +87,7 @@ class CaseSession:
                 self.runner = Runner(settings, self.executor, environment, resumed_report, self._watch)
         except (ValueError, BaselineError) as error:
             raise pytest.UsageError(str(error)) from None
-        self.collector = Collector(settings, resumed_report) if on_controller else None
+        self.collector = Collector(settings, resumed_report) if is_controller else None
         self._progress_line: ProgressLine | None = None
         self._measured: defaultdict[str, list[Result]] = defaultdict(list)
         self._failed: set[str] = set()

@@ -17,7 +17,7 @@ import pytest
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.plugin import marker_help
 from pytest_gputrain.plugin.deselected import DeselectedTests
-from pytest_gputrain.plugin.items import expression_of, has_cases, has_parameters
+from pytest_gputrain.plugin.items import expression_of, has_cases, has_parameters, on_controller
 from pytest_gputrain.plugin.options import GONE, OPTIONS, heir_of
 from pytest_gputrain.utils.signals import terminable, undisturbed
 
@@ -138,11 +138,6 @@ class GpuTrainPlugin:
         """`cases`, where something has asked for them."""
         return self.__dict__.get("cases")
 
-    @property
-    def on_controller(self) -> bool:
-        """Whether this is the only pytest process, or the controller of xdist: not one of its workers."""
-        return not hasattr(self.config, "workerinput")
-
     @pytest.hookimpl(trylast=True)  # ids end in what the command line adds
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if self.cases_so_far and "gputrain" in metafunc.fixturenames:
@@ -203,7 +198,7 @@ class GpuTrainPlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         is_ours = hasattr(report, "gputrain")  # under xdist, the first that is heard of a case
-        if is_ours and self.on_controller:
+        if is_ours and on_controller(self.config):
             self._be_terminable()
         if self.cases_so_far or is_ours:
             self.cases.log(report)
@@ -220,7 +215,7 @@ class GpuTrainPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-benchmark saves, which is a wrapper, too
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
-        if self.on_controller:
+        if on_controller(self.config):
             with undisturbed(to_the_end=True):
                 notes = self.deselected.notes()
                 if self.cases_so_far or notes:

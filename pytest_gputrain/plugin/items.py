@@ -19,6 +19,11 @@ def expression_of(config: pytest.Config) -> str:
     return str(config.getoption("markexpr", "") or "")
 
 
+def on_controller(config: pytest.Config) -> bool:
+    """Return whether this is the only pytest process, or the controller of xdist: not one of its workers."""
+    return not hasattr(config, "workerinput")
+
+
 def has_cases(item: pytest.Item) -> bool:
     """Return whether a test asks for ``gputrain`` as an argument, itself or by another fixture."""
     return "gputrain" in getattr(item, "fixturenames", ())

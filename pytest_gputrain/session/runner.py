@@ -13,7 +13,6 @@ from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.judge import Criteria, comparable_row, judge
-from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import BatchSearch, Case, Host, LossStudy, Measured, Reply, Result, Scale, Task, Verdict
@@ -139,7 +138,7 @@ class Runner:
             shown, no_scaling = replies, ""
             if request.scaling and criteria.compares_stored and task.processes > 1:
                 shown, no_scaling = self._replies.with_one_worker(task, replies)
-            first = first_ratio(task.case, shown, criteria.baseline, criteria.tolerance)
+            first = criteria.first_ratio(shown)
             self._suite_noise.add(request.suite, key, first)
             judgement = judge(criteria, shown, self._suite_noise.shift, no_scaling)
             if judgement.settled:
@@ -220,8 +219,7 @@ class Runner:
                 continue  # its own test will tell
             if criteria.baseline is not None and criteria.baseline.case.identity() == task.case.identity():
                 replies = self._replies.take(task, criteria.wanted)
-                first = first_ratio(task.case, replies, criteria.baseline, criteria.tolerance)
-                noise.add(suite, key_of(task.case, task.scale), first)
+                noise.add(suite, key_of(task.case, task.scale), criteria.first_ratio(replies))
 
     def _prefetcher(self) -> Prefetcher:
         return Prefetcher(self._lookup, self._expected_tasks(self._expected), self._executor.host)

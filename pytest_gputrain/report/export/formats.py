@@ -8,12 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.records import (
-    FAILING,
-    Predicted,
-    Report,
-    Result,
-)
+from pytest_gputrain.records import FAILING, Predicted, Report, Result
 from pytest_gputrain.report import studies, summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
 from pytest_gputrain.report.export.points import Point, file_names, points
@@ -63,8 +58,11 @@ def _markdown(reports: Sequence[Report]) -> str:
 
 
 def _summary(report: Report) -> list[str]:
-    failed = [result for result in latest(report.results) if result.verdict and result.verdict.status in FAILING]
-    failures = [Failure(None, None, result.key, result.verdict.sentence) for result in failed if result.verdict]
+    failures = [
+        Failure(None, None, result.key, result.verdict.sentence)
+        for result in latest(report.results)
+        if result.verdict and result.verdict.status in FAILING
+    ]
     notes = [*terminal.explain(report.results), *studies.explain(report.results), *report.notes]
     return summary.lines(report.results, failures, notes, _run(report))
 
