@@ -155,7 +155,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     limits: tuple[LimitVerdict, ...] = ()
     """Of ``gpu_limit``."""
     before: Status | None = None
-    """What the figures of a ``recorded`` case were beside the baseline that they replaced."""
+    """The verdict on the figures of a ``recorded`` case, had they not been recorded."""
     by_prediction: bool = False
     """Whether a measured case without a baseline was compared with the prediction for its platform."""
 

@@ -12,7 +12,6 @@ from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.gate.memory import is_memory_metric
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import (
-    FAILING,
     BatchSearch,
     LossStudy,
     Measured,
@@ -101,7 +100,7 @@ def explain(results: Sequence[Result]) -> list[str]:
             uncompiled[str(result.case)] = None
         if result.verdict:
             held = result.verdict.by_prediction and result.verdict.status == "new"
-            accepted = result.verdict.before in FAILING
+            accepted = result.verdict.before == "regressed"  # what fails without a baseline is worse than none
             doubts["accepted" if accepted else "predicted" if held else result.verdict.status].append(
                 result.verdict.sentence
             )

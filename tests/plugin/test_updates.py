@@ -390,6 +390,14 @@ def test_figures_of_a_fixture_become_no_baseline_where_its_test_fails(h100: Proj
     assert not (h100.path / "baselines" / H100_FOLDER).exists()
 
 
+def test_a_first_baseline_that_does_not_fit_is_told_as_no_regression(h100: Project) -> None:
+    h100.write(test_tuning=SUITE)
+    h100.answer(recorded("h100_out_of_memory"), to=GEMMA)
+    result = h100.run("--gpu-baseline-update", "--gpu-runs=1")
+    result.assert_outcomes(passed=3)
+    assert "worse than the baseline before" not in result.stdout.str()
+
+
 def test_an_update_names_the_regressions_that_it_accepts(h100: Project) -> None:
     h100.write(test_tuning=SUITE)
     h100.run("--gpu-baseline-update", "--gpu-runs=3").assert_outcomes(passed=3)
