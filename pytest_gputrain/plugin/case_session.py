@@ -42,6 +42,7 @@ from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.files import prepare
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.signals import undisturbed
 from pytest_gputrain.utils.suggest import did_you_mean
@@ -69,8 +70,10 @@ class CaseSession:
         is_controller = on_controller(config)
         try:
             settings = _settings(config)
-            if settings.baseline_update != "no" and is_controller and not config.option.collectonly:
-                BaselineStore(settings.baseline_dir).check_writable()
+            if is_controller and not config.option.collectonly:
+                if settings.baseline_update != "no":
+                    BaselineStore(settings.baseline_dir).check_writable()
+                _prepare_outputs(settings)
             if settings.html is not None and is_controller:
                 _check_installed()
             resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
@@ -318,6 +321,17 @@ def _check_installed() -> None:
 
     if lacking := page.missing():
         raise ValueError(f"--gpu-html: {lacking}")
+
+
+def _prepare_outputs(settings: Settings) -> None:
+    """Raises:
+    ValueError: a file that the run is to write cannot be written.
+    """
+    for name, path in settings.outputs.items():
+        try:
+            prepare(path)
+        except OSError as error:
+            raise ValueError(f"--gpu-{name}: {path} cannot be written ({error.strerror}); give another file") from None
 
 
 def _platforms(config: pytest.Config, settings: Settings) -> list[str]:

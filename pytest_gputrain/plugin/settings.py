@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.records.settings import OUTPUTS, Settings
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
@@ -54,12 +54,8 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         if update != "no":
             raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
         baseline = str(path.absolute())
-    if isinstance(values["summary"], Path) and values["summary"].is_dir():
-        raise ValueError(f"--gpu-summary: {values['summary']} is a folder; give a file")
     _refuse_contradictions(values)
-    for name in ("json", "history", "html"):
-        if values[name] is not None and values[name].exists() and not values[name].is_file():
-            raise ValueError(f"--gpu-{name}: {values[name]} is not a file")
+    _refuse_outputs(values)
     return Settings(
         baseline_update=update,
         baseline_dir=values["baseline-dir"].absolute(),
@@ -101,6 +97,24 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         loss_steps=values["loss"],
         root=root,
     )
+
+
+def _refuse_outputs(values: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: two options name one file, or one names a file that no run writes.
+    """
+    flags: dict[Path, str] = {}
+    for name in OUTPUTS:
+        path = values[name]
+        if not isinstance(path, Path):
+            continue
+        other = flags.setdefault(path.resolve(), f"--gpu-{name}")
+        if other != f"--gpu-{name}":
+            raise ValueError(
+                f"{other} and --gpu-{name} contradict each other: both name {path}; give each a file of its own"
+            )
+        if path.suffix == ".py":  # after --gpu-json without a value
+            raise ValueError(f"--gpu-{name}: {path} is code, which it would replace; write the option as --gpu-{name}=FILE")
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:

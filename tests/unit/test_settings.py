@@ -209,9 +209,16 @@ def test_both_ways_to_update_contradict_each_other() -> None:
         _read({"baseline-update": True, "baseline-update-new-only": True})
 
 
-def test_a_report_cannot_replace_what_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--gpu-json: .* is not a file"):
-        _read({"json": str(tmp_path)})
+def test_one_file_is_not_written_for_two_options(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("out")
+    with pytest.raises(ValueError, match=r"--gpu-json and --gpu-html contradict each other: both name .*link"):
+        _read({"json": str(tmp_path / "out"), "html": str(tmp_path / "link")})
+
+
+@pytest.mark.parametrize("name", ["json", "html", "summary", "history"])
+def test_a_test_file_is_no_output(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--gpu-{name}: benchmarks/test_llm.py is code, which it would replace"):
+        _read({name: "benchmarks/test_llm.py"})
 
 
 def test_baseline_report_comes_from_command_line_before_ini(tmp_path: Path) -> None:
