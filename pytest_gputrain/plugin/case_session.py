@@ -20,12 +20,13 @@ from pytest_gputrain.execution.predicted import PredictingExecutor
 from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
 from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.plugin import late_reports
+from pytest_gputrain.plugin import absence, late_reports
+from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, outcome_of_skip
 from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
 from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases, on_controller
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.plugin.settings import read
+from pytest_gputrain.plugin.settings import prepare_outputs, read
 from pytest_gputrain.records import Case, Event, Reply, Result
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
@@ -33,7 +34,6 @@ from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import ProgressLine
-from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.predicting import PredictingRunner
 from pytest_gputrain.session.request import CaseRunner
 from pytest_gputrain.session.runner import Runner
@@ -42,7 +42,6 @@ from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils.errors import BadCase
-from pytest_gputrain.utils.files import prepare
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.signals import undisturbed
 from pytest_gputrain.utils.suggest import did_you_mean
@@ -73,9 +72,13 @@ class CaseSession:
             if is_controller and not config.option.collectonly:
                 if settings.baseline_update != "no":
                     BaselineStore(settings.baseline_dir).check_writable()
-                _prepare_outputs(settings)
+                prepare_outputs(settings)
             if settings.html is not None and is_controller:
                 _check_installed()
+            if settings.baseline_prune and getattr(config.option, "dist", "no") != "no":
+                raise ValueError(
+                    "--gpu-baseline-prune and -n contradict each other: it has to see every test in one process"
+                )
             resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
             self.forecast = _forecast(config, settings)
             self.executor: Executor[Any]
@@ -97,8 +100,10 @@ class CaseSession:
         self._failures: list[Failure] = []
         self._explanations: list[str] | None = None
         """The sentences that explain the tables, once all results are there."""
-        self._skipped = False
-        """Whether any test with cases was skipped."""
+        self._tests = CaseTests()
+        self._files = WholeFiles()
+        if self.collector is not None:
+            config.pluginmanager.register(self._files, "gputrain-files")
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
     def gputrain(self, item: pytest.Item, overridden: Mapping[str, Any]) -> GpuTrain:
@@ -198,8 +203,10 @@ class CaseSession:
             for result in item.stash.get(RESULTS, []):
                 self.collector.add(result, passed=False)
 
-    def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Put what a test has measured into its report."""
+    def attach(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        """Put what a test has measured, and why it was skipped, into its report."""
+        if report.skipped and has_cases(item):
+            report.gputrain_skip = outcome_of_skip(item, call.excinfo.value if call.excinfo else None)  # type: ignore[attr-defined]
         if report.failed:
             self.runner.forget(item.nodeid)
         results = item.stash.get(RESULTS, [])
@@ -215,8 +222,7 @@ class CaseSession:
         if self.collector is None:
             return
         if hasattr(report, "gputrain"):
-            # In its call: a mark that skips, or expects a failure, is somebody's decision.
-            self._skipped |= report.when == "call" and report.skipped and not hasattr(report, "wasxfail")
+            self._tests.note(report)
         results = self._measured[report.nodeid]
         results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
         if results:
@@ -228,7 +234,10 @@ class CaseSession:
         if report.when == "teardown":
             with undisturbed():
                 for result in self._measured.pop(report.nodeid):
-                    self.collector.add(result, passed=report.nodeid not in self._failed)
+                    passed = report.nodeid not in self._failed
+                    self.collector.add(result, passed=passed)
+                    if passed:
+                        self._tests.note_passed(result)
 
     def close(self, session: pytest.Session, exitstatus: int, notes: Sequence[str], *, interrupted: bool) -> None:
         """Save what the run has measured, and fail it where something is wrong with that. Called on the controller only.
@@ -241,15 +250,22 @@ class CaseSession:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
                 collector.add(result, passed=False)
-        if self.runner.settings.predict and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
-            collector.notes.append("nothing was predicted: every case was skipped; -rs tells why")
-            collector.failed |= is_strict(self.runner.settings)
+        if exitstatus == pytest.ExitCode.OK:
+            absence.note_missing(collector, self._tests, expression_of(self.config))
+        left = absence.note_unclaimed(collector, self._files)
         collector.notes += notes
         # What somebody chose by pytest.exit stays.
         cut_short = interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        collector.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
+        ran = bool(self._tests.outcomes or collector.results)
+        collector.close(
+            int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus),
+            ran=ran,
+            is_listing=self.config.option.collectonly,
+            skipped=self._tests.number_skipped,
+            unclaimed=left,
+        )
         late_reports.join_benchmarks(self.config, collector.results)
-        if collector.results or self._failures:
+        if ran or self._failures:
             self._summarise(collector)
         if collector.failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -321,17 +337,6 @@ def _check_installed() -> None:
 
     if lacking := page.missing():
         raise ValueError(f"--gpu-html: {lacking}")
-
-
-def _prepare_outputs(settings: Settings) -> None:
-    """Raises:
-    ValueError: a file that the run is to write cannot be written.
-    """
-    for name, path in settings.outputs.items():
-        try:
-            prepare(path)
-        except OSError as error:
-            raise ValueError(f"--gpu-{name}: {path} cannot be written ({error.strerror}); give another file") from None
 
 
 def _platforms(config: pytest.Config, settings: Settings) -> list[str]:

@@ -193,7 +193,7 @@ class GpuTrainPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if self.cases_so_far or has_cases(item):
-            self.cases.attach(item, report)
+            self.cases.attach(item, call, report)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

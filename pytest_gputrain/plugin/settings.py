@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.records.settings import OUTPUTS, Settings
+from pytest_gputrain.utils.files import prepare
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
@@ -56,8 +57,10 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         baseline = str(path.absolute())
     _refuse_contradictions(values)
     _refuse_outputs(values)
+    _refuse_to_prune(values)
     return Settings(
         baseline_update=update,
+        baseline_prune=bool(values["baseline-prune"]),
         baseline_dir=values["baseline-dir"].absolute(),
         baseline_dir_named=bool(options.get("baseline-dir") or ini.get("baseline-dir")),
         baseline=baseline,
@@ -115,6 +118,31 @@ def _refuse_outputs(values: Mapping[str, Any]) -> None:
             )
         if path.suffix == ".py":  # after --gpu-json without a value
             raise ValueError(f"--gpu-{name}: {path} is code, which it would replace; write the option as --gpu-{name}=FILE")
+
+
+def _refuse_to_prune(values: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: baselines are to be removed that no test asks for, and tests are to ask for other cases than their own.
+    """
+    against = {
+        "--gpu-set": values["set"],
+        "--gpu-find-batch": values["find-batch"],
+        "--gpu-loss": values["loss"],
+        f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
+    }
+    for other in (flag for flag, asked in against.items() if asked and values["baseline-prune"]):
+        raise ValueError(f"--gpu-baseline-prune and {other} contradict each other: tests ask for other cases then")
+
+
+def prepare_outputs(settings: Settings) -> None:
+    """Raises:
+    ValueError: a file that the run is to write cannot be written; its folder has been made otherwise.
+    """
+    for name, path in settings.outputs.items():
+        try:
+            prepare(path)
+        except OSError as error:
+            raise ValueError(f"--gpu-{name}: {path} cannot be written ({error.strerror}); give another file") from None
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:

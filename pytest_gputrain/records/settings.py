@@ -20,6 +20,8 @@ class Settings:
     """What the command line, the ini file and the defaults add up to."""
 
     baseline_update: Literal["no", "new-only", "all"]
+    baseline_prune: bool
+    """Whether baselines that no test asks for are removed."""
     baseline_dir: Path
     baseline_dir_named: bool
     """Whether the command line or the ini file names it."""

@@ -158,6 +158,25 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         self._files[device, suite] = merged
         return path
 
+    def remove(self, device: str, suite: str, keys: Iterable[str]) -> Path:
+        """Take records out of their file, which goes with the last of them, and return the file.
+
+        Raises:
+            BaselineError: as of `update`.
+        """
+        path = self.path(device, suite)
+        try:
+            with locked(path):
+                kept = {key: record for key, record in self._load(path, device).items() if key not in set(keys)}
+                if kept:
+                    write_atomically(path, self._encode(device, suite, kept))
+                else:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise BaselineError(f"cannot be written: {error.strerror or error}", path=path) from error
+        self._files[device, suite] = kept
+        return path
+
     def rewritten(self, device: str, suite: str) -> bytes:
         """A file as `update` would write it again.
 

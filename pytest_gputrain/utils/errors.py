@@ -11,3 +11,7 @@ class BadCase(OneLineError):
 
 class CannotRun(Exception):
     """The case must not run here; the reason to skip."""
+
+
+class OtherPlatform(CannotRun):
+    """The case is for machines of another platform."""

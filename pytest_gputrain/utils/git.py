@@ -22,6 +22,9 @@ _BRANCHES: Final = (
 )
 """Of GitHub, GitLab, Buildkite and Jenkins, which check a commit out without its branch; a pull request's own first."""
 
+_PULL_REQUESTS: Final = ("CI_MERGE_REQUEST_IID", "BUILDKITE_PULL_REQUEST", "CHANGE_ID")
+"""Of GitLab, Buildkite and Jenkins."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
@@ -60,6 +63,13 @@ class RunInfo:
 def in_ci() -> bool:
     """Whether this is a run of continuous integration, which sets ``CI``."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
+
+
+def in_pull_request() -> bool:
+    """Whether this is a job for a pull request, or a merge request, of GitHub, GitLab, Buildkite or Jenkins."""
+    if os.environ.get("GITHUB_EVENT_NAME", "").startswith("pull_request"):
+        return True
+    return any(os.environ.get(name, "") not in ("", "false") for name in _PULL_REQUESTS)
 
 
 def _branch_of_ci() -> str:
