@@ -60,6 +60,31 @@ class RunInfo:
         )
 
 
+def archive(folder: Path, reference: str) -> bytes:
+    """The files that a commit has in ``folder``, as a tar archive; empty for none.
+
+    Raises:
+        ValueError: there is no such commit, or no repository.
+    """
+    commit = _git(folder, "rev-parse", "--verify", "--end-of-options", f"{reference}^{{commit}}")
+    if not commit:
+        raise ValueError(f"{reference!r} is no commit of the repository that {folder} lies in; fetch it, or give another")
+    if not _git(folder, "ls-tree", "--name-only", commit):
+        return b""
+    files = _output(folder, "archive", "--format=tar", commit)
+    if files is None:
+        raise ValueError(f"git archive does not give the files that {reference} has in {folder}")
+    return files
+
+
+def files_of_repository(folder: Path) -> list[Path]:
+    """The files of the repository that ``folder`` lies in, without those that it ignores; none outside of one."""
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    listed = _output(Path(top), "ls-files", "-z", "--cached", "--others", "--exclude-standard") if top else None
+    paths = (Path(top, os.fsdecode(name)) for name in (listed or b"").split(b"\0") if name)
+    return [path for path in paths if path.exists()]
+
+
 def in_ci() -> bool:
     """Whether this is a run of continuous integration, which sets ``CI``."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")

@@ -96,8 +96,10 @@ def test_an_option_that_skips_every_case_is_told(suite: Project, strict: tuple[s
 
 def test_a_mark_that_a_conftest_adds_for_an_option_is_nobody_s_decision(suite: Project) -> None:
     conftest = suite.path / "conftest.py"
-    added = "\n\ndef pytest_collection_modifyitems(items):\n    for item in items:\n        item.add_marker(pytest.mark.skip('slow'))\n"
-    conftest.write_text(conftest.read_text() + added)
+    added = (
+        "def pytest_collection_modifyitems(items):\n    for it in items:\n        it.add_marker(pytest.mark.skip('slow'))"
+    )
+    conftest.write_text(f"{conftest.read_text()}\n\n{added}\n")
     result = suite.run("--gpu-strict")
     result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (slow)"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
