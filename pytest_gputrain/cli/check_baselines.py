@@ -22,7 +22,7 @@ from pytest_gputrain.storage import predictions, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils import console, markdown
-from pytest_gputrain.utils.files import conflicts
+from pytest_gputrain.utils.files import conflicts, read_whole
 from pytest_gputrain.utils.git import files_of_repository, in_ci
 from pytest_gputrain.utils.sanitize import shown
 
@@ -155,7 +155,7 @@ _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 def _damage(path: Path) -> list[Problem]:
     """Return problems that make the others meaningless: markers of a merge, and names that stand twice in one object."""
-    data = path.read_bytes()
+    data = read_whole(path)
     text = data.decode(errors="replace")
     if markers := conflicts(data):
         return [Problem(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]

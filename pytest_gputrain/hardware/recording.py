@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pytest_gputrain.hardware import amd
+from pytest_gputrain.utils.files import read_whole
 
 ERRORS: Final = {"pynvml": "NVMLError", "amdsmi": "AmdSmiException"}
 """Base of each library's exceptions."""
@@ -177,7 +178,7 @@ def replayed(path: Path) -> Iterator[None]:
         OSError: it cannot be read.
     """
     try:
-        recordings = json.loads(path.read_bytes())
+        recordings = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     try:

@@ -120,6 +120,7 @@ class GpuTrainPlugin:
         self.deselected = DeselectedTests(expression_of(config))
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
+        self._is_ending = False
         self._interrupted = False
 
     @functools.cached_property
@@ -209,12 +210,20 @@ class GpuTrainPlugin:
             self._is_terminable = True
             self.ending.enter_context(terminable())
 
+    def _end_undisturbed(self) -> None:
+        """Drop all signals from now on until the end of the run: a second one must not cut off what the first one began."""
+        if self._is_terminable and not self._is_ending:
+            self._is_ending = True
+            self.ending.enter_context(undisturbed(to_the_end=True))
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self) -> None:
         self._interrupted = True  # pytest notes it later, and not at all if a second one comes meanwhile
+        self._end_undisturbed()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-benchmark saves, which is a wrapper, too
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
+        self._end_undisturbed()
         if on_controller(self.config):
             with undisturbed(to_the_end=True):
                 notes = self.deselected.notes()

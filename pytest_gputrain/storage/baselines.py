@@ -26,7 +26,7 @@ from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils import json_text
-from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, sweep, within, write_atomically
+from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, read_whole, sweep, within, write_atomically
 from pytest_gputrain.utils.sanitize import OneLineError
 
 _RESTORE: Final = "restore it from git, or delete it and record again"
@@ -328,7 +328,7 @@ def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *,
     """
     refusal = partial(BaselineError, path=path)
     try:
-        data = path.read_bytes()
+        data = read_whole(path)
     except OSError as error:
         raise refusal(f"cannot be read: {error.strerror}") from error
     if markers := conflicts(data):
