@@ -146,7 +146,7 @@ def test_what_a_baseline_lacks_is_told_as_not_compared(gated: Project) -> None:
         del run["flops_per_step"]
     file.write_text(json.dumps(document))
     result = gated.run()
-    result.stdout.fnmatch_lines(["1 case with FLOPs not compared: the baseline has none; record it again"])
+    result.stdout.fnmatch_lines(["1 case with FLOPs not compared: its baseline has no FLOPs; record it again"])
     assert last_line(result) == "not compared: FLOPs of 1 case"
 
 
