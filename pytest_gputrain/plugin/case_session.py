@@ -320,7 +320,11 @@ def _settings(config: pytest.Config) -> Settings:
         {option.name: str(config.getini(option.ini)) for option in OPTIONS},
         config.rootpath if config.inipath is None else config.inipath.parent,
     )
-    named_platforms = [] if settings.platform is None else [("--gpu-platform", settings.platform)]
+    named_platforms = (
+        []
+        if settings.platform is None
+        else [("--gpu-platform" if "platform" in settings.typed else "gpu_platform", settings.platform)]
+    )
     named_platforms += [("gpu_fleet_args", platform) for platform, _ in settings.fleet_args if platform]
     for option, platform in named_platforms:
         if platform not in MARKERS:

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -158,6 +159,22 @@ def test_no_subcommand_reads_a_device_to_its_end(
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "/dev/zero" in sentence or words[0] == "table"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_may_not_write_is_told() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "history.jsonl").touch(mode=0o644)
+        os.seteuid(65_534)
+        try:
+            for path in (folder / "report.json", folder / "deep" / "report.json", folder / "history.jsonl"):
+                with pytest.raises(PermissionError):
+                    prepare(path)
+        finally:
+            os.seteuid(0)
 
 
 def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path: Path, fifo: Path) -> None:
