@@ -11,6 +11,7 @@ import ast
 import json
 import re
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
@@ -141,6 +142,19 @@ def check_gputrain(command: Command, command_project: CommandProject) -> None:
         command_project.add_reports(*(word for word in words if word.endswith((".json", ".jsonl")) and word not in outputs))
         if options.command == "check-baselines":
             shutil.copytree(ROOT / "baselines", command_project.path / options.folder)
+            if options.since is not None:
+                commit = [
+                    "-c",
+                    "user.name=me",
+                    "-c",
+                    "user.email=me@example.invalid",
+                    "commit",
+                    "--allow-empty",
+                    "-qm",
+                    "one",
+                ]
+                for words_of_git in (["init", "-qb", "main"], commit, commit):
+                    subprocess.run(["git", "-C", str(command_project.path), *words_of_git], check=True)
         assert main.main(words) == 0
 
 
