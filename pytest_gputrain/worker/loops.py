@@ -14,7 +14,10 @@ from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed, ended
 from pytest_gputrain.worker.loop import Steps
 
-FRAMEWORKS: Final = {"transformers.trainer.Trainer": "transformers"}
+FRAMEWORKS: Final = {
+    "transformers.trainer.Trainer": "transformers",
+    "pytest_gputrain.adapters.LightningFit": "lightning",
+}
 """Trainers by the full names of their classes, whose subclasses count too, and the module of `frameworks` that runs them."""
 
 Note = Callable[[Any], None]

@@ -123,10 +123,10 @@ class Measuring:
             return report(step, seconds)
 
         self._progress.enter("warmup")
-        warmup = yield from timed(schedule(case.warmup, case.gradient_accumulation), device, report, meet)
+        warmup = yield from timed(schedule(self._whole(case.warmup), case.gradient_accumulation), device, report, meet)
         group.barrier()
         self._progress.enter("measure")
-        updates = schedule(_steps_to_time(task, training, group), case.gradient_accumulation)
+        updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
         measured = yield from timed(updates, device, end_step, begin_step)
 
         peaks, host = device.peaks(), peak_host_bytes()
@@ -175,6 +175,12 @@ class Measuring:
             recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
             notes=checked.notes,
         )
+
+    def _whole(self, steps: int) -> int:
+        """Return the steps of whole rounds of the accumulation: own code updates when it will, and not in the last step."""
+        if self._own is None or self._task.curve:
+            return steps
+        return -(-steps // self._case.gradient_accumulation) * self._case.gradient_accumulation
 
     def _count(self, training: Trainable, counter: AllocationCounter) -> Steps:
         """Have steps run for the tensors that live in them."""

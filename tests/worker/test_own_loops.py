@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_examples import run
 
-from pytest_gputrain import Case
+from pytest_gputrain import Case, adapters
 from pytest_gputrain.records import Crashed, Measurement
 
 MINE = Case(model="mine", method="custom", precision="fp32", batch_size=4, steps=3, warmup=1)
@@ -185,10 +185,10 @@ def test_a_deeper_model_in_a_trainer_needs_more(llama, tmp_path):
 
 
 def test_a_trainer_that_accumulates_takes_micro_batches(llama, tmp_path):
-    accumulating = MINE.replace(gradient_accumulation=4, steps=8, warmup=4)
+    accumulating = MINE.replace(gradient_accumulation=4, steps=6, warmup=3)
     reply = run(accumulating, builder=lambda setup: llama(tmp_path, gradient_accumulation_steps=4))
     assert isinstance(reply, Measurement), reply.sentence
-    assert len(reply.step_seconds) == 8
+    assert (len(reply.warmup_seconds), len(reply.step_seconds)) == (4, 8), "whole updates"
 
 
 @pytest.mark.parametrize("knob", ["gradient_accumulation", "batch_size"])
@@ -211,3 +211,62 @@ def test_a_trainer_that_stops_by_itself_is_told(llama, tmp_path):
         return trainer
 
     assert "the loop of mine ended after 4 steps" in run(MINE, builder=stopping).sentence
+
+
+@pytest.fixture
+def autoencoder():
+    """Makes what Lightning trains, as a user's script does."""
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Autoencoder(lightning.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+
+        def training_step(self, batch, index):
+            (samples,) = batch
+            loss = (self.layers(samples) - samples).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    def make(folder, *, width=64, **arguments):
+        torch.manual_seed(0)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 32)), batch_size=4)
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **arguments)
+        return adapters.lightning(trainer, Autoencoder(width), loader)
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of its own defaults
+def test_lightning_is_measured_past_its_own_end(autoencoder, tmp_path):
+    reply = run(MINE, builder=lambda setup: autoencoder(tmp_path / "out"))
+    assert isinstance(reply, Measurement), reply.sentence
+    assert (len(reply.step_seconds), len(reply.losses)) == (3, 3)
+    assert reply.parameters == 32 * 64 + 64 + 64 * 32 + 32
+    assert reply.flops_per_step == function_flops()
+    assert not (tmp_path / "out").exists(), "no checkpoints and logs are written"
+
+
+def function_flops():
+    return run(MINE, builder=small_training).flops_per_step
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wider_model_in_lightning_needs_more(autoencoder, tmp_path):
+    narrow, wide = (
+        run(MINE, builder=lambda setup, width=width: autoencoder(tmp_path, width=width)).peak_allocated_bytes
+        for width in (64, 128)
+    )
+    assert wide > 1.5 * narrow
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_that_accumulates_takes_micro_batches(autoencoder, tmp_path):
+    builder = lambda setup: autoencoder(tmp_path, accumulate_grad_batches=2)  # noqa: E731
+    assert len(run(MINE.replace(gradient_accumulation=2, steps=4), builder=builder).step_seconds) == 4
+    assert run(MINE, builder=builder).sentence.endswith("give check() gradient_accumulation=2")
+    assert run(MINE.replace(batch_size=2), builder=lambda setup: autoencoder(tmp_path)).sentence.endswith("batch_size=4")
