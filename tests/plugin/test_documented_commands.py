@@ -8,6 +8,7 @@ would read it: test_ab.py, tests/worker/test_several_nodes.py and test_benchmark
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import shutil
@@ -229,7 +230,8 @@ PROGRAMS: Final = {f"{page}-{number}": text for page in PAGES for number, text i
 ZOO: Final = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
 CONVERGENCE: Final = "docs/convergence.md-0"
 """Trains a checkpoint and samples of the reader's own."""
-OWN: Final = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE)]
+LOOPS: Final = "docs/own-loops.md"
+OWN: Final = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -247,6 +249,15 @@ def test_programs_of_own_code_train(project: Project) -> None:
     assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating"}
     tests = sum(PROGRAMS[name].count("\ndef test_") for name in OWN)
     project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
+
+
+@pytest.mark.slow
+def test_programs_that_own_their_loop_train(project: Project) -> None:
+    programs = {name: text for name, text in PROGRAMS.items() if name.startswith(LOOPS)}
+    if importlib.util.find_spec("lightning") is None:
+        programs = {name: text for name, text in programs.items() if "import lightning" not in text}
+    project.write(**{f"test_program_{number}": text for number, text in enumerate(programs.values())})
+    project.spawn("--gpu-platform=cpu").assert_outcomes(passed=len(programs))
 
 
 A_SMALL_FLUX: Final = """
