@@ -30,12 +30,14 @@ def line(results: Sequence[Result], *, skipped: int = 0, unclaimed: int = 0) -> 
         verdict = result.verdict
         if verdict is None:
             continue
-        if verdict.status in _STATUSES and not verdict.by_prediction:
+        is_held = verdict.status == "new" and verdict.held_to is not None
+        if verdict.status in _STATUSES and not is_held:
             cases[_STATUSES[verdict.status]] += 1
             continue
         missing = {metric.metric for metric in verdict.metrics if metric.status == "not-comparable"}
         missing |= {limit.metric for limit in verdict.limits if limit.status == "not-judged"}
-        metrics.update(METRIC_NAMES[metric] for metric in missing)
+        missing |= {"step_seconds"} if is_held else set()  # which no prediction and no row of another machine limits
+        metrics.update(METRIC_NAMES[metric] for metric in sorted(missing))
     parts = [f"{count(number, 'case')} {what}" for what, number in cases.items()]
     parts += [f"{name} of {count(number, 'case')}" for name, number in metrics.items()]
     parts += [f"{count(skipped, 'test')} skipped"] if skipped else []
