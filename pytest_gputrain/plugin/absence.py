@@ -26,15 +26,16 @@ from pytest_gputrain.utils.git import in_pull_request
 _MOST_SHOWN: Final = 3
 
 
-def note_missing(collector: Collector, tests: CaseTests, expression: str) -> None:
-    """Note in a run that is green so far what it is not green for; where strict, it fails.
+def note_missing(collector: Collector, tests: CaseTests, expression: str, *, ended: bool) -> None:
+    """Note what a run is not green for; where strict, it fails.
 
     Args:
         expression: of ``-m``.
+        ended: whether it came to its end, so that no test is missing for another reason.
     """
     settings, results, notes = collector.settings, collector.results, collector.notes
     strict = is_strict(settings)
-    if tests.are_all_missed and not results:
+    if ended and tests.are_all_missed and not results:
         verb = "predicted" if settings.predict else "measured"
         notes.append(f"nothing was {verb}: every case was skipped ({tests.why_missed()})")
         is_asked_for = settings.predict or bool(platforms_named(expression))
@@ -135,4 +136,6 @@ def _described(found: Sequence[_Unclaimed]) -> str:
 
 def _asks_for_every_case(settings: Settings) -> bool:
     """Whether the tests of this run ask for the cases that they have baselines for, rather than for others of their own."""
-    return not settings.sweep and not settings.find_batch and settings.loss_steps is None and settings.baseline == "measured"
+    if settings.sweep or settings.find_batch or settings.loss_steps is not None or settings.baseline != "measured":
+        return False
+    return settings.steps is None and settings.warmup is None  # which a case may have in its id

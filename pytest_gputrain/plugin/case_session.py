@@ -251,8 +251,8 @@ class CaseSession:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
                 collector.add(result, passed=False)
-        if exitstatus == pytest.ExitCode.OK:
-            absence.note_missing(collector, self._tests, expression_of(self.config))
+        ended = not interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        absence.note_missing(collector, self._tests, expression_of(self.config), ended=ended)
         left = absence.note_unclaimed(collector, self._files)
         collector.notes += notes
         # What somebody chose by pytest.exit stays.

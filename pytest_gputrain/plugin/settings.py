@@ -128,6 +128,8 @@ def _refuse_to_prune(values: Mapping[str, Any]) -> None:
         "--gpu-set": values["set"],
         "--gpu-find-batch": values["find-batch"],
         "--gpu-loss": values["loss"],
+        "--gpu-steps": values["steps"] is not None,
+        "--gpu-warmup": values["warmup"] is not None,
         f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
     }
     for other in (flag for flag, asked in against.items() if asked and values["baseline-prune"]):

@@ -242,7 +242,15 @@ def test_baselines_of_the_other_scale_and_of_other_devices_stay(gated: Project) 
 
 
 @pytest.mark.parametrize(
-    "against", ["--gpu-set=batch_size=1,2", "--gpu-find-batch", "--gpu-loss=20", "--gpu-baseline=published"]
+    "against",
+    [
+        "--gpu-set=batch_size=1,2",
+        "--gpu-find-batch",
+        "--gpu-loss=20",
+        "--gpu-steps=3",
+        "--gpu-warmup=0",
+        "--gpu-baseline=published",
+    ],
 )
 def test_pruning_needs_the_cases_of_the_tests(suite: Project, against: str) -> None:
     assert_refused(suite, "--gpu-baseline-prune and --gpu-* contradict each other: *", "--gpu-baseline-prune", against)
