@@ -23,6 +23,9 @@ class Loosened(NamedTuple):
     """What is not compared any more, or of another kind."""
 
 
+_Stored = Baseline | Prediction
+
+
 class _Figure(NamedTuple):
     name: str
     value: float | None
@@ -37,42 +40,52 @@ def loosened(before: Baseline | Recorded, after: Baseline | Recorded | None) -> 
     """
     if after is None:
         return Loosened((), ("removed",))
-    raised, lost = [], []
+    raised: dict[str, None] = {}
+    lost: dict[str, None] = {}
     if changed := differences(before.case, after.case):
-        lost.append(f"another case: {changed}")
-    kind, kind_before = _kind(after), _kind(before)
-    if kind != kind_before:
-        lost.append(f"{kind_before} -> {kind}")
-        return Loosened((), tuple(lost))
-    now = {figure.name: figure.value for figure in _figures(after)}
-    for name, value, show in _figures(before):
-        if not value:
+        lost[f"another case: {changed}"] = None
+    for old, new in _pairs(before, after):
+        kind, kind_before = _kind(new), _kind(old)
+        if kind != kind_before:
+            lost[f"{kind_before} -> {kind}"] = None
             continue
-        if not now.get(name):
-            lost.append(f"without {name}, which was {show(value)}")
-        elif (ratio := (now[name] or 0) / value - 1) > 0:
-            raised.append(f"{name} {show(value)} -> {show(now[name] or 0)} ({format_percent(ratio)})")
+        now = {figure.name: figure.value for figure in _figures(new)}
+        for name, value, show in _figures(old):
+            value_now = now.get(name)
+            if value and not value_now:
+                lost[f"without {name}, which was {show(value)}"] = None
+            elif value and value_now and value_now > value:
+                raised[f"{name} {show(value)} -> {show(value_now)} ({format_percent(value_now / value - 1)})"] = None
     runs, runs_before = _runs(after), _runs(before)
     if runs < runs_before:
-        lost.append(f"{count(runs_before, 'run')} -> {runs}")
+        lost[f"{count(runs_before, 'run')} -> {runs}"] = None
     return Loosened(tuple(raised), tuple(lost))
 
 
-def _kind(record: Baseline | Recorded) -> str:
-    if isinstance(record, Recorded):
-        fits = record.predictions[-1].fits
-        return "predicted not to fit" if fits is False else "predicted to fit"
-    return "figures" if any(run.outcome == "measured" for run in record.runs) else "out of memory"
+def _pairs(before: Baseline | Recorded, after: Baseline | Recorded) -> Iterator[tuple[_Stored, _Stored]]:
+    """Yield what a run would be compared with before and now: of predictions each, under its own conditions."""
+    if isinstance(before, Recorded) and isinstance(after, Recorded):
+        yield from ((old, after.like(old) or after.predictions[-1]) for old in before.predictions)
+    elif isinstance(before, Baseline) and isinstance(after, Baseline):
+        yield before, after
+
+
+def _kind(stored: _Stored) -> str:
+    if isinstance(stored, Prediction):
+        return "predicted not to fit" if stored.fits is False else "predicted to fit"
+    environment = stored.runs[-1].environment
+    outcome = "figures" if any(run.outcome == "measured" for run in stored.runs) else "out of memory"
+    return f"{outcome} of {environment.device_count} x {environment.device_type}"
 
 
 def _runs(record: Baseline | Recorded) -> int:
     return len(record.runs) if isinstance(record, Baseline) else 0
 
 
-def _figures(record: Baseline | Recorded) -> Iterator[_Figure]:
+def _figures(record: _Stored) -> Iterator[_Figure]:
     """Yield what a run is compared with."""
-    if isinstance(record, Recorded):
-        yield from _predicted(record.predictions[-1])
+    if isinstance(record, Prediction):
+        yield from _predicted(record)
         return
     runs = [run for run in record.runs if run.outcome == "measured"]
     if not runs:
@@ -83,7 +96,9 @@ def _figures(record: Baseline | Recorded) -> Iterator[_Figure]:
         yield _Figure(f"peak of {phase}", max(run.phase_peak_bytes.get(phase, 0) for run in runs), format_bytes)
     yield _Figure("FLOPs", runs[-1].flops_per_step, format_flops)
     if record.device != CPU:
-        yield _Figure("step time", statistics.median(statistics.median(run.step_seconds) for run in runs), format_seconds)
+        medians = [statistics.median(run.step_seconds) for run in runs]
+        yield _Figure("step time", statistics.median(medians), format_seconds)
+        yield _Figure("step time of the slowest run", max(medians), format_seconds)
         alone = [run.one_worker_seconds for run in runs if run.one_worker_seconds is not None]
         yield _Figure("time of one worker", max(alone, default=None), format_seconds)
 

@@ -18,6 +18,7 @@ from unit_examples import CASE, baseline, baseline_run, cpu_environment, predict
 
 from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.cli.main import main
+from pytest_gputrain.gate.baseline_changes import loosened
 from pytest_gputrain.records import FORMAT, Baseline, Case
 from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.predictions import PredictionStore
@@ -293,7 +294,7 @@ def run_out(document: dict[str, Any]) -> None:
         (lose_flops, r"without FLOPs, which was \S+ \wFLOP", 1),
         (raise_peak, r"peak memory \S+ GiB -> \S+ GiB \(\+5\.0 %\)", 0),
         (forget_run, r"2 runs -> 1", 1),
-        (run_out, r"figures -> out of memory", 1),
+        (run_out, r"figures of (.+) -> out of memory of \1", 1),
         (lambda document: document["cases"].pop(str(CASE)), "removed", 1),
     ],
     ids=["FLOPs", "peak", "runs", "kind", "removed"],
@@ -356,3 +357,15 @@ def test_a_suite_whose_test_file_is_gone_is_named(repository: Path, capsys: pyte
         f"{repository}/cpu/vision.json:1: no test asks for these any more: there is no test_vision.py; delete the file, or "
         "restore the test"
     ]
+
+
+def test_every_prediction_is_compared_under_its_own_conditions() -> None:
+    """A run looks for that of its own versions, which need not be the last."""
+    later = prediction(packages={"torch": "99"})
+    before, raised = recorded(prediction(), later), prediction(peak_allocated_bytes=prediction().peak_allocated_bytes * 2)
+    what = loosened(before, recorded(raised, later))
+    assert (len(what.raised), what.lost) == (1, ())
+    assert what.raised[0].startswith("peak memory ")
+    assert what.raised[0].endswith("(+100.0 %)")
+    assert loosened(before, recorded(prediction(fits=False), later)).lost == ("predicted to fit -> predicted not to fit",)
+    assert loosened(before, before) == ((), ())
