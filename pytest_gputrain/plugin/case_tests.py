@@ -109,10 +109,14 @@ class WholeFiles:
 
     def __init__(self) -> None:
         self._tests: defaultdict[Path, set[str]] = defaultdict(set)
+        self._collected: defaultdict[Path, set[str]] = defaultdict(set)
         self._partial: dict[Path, str] = {}
         """Why not every test of a file was seen."""
         self._ended: dict[str, str] = {}
         """How tests ended, by id."""
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        self._collected[item.path].add(item.nodeid)
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         for item in items:
@@ -124,6 +128,9 @@ class WholeFiles:
             self._tests[item.path].add(item.nodeid)
             if chosen:
                 self._partial.setdefault(item.path, "only some of its tests were chosen")
+        for path, collected in self._collected.items():
+            if collected - self._tests.get(path, set()):  # a conftest need not tell what it takes out
+                self._partial.setdefault(path, "tests of it were left out")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         before = self._ended.get(report.nodeid, "passed")

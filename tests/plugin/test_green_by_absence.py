@@ -209,6 +209,15 @@ def test_nothing_is_removed_of_a_test_that_was_skipped(gated: Project, body: str
     assert len(gated.baselines("tuning", H100_FOLDER)) == 3
 
 
+def test_nothing_is_removed_of_a_file_of_which_a_conftest_left_out_tests(gated: Project) -> None:
+    conftest = gated.path / "conftest.py"
+    conftest.write_text(f"{conftest.read_text()}\n\ndef pytest_collection_modifyitems(items):\n    del items[0]\n")
+    result = gated.run("--gpu-baseline-prune")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["not pruned, *: test_tuning.py: tests of it were left out"])
+    assert len(gated.baselines("tuning", H100_FOLDER)) == 3
+
+
 def test_a_case_of_another_platform_keeps_nobody_from_pruning(gated: Project) -> None:
     """It cannot have a baseline of this device that anybody compares with."""
     gated.write(
