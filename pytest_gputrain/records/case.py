@@ -44,7 +44,14 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     batch_size: Whole = 1
     """Samples per process in one step (one micro-batch)."""
     sequence_length: Whole = 0
-    """Tokens per sample, all of them real (no padding); for a vision-language model those of its images included."""
+    """Tokens of a sample, of the longest where `lengths` differ; for a vision-language model those of its images included."""
+    lengths: str = "fixed"
+    """Of the samples of a batch: ``fixed``; ``padded`` from an eighth of ``sequence_length`` to all of it, evenly spaced, the
+    rest of each row masked; ``packed``: rows filled by samples of such lengths, which do not attend to each other."""
+    ids: str = "uniform"
+    """How ids of words and categories are drawn: ``uniform``, or ``zipf``, of which few are frequent and most are rare."""
+    loader_workers: Whole = 0
+    """Processes of a DataLoader that draw the batch anew for every step; 0 for one batch that stays on the device."""
     resolution: str = ""
     """``WIDTHxHEIGHT`` of images and videos in pixels."""
     frames: Whole = 0
@@ -116,6 +123,10 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         """Width and height of the resolution in pixels."""
         width, height = map(int, self.resolution.split("x"))
         return width, height
+
+    def loaders(self, *, beside_gpu: bool) -> int:
+        """How many processes load batches for each one that trains; beside a CPU they share its cores, and are two at most."""
+        return self.loader_workers if beside_gpu else min(self.loader_workers, 2)
 
     def identity(self) -> dict[str, Any]:
         """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""

@@ -136,7 +136,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     batch_size: Whole
     """Samples in one step, over all processes."""
     sequence_length: Whole
-    """Tokens per sample as run (the tiny scale shrinks them); 0 where samples are not token sequences."""
+    """Tokens per sample as run (the tiny scale shrinks them), padding included; 0 where samples are not token sequences."""
+    tokens: Whole | None = None
+    """Tokens in one step over all processes, without padding; None where none is padding."""
     updates: Whole
     """Optimizer updates from the first step to the last timed one; for own code, calls of its step."""
     parameters: Whole | None
@@ -211,7 +213,12 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self.samples_per_second * self.sequence_length if self.sequence_length else None
+        return self.tokens_per_step / self.median_step_seconds if self.tokens_per_step else None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all processes that are no padding; 0 where samples are not token sequences."""
+        return self.batch_size * self.sequence_length if self.tokens is None else self.tokens
 
 
 def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | None:

@@ -173,6 +173,7 @@ def _measure(
         losses=tuple(itertools.takewhile(math.isfinite, losses)),
         batch_size=training.samples,
         sequence_length=training.sequence_length,
+        tokens=training.tokens,
         updates=training.updates,
         parameters=training.parameters,
         trainable_parameters=training.trainable_parameters,

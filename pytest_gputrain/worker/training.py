@@ -33,6 +33,7 @@ class Trainable(Protocol):
     trainable_parameters: int | None
     samples: int
     sequence_length: int
+    tokens: int | None
     idle: tuple[str, ...]
     """Regular expressions for whole names of trained parameters that get no gradient by construction."""
     remote_tensors: int
@@ -118,6 +119,7 @@ class Training:
         self._inputs = batch.inputs
         self.samples = batch.samples
         self.sequence_length = batch.sequence_length
+        self.tokens = batch.tokens
         self.idle = architecture.idle.get(scale, ())
         self.losses: list[Tensor | float] = []
 
@@ -219,6 +221,7 @@ class OwnCodeTraining:
             self.trainable_parameters = sum(count for count, trained in counts if trained)
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
+        self.tokens: int | None = None
         self.idle: tuple[str, ...] = ()
         self.remote_tensors = 0
         self.updates: int = 0

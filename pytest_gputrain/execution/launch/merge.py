@@ -33,6 +33,7 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
         device_step_seconds=tuple(map(max, zip(*(reply.device_step_seconds for reply in measured), strict=True))),
         losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
         batch_size=sum(reply.batch_size for reply in measured),
+        tokens=_total(reply.tokens for reply in measured),
         model_bytes=_largest(reply.model_bytes for reply in figures),
         peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in figures),
         phase_peak_bytes={phase: reply.phase_peak_bytes[phase] for phase, reply in highest.items()},
