@@ -44,10 +44,10 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     batch_size: Whole = 1
     """Samples per process in one step (one micro-batch)."""
     sequence_length: Whole = 0
-    """Tokens of a sample, of the longest where `lengths` differ; for a vision-language model those of its images included."""
+    """Tokens of a sample, of the longest where ``lengths`` differ; in a vision-language model with those of its image."""
     lengths: str = "fixed"
-    """Of the samples of a batch: ``fixed``; ``padded`` from an eighth of ``sequence_length`` to all of it, evenly spaced, the
-    rest of each row masked; ``packed``: rows filled by samples of such lengths, which do not attend to each other."""
+    """Of samples: ``fixed``; ``padded`` from an eighth of ``sequence_length`` to all of it, evenly spaced, the rest of each
+    row masked; ``packed``: rows that are filled by samples of such lengths, which do not attend to each other."""
     ids: str = "uniform"
     """How ids of words and categories are drawn: ``uniform``, or ``zipf``, of which few are frequent and most are rare."""
     loader_workers: Whole = 0
@@ -125,7 +125,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         return width, height
 
     def loaders(self, *, beside_gpu: bool) -> int:
-        """How many processes load batches for each one that trains; beside a CPU they share its cores, and are two at most."""
+        """How many processes load for each one that trains: on a CPU, whose cores they share with it, two at most."""
         return self.loader_workers if beside_gpu else min(self.loader_workers, 2)
 
     def identity(self) -> dict[str, Any]:
@@ -165,6 +165,11 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device to predict for on fake tensors, instead of training."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
+
+    @property
+    def cores(self) -> int:
+        """How many cores of a CPU the case would use: one for each process that trains, serves or loads."""
+        return self.processes * (1 + self.case.loaders(beside_gpu=False)) + self.servers
 
     @property
     def variables_digest(self) -> str:

@@ -77,6 +77,7 @@ MEASURED_ONLY: Final = (
     "environment",
     "free_bytes",
     "holders",
+    "input_seconds",
     "joules_per_step",
     "losses",
     "median_step_seconds",

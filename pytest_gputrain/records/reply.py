@@ -125,10 +125,13 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """
 
     step_seconds: StepSeconds
-    """Wall seconds of every timed step, synchronised with the device, in order."""
+    """Wall seconds of every timed step, synchronised with the device, in order. With ``loader_workers`` each is the mean
+    over as many steps, because batches come in bursts."""
     device_step_seconds: tuple[float, ...] = ()
     """The same steps by the GPU's clock, from the begin to the end of its main stream's work; the wall's has besides what
     other streams and the host did after that."""
+    input_seconds: float | None = None
+    """That a timed step waited for its batch, on average; None without ``loader_workers``."""
     warmup_seconds: tuple[float, ...]
     """Of the steps before; the first has what is compiled and tuned once."""
     losses: tuple[float, ...]
@@ -155,7 +158,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
     """At the peak of each phase, largest first."""
     peak_host_bytes: Whole
-    """Highest resident set of the worker process."""
+    """Highest resident set of the worker process, without the processes of a DataLoader."""
     peak_reserved_bytes: Whole | None = None
     """Highest memory held by the caching allocator (GPU)."""
     device_used_bytes: Whole | None = None

@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import re
+import statistics
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_by
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
-from pytest_gputrain.worker.loop import TimedOnDevice, schedule, timed
+from pytest_gputrain.worker.loop import TimedOnDevice, lead_in, levelled, schedule, timed, timed_steps
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
@@ -157,7 +158,7 @@ def _measure(
     gc.collect()
     gc.freeze()
     progress.enter("warmup")
-    warmup = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, report, meet)
+    warmup = _warm_up(task, training, device, report, meet)
     group.barrier()
     progress.enter("measure")
     stamped = TimedOnDevice(training.step, device)
@@ -167,8 +168,9 @@ def _measure(
     peaks, host = device.peaks(), peak_host_bytes()
     losses = tuple(float(loss) for loss in training.losses)
     figures = Measurement(
-        step_seconds=tuple(seconds),
-        device_step_seconds=stamped.seconds,
+        step_seconds=levelled(seconds, case.loader_workers),
+        device_step_seconds=levelled(stamped.seconds, case.loader_workers),
+        input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(seconds) :]) else None,
         warmup_seconds=tuple(warmup),
         losses=tuple(itertools.takewhile(math.isfinite, losses)),
         batch_size=training.samples,
@@ -211,11 +213,25 @@ def _measure(
     )
 
 
+def _warm_up(
+    task: Task, training: Trainable, device: Device, report: Callable[[int, float], bool], meet: Callable[[], None]
+) -> list[float]:
+    """The steps before the timed ones; return their seconds."""
+    case = task.case
+    seconds = timed(training.step, schedule(case.warmup, case.gradient_accumulation), device.synchronize, report, meet)
+    if not case.loader_workers or task.curve:
+        return seconds
+    # Batches that were loaded while nothing trained would hide that the loader is too slow.
+    training.drain()
+    updates = schedule(lead_in(case), case.gradient_accumulation)
+    return seconds + timed(training.step, updates, device.synchronize, report, meet)
+
+
 def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
     """How many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
     if not task.curve:
         training.losses.clear()
-        return task.case.steps
+        return timed_steps(task.case)
     # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
     finite = all(math.isfinite(float(loss)) for loss in training.losses)
     return max(1, task.case.steps - len(training.losses)) if finite or group.size > 1 else 1

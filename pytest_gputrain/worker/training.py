@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -20,7 +20,9 @@ from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
 from pytest_gputrain.worker.compiling import compile_in_place
+from pytest_gputrain.worker.device import is_gpu
 from pytest_gputrain.worker.group import ALONE, Group
+from pytest_gputrain.worker.loader import Loader
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
@@ -50,6 +52,13 @@ class Trainable(Protocol):
 
     def step(self, update: bool) -> None:
         """Train on one micro-batch; ``update`` lets the optimizer act at its end."""
+
+    def drain(self) -> None:
+        """Let go of batches that were loaded ahead of their steps."""
+
+    @property
+    def input_waits(self) -> Sequence[float]:
+        """Seconds that each step waited for its batch; none where batches are not loaded."""
 
     def leave(self) -> None:
         """No more steps will come."""
@@ -116,7 +125,10 @@ class Training:
             torch.manual_seed(seed + group.rank)
         with _default_dtype(precision.weights):
             batch = self._workload.batch(device)
+        self._loader: Loader | None = None
         self._inputs = batch.inputs
+        if case.loader_workers:
+            self._loader = self._loading(case, device, precision, seed + group.rank)
         self.samples = batch.samples
         self.sequence_length = batch.sequence_length
         self.tokens = batch.tokens
@@ -130,14 +142,36 @@ class Training:
     def step(self, update: bool) -> None:
         self.losses.append(self._engine.step(self._loss, update).clone())
 
+    def _loading(self, case: Case, device: torch.device, precision: Precision, seed: int) -> Loader:
+        """Have batches like this one loaded instead."""
+
+        def draw() -> dict[str, Tensor]:
+            torch.manual_seed(seed)
+            with _default_dtype(precision.weights):
+                return self._workload.batch(torch.device("cpu")).inputs
+
+        moved = {name for name, value in self._inputs.items() if value.device == device}
+        self._inputs = {}
+        return Loader(draw, case.loaders(beside_gpu=is_gpu(device)), device, moved)
+
+    def drain(self) -> None:
+        if self._loader:
+            self._loader.drain()
+
+    @property
+    def input_waits(self) -> Sequence[float]:
+        return self._loader.waits if self._loader else ()
+
     def _loss(self) -> Tensor:
-        loss = self._workload.loss(self._inputs)
+        loss = self._workload.loss(self._loader.next() if self._loader else self._inputs)
         if self._engine.forward_is_local:
             self._own_work_done()
         return loss
 
     def leave(self) -> None:
         self._engine.leave()
+        if self._loader:
+            self._loader.close()
 
 
 OPTIMIZERS: Final[dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]]] = {
@@ -242,6 +276,11 @@ class OwnCodeTraining:
             raise CheckFailed(
                 f"a step of {self._name} returned {type(loss).__name__}; it must return its loss as one number, or nothing"
             ) from None
+
+    def drain(self) -> None:
+        """Own code loads for itself."""
+
+    input_waits: Sequence[float] = ()
 
     def leave(self) -> None:
         """Nobody waits for it."""

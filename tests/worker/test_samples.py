@@ -1,6 +1,7 @@
 """Samples of several lengths, padded or packed, and ids of uneven frequency: what they hold, compute and cost."""
 
 import collections
+import itertools
 import math
 from unittest import mock
 
@@ -127,7 +128,7 @@ def test_packed_samples_do_not_see_each_other(model):
     total = count = 0
     for ids, row in zip(inputs["input_ids"], positions, strict=True):
         starts = [*(row == 0).nonzero().flatten().tolist(), len(row)]
-        for start, end in zip(starts, starts[1:], strict=False):
+        for start, end in itertools.pairwise(starts):
             if end - start > 1:
                 sample = ids[start:end].unsqueeze(0)
                 labels = torch.cat([sample[:, 1:], torch.tensor([[IGNORED_LABEL]])], dim=1)

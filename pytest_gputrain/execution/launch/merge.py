@@ -31,6 +31,7 @@ def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
         step_seconds=tuple(map(max, slowest)),
         warmup_seconds=tuple(map(max, slowest_warmup)),
         device_step_seconds=tuple(map(max, zip(*(reply.device_step_seconds for reply in measured), strict=True))),
+        input_seconds=max((reply.input_seconds for reply in measured if reply.input_seconds is not None), default=None),
         losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
         batch_size=sum(reply.batch_size for reply in measured),
         tokens=_total(reply.tokens for reply in measured),

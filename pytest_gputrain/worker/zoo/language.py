@@ -112,7 +112,7 @@ def next_token_labels(ids: Tensor) -> Tensor:
 
 
 def padded(labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
-    """Return what a batch of samples of these lengths has for its rows of one length: the mask, and labels without padding."""
+    """Return what a batch has whose samples are padded from these lengths: the mask, and labels that end with a sample."""
     mask = real_tokens(lengths, labels.shape[1], labels.device)
     # The last real token has none either: what follows it is padding.
     has_label = mask.roll(-1, dims=1) & mask

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 SHORTEST: Final = 8
-"""The longest sample has so many times the tokens of the shortest. An assumption, as is that lengths are spread evenly between
-them: the mean is 9/16 of the longest, and batches padded to it are padding by 7/16."""
+"""The longest sample has so many times the tokens of the shortest. This is an assumption, as is that lengths are spread
+evenly between them: the mean is 9/16 of the longest, and 7/16 of a batch that is padded to it are padding."""
 
 _STEPS: Final = 2**31
 """Random numbers are drawn as integers below it, which a prediction knows."""
@@ -30,10 +30,10 @@ def real_tokens(lengths: list[int], longest: int, device: torch.device) -> Tenso
 
 
 def packed_positions(rows: int, length: int, device: torch.device) -> Tensor:
-    """Return the position of every token within its sample, (rows, length) int64, of rows that samples fill one after another.
+    """Return the position of every token within its sample, (rows, length) int64. Samples fill a row one after the other.
 
-    Lengths are drawn evenly from an eighth of ``length`` to all of it. A sample is cut where its row ends, and the next row
-    begins with another.
+    Their lengths are drawn evenly from an eighth of ``length`` to all of it. A sample is cut where its row ends, and the
+    next row begins with another.
     """
     most = -(-length // max(1, length // SHORTEST))
     lengths = torch.randint(max(1, length // SHORTEST), length + 1, (rows, most), device=device)

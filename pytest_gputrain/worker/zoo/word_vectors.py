@@ -39,8 +39,8 @@ class WordVectorModel(Workload):
     def batch(self, device: torch.device) -> Batch:
         """``words`` (batch,), ``candidates`` (batch, 1 + negatives) with the true context first, and what is true of them.
 
-        By ``zipf`` words and contexts are as frequent as in natural language (Zipf's law, exponent 1), and negatives are drawn
-        by the frequencies' power of 0.75, as in the paper.
+        By ``zipf`` words and contexts are as frequent as in natural language (Zipf's law, exponent 1), and negatives are
+        drawn by the power of 0.75 of the frequencies, as in the paper.
 
         Raises:
             CheckFailed: the case's optimizer takes no sparse gradients.
