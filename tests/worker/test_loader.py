@@ -37,8 +37,11 @@ def slowly(draw, seconds):
     return slow
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_loader_that_is_too_slow_shows_in_the_median_step(workers):
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_loader_that_is_too_slow_shows_in_the_median_step(workers, monkeypatch):
+    """Of three steps one waits for all three batches."""
+    monkeypatch.setattr(Case, "loaders", lambda self, beside_gpu: workers)
     case = WORDS.replace(loader_workers=workers)
     quick = measured(case)
     with mock.patch.object(WordVectorModel, "batch", slowly(WordVectorModel.batch, 0.4)):
