@@ -173,8 +173,6 @@ def _bad_input(case: Case, architecture: Architecture) -> str | None:
     families = {"padded": ("language", "vision_language"), "packed": ("language",)}.get(case.lengths)
     if families and (architecture.family not in families or architecture.trained_part.library == "own"):
         return f"asks for lengths={case.lengths!r}, which {case.model} does not have; leave it out"
-    if case.lengths == "padded" and case.batch_size == 1:
-        return "asks for lengths='padded', but a batch of one sample has nothing to pad; set batch_size=2 or more"
     if case.ids != "uniform" and architecture.family not in ("word_vectors", "click_through"):
         return f"asks for ids={case.ids!r}, which {case.model} does not have; leave it out"
     return None

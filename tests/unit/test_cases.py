@@ -191,7 +191,6 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CASE.replace(lengths="ragged"), "the unknown lengths 'ragged'"),
         (CASE.replace(ids="skewed"), "the unknown ids 'skewed'"),
         (CASE.replace(loader_workers=-1), "loader_workers=-1; it must be at least 0"),
-        (CASE.replace(lengths="padded", batch_size=1), "a batch of one sample has nothing to pad"),
         (CASE.replace(ids="zipf"), "ids='zipf', which llama-3.1-8b does not have"),
         (
             CASE.replace(model="pangu-350m", method="full", lengths="padded"),

@@ -36,8 +36,9 @@ def workload(model, **knobs):
 
 
 def test_lengths_are_spread_from_an_eighth_to_all():
-    assert spread_lengths(128, 8) == [16, 32, 48, 64, 80, 96, 112, 128]
-    assert spread_lengths(4, 2) == [1, 4]
+    assert spread_lengths(128, 8) == [128, 112, 96, 80, 64, 48, 32, 16]
+    assert spread_lengths(4, 2) == [4, 1]
+    assert spread_lengths(128, 1) == [128], "as a search for the largest batch begins"
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", *VISION_LANGUAGE])

@@ -16,12 +16,12 @@ _STEPS: Final = 2**31
 
 
 def spread_lengths(longest: int, count: int) -> list[int]:
-    """Return the lengths of ``count`` samples, evenly spaced from an eighth of ``longest`` to all of it.
+    """Return the lengths of ``count`` samples, evenly spaced from all of ``longest`` down to an eighth of it.
 
     Every batch has the same: its steps, runs and processes then do the same work, in the memory of the longest.
     """
     shortest = max(1, longest // SHORTEST)
-    return [shortest + round((longest - shortest) * number / (count - 1)) for number in range(count)]
+    return [longest - round((longest - shortest) * number / max(1, count - 1)) for number in range(count)]
 
 
 def real_tokens(lengths: list[int], longest: int, device: torch.device) -> Tensor:
