@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytest_gputrain.utils.linux import PARENT, die_with_parent
-from pytest_gputrain.worker.device import is_gpu
 
 _AHEAD: Final = 2
 """Batches that each process loads ahead: torch's default."""
@@ -44,7 +43,7 @@ class Loader:
             batch_size=None,
             num_workers=workers,
             prefetch_factor=_AHEAD,
-            pin_memory=is_gpu(device),
+            pin_memory=device.type != "cpu",
             worker_init_fn=_DieWith(os.getpid()),
             # The model is in this process, and the one that loads need not have it.
             multiprocessing_context="fork",
