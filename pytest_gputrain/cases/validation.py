@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.architectures.facts import Architecture, architectures
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
@@ -18,11 +18,15 @@ PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
 OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
 LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
+LENGTHS: Final = ("fixed", "padded", "packed")
+IDS: Final = ("uniform", "zipf")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 VOCABULARY: Final = {
     "method": METHODS,
     "precision": PRECISIONS,
     "parallel": PARALLELS,
+    "lengths": LENGTHS,
+    "ids": IDS,
     "optimizer": OPTIMIZERS,
     "compile": COMPILE_MODES,
     "lr_scheduler": LR_SCHEDULERS,
@@ -118,6 +122,7 @@ def bad_number(case: Case) -> str | None:
         "sequence_length": 0,
         "frames": 0,
         "lora_rank": 0,
+        "loader_workers": 0,
         "loss_chunks": 1,
         "lr_warmup_steps": 0,
         "allgather_bucket_size": 0,
@@ -153,6 +158,8 @@ def _bad_model(case: Case) -> str | None:
             return f"sets no {field}, which {case.model} needs, as {examples[field]}"
         if field not in architecture.needs and getattr(case, field):
             return f"sets {field}, which {case.model} does not have; leave it out"
+    if complaint := _bad_input(case, architecture):
+        return complaint
     if case.loss_chunks > 1:
         facts = architecture.trained_part
         if architecture.family != "language" or facts.library == "own" or facts.config.get("final_logit_softcapping"):
@@ -162,11 +169,22 @@ def _bad_model(case: Case) -> str | None:
     return None
 
 
+def _bad_input(case: Case, architecture: Architecture) -> str | None:
+    families = {"padded": ("language", "vision_language"), "packed": ("language",)}.get(case.lengths)
+    if families and (architecture.family not in families or architecture.trained_part.library == "own"):
+        return f"asks for lengths={case.lengths!r}, which {case.model} does not have; leave it out"
+    if case.ids != "uniform" and architecture.family not in ("word_vectors", "click_through"):
+        return f"asks for ids={case.ids!r}, which {case.model} does not have; leave it out"
+    return None
+
+
 def _bad_parallelism(case: Case) -> str | None:
     for knob, engines in _ENGINES_OF_KNOBS.items():
         if getattr(case, knob) not in (None, False, 0, "constant") and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
+    if case.code and (case.lengths, case.ids, case.loader_workers) != ("fixed", "uniform", 0):
+        return "asks for lengths, ids or loader_workers, but own code makes its batches itself; leave them out"
     if complaint := _bad_compilation(case) or _bad_chunks(case):
         return complaint
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):

@@ -44,7 +44,14 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     batch_size: Whole = 1
     """Samples per process in one step (one micro-batch)."""
     sequence_length: Whole = 0
-    """Tokens per sample, all of them real (no padding); for a vision-language model those of its images included."""
+    """Tokens of a sample, of the longest where ``lengths`` differ; in a vision-language model with those of its image."""
+    lengths: str = "fixed"
+    """Of samples: ``fixed``; ``padded`` from an eighth of ``sequence_length`` to all of it, evenly spaced, the rest of each
+    row masked; ``packed``: rows that are filled by samples of such lengths, which do not attend to each other."""
+    ids: str = "uniform"
+    """How ids of words and categories are drawn: ``uniform``, or ``zipf``, of which few are frequent and most are rare."""
+    loader_workers: Whole = 0
+    """Processes of a DataLoader that draw the batch anew for every step; 0 for one batch that stays on the device."""
     resolution: str = ""
     """``WIDTHxHEIGHT`` of images and videos in pixels."""
     frames: Whole = 0
@@ -117,6 +124,10 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         width, height = map(int, self.resolution.split("x"))
         return width, height
 
+    def loaders(self, *, beside_gpu: bool) -> int:
+        """How many processes load for each one that trains: on a CPU, whose cores they share with it, two at most."""
+        return self.loader_workers if beside_gpu else min(self.loader_workers, 2)
+
     def identity(self) -> dict[str, Any]:
         """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
@@ -154,6 +165,11 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device to predict for on fake tensors, instead of training."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
+
+    @property
+    def cores(self) -> int:
+        """How many cores of a CPU the case would use: one for each process that trains, serves or loads."""
+        return self.processes * (1 + self.case.loaders(beside_gpu=False)) + self.servers
 
     @property
     def variables_digest(self) -> str:

@@ -86,6 +86,9 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     batch_size: Whole
     """Of one process."""
     sequence_length: Whole
+    lengths: str
+    ids: str
+    loader_workers: Whole
     resolution: str
     frames: Whole
     gradient_accumulation: Whole

@@ -125,10 +125,13 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """
 
     step_seconds: StepSeconds
-    """Wall seconds of every timed step, synchronised with the device, in order."""
+    """Wall seconds of every timed step, synchronised with the device, in order. With ``loader_workers`` each is the mean
+    over as many steps, because batches come in bursts."""
     device_step_seconds: tuple[float, ...] = ()
     """The same steps by the GPU's clock, from the begin to the end of its main stream's work; the wall's has besides what
     other streams and the host did after that."""
+    input_seconds: float | None = None
+    """That a timed step waited for its batch, on average; None without ``loader_workers``."""
     warmup_seconds: tuple[float, ...]
     """Of the steps before; the first has what is compiled and tuned once."""
     losses: tuple[float, ...]
@@ -136,7 +139,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     batch_size: Whole
     """Samples in one step, over all processes."""
     sequence_length: Whole
-    """Tokens per sample as run (the tiny scale shrinks them); 0 where samples are not token sequences."""
+    """Tokens per sample as run (the tiny scale shrinks them), padding included; 0 where samples are not token sequences."""
+    tokens: Whole | None = None
+    """Tokens in one step over all processes, without padding; None where none is padding."""
     updates: Whole
     """Optimizer updates from the first step to the last timed one; for own code, calls of its step."""
     parameters: Whole | None
@@ -153,7 +158,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
     """At the peak of each phase, largest first."""
     peak_host_bytes: Whole
-    """Highest resident set of the worker process."""
+    """Highest resident set of the worker process, without the processes of a DataLoader."""
     peak_reserved_bytes: Whole | None = None
     """Highest memory held by the caching allocator (GPU)."""
     device_used_bytes: Whole | None = None
@@ -211,7 +216,12 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self.samples_per_second * self.sequence_length if self.sequence_length else None
+        return self.tokens_per_step / self.median_step_seconds if self.tokens_per_step else None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all processes that are no padding; 0 where samples are not token sequences."""
+        return self.batch_size * self.sequence_length if self.tokens is None else self.tokens
 
 
 def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | None:

@@ -25,7 +25,9 @@ class Batch:
     """By the names that the family's loss knows."""
     samples: int
     sequence_length: int = 0
-    """Tokens per sample; 0 where samples are not token sequences."""
+    """Tokens per sample, padding included; 0 where samples are not token sequences."""
+    tokens: int | None = None
+    """Tokens of all samples without padding; None where none is padding."""
 
 
 class Workload(abc.ABC):
