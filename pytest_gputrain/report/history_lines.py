@@ -17,6 +17,7 @@ from pytest_gputrain.gate.memory import PHASES
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import (
+    Case,
     Environment,
     HistoryLine,
     Measured,
@@ -120,7 +121,7 @@ def _line_of(result: Measured | Predicted, session: RunInfo) -> HistoryLine:
         **_machine(environment),
         version_gputrain=_own_version(),
         **{f"version_{name}": packages.get(name) for name in LIBRARIES},  # type: ignore[arg-type]
-        **_knobs(result),
+        **knobs(result.case),
         changed_variables=",".join(result.variables) or None,
         outcome=outcome,
         verdict=verdict.status if verdict else None,
@@ -213,10 +214,10 @@ _MACHINE: Final = {
 """Fields of `Environment` by the key of a line."""
 
 
-def _knobs(result: Result) -> dict[str, Any]:
+KNOBS: Final = tuple(name for name in Case.__struct_fields__ if name not in ("named", "platforms"))
+
+
+def knobs(case: Case) -> dict[str, Any]:
     """Return the knobs of the case, each always as one type."""
-    case = result.case
-    names = [name for name in case.__struct_fields__ if name not in ("named", "platforms")]
-    knobs = {name: getattr(case, name) for name in names}
-    floats = ("activation_checkpointing", "learning_rate", "max_grad_norm")
-    return knobs | {name: float(knobs[name]) for name in floats}
+    values = {name: getattr(case, name) for name in KNOBS}
+    return values | {name: float(values[name]) for name in ("activation_checkpointing", "learning_rate", "max_grad_norm")}
