@@ -31,7 +31,7 @@ from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.utils.git import RunInfo
-from pytest_gputrain.utils.units import format_topology
+from pytest_gputrain.utils.units import format_nics, format_topology
 
 
 class _LineIdentity(msgspec.Struct, frozen=True):
@@ -202,14 +202,18 @@ def _compared(result: Result, metric: MetricName, field: str) -> float | int | N
 def _machine(environment: Environment | None) -> dict[str, Any]:
     if environment is None:
         return dict.fromkeys(_MACHINE)
-    facts = {name: getattr(environment, field) for name, field in _MACHINE.items()}
-    return {**facts, "topology": format_topology(environment.topology) if environment.topology else None}
+    known = {name: getattr(environment, field) for name, field in _MACHINE.items()}
+    facts = {name: None if fact is msgspec.UNSET else fact for name, fact in known.items()}
+    return facts | {
+        "topology": format_topology(environment.topology) if environment.topology else None,
+        "nics": None if environment.nics is msgspec.UNSET else format_nics(environment.nics),
+    }
 
 
 _SAME: Final = ("device_name", "device_type", "device_count", "device_memory_bytes", "topology", "host", "cpu_model", "os")
 _MACHINE: Final = {
-    **{name: name for name in (*_SAME, "threads")},
-    **{f"version_{name}": name for name in ("python", "driver", "runtime")},
+    **{name: name for name in (*_SAME, "threads", "cores", "host_memory_bytes", "nics")},
+    **{f"version_{name}": name for name in ("python", "driver", "runtime", "cudnn", "nccl")},
 }
 """Fields of `Environment` by the key of a line."""
 
