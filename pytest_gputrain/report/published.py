@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FRAMEWORKS: Final = {"pytorch": "PyTorch", "paddle": "Paddle"}
-_OUTCOMES: Final = {"out_of_memory": FAILURES["out_of_memory"], "error": "error"}
+OUTCOMES: Final = {"out_of_memory": FAILURES["out_of_memory"], "error": "error"}
 
 
 class Metric(NamedTuple):
@@ -93,8 +93,8 @@ def epoch_seconds(case: Case, samples: int, update_seconds: float) -> float:
 
 def compared_figures(row: Published, result: Result | None) -> Iterator[ComparedFigure]:
     """What ``row`` prints, beside what ``result`` measured of it."""
-    if row.outcome in _OUTCOMES:
-        yield ComparedFigure("sec/step", "", _OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
+    if row.outcome in OUTCOMES:
+        yield ComparedFigure("sec/step", "", OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
     for metric in METRICS:
         for framework, figures in row.figures.items():
             figure: Figure | None = getattr(figures, metric.field)

@@ -25,13 +25,13 @@ from pytest_gputrain.report.published import (
 from pytest_gputrain.report.tables import Form, TextTable, csv_text, render
 from pytest_gputrain.storage.published import GATED, Epoch, PublishedTable
 
-_ByRow = Mapping[tuple[str, str, str], Result]
+_ByRow = Mapping[tuple[str, str, str, str], Result]
 """Results by what a row is found by, see `_row`."""
 
 
-def _row(of: Published | Result) -> tuple[str, str, str]:
-    """Return platform, suite and key; at tiny scale a case has another key, which no table has."""
-    return of.platform, of.suite, of.key if isinstance(of, Result) else str(of.case)
+def _row(of: Published | Result) -> tuple[str, str, str, str]:
+    """Return platform, suite, key and knobs: at tiny scale a case has another key, changed under its id other knobs."""
+    return of.platform, of.suite, of.key if isinstance(of, Result) else str(of.case), repr(of.case.identity())
 
 
 def _by_row(results: Sequence[Result]) -> _ByRow:
@@ -160,8 +160,23 @@ def _csv_rows(row: Published, result: Result | None, epoch: Epoch | None) -> Ite
         yield cells
 
 
+def _html(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
+    """Return a page of bars for every figure of the tables.
+
+    Raises:
+        ValueError: what draws them is not installed.
+    """
+    from pytest_gputrain.report.html import page
+
+    if missing := page.missing():
+        raise ValueError(missing)
+    by_row = _by_row(results)
+    return page.page_of_tables(tables, lambda row: by_row.get(_row(row)))
+
+
 FORMATS: Final[dict[str, Callable[[Sequence[PublishedTable], Sequence[Result]], str]]] = {
     "terminal": functools.partial(_text, form="terminal"),
     "markdown": functools.partial(_text, form="markdown"),
     "csv": _csv,
+    "html": _html,
 }
