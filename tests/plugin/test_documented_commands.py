@@ -183,6 +183,20 @@ def check_tox(command: Command, command_project: CommandProject) -> None:
         assert f"[testenv:{environment}]" in text
 
 
+def check_docker(command: Command, command_project: CommandProject) -> None:
+    """Nothing is built here: the Dockerfile is there, and what runs in the image is a command that works."""
+    subcommand, *words = command.arguments
+    if subcommand == "build":
+        assert (ROOT / words[words.index("--file") + 1]).is_file()
+        return
+    assert subcommand == "run"
+    images = {f"gputrain-{path.stem}" for path in (ROOT / "docker").glob("*.Dockerfile")}
+    (image,) = (number for number, word in enumerate(words) if word in images)
+    if inside := words[image + 1 :]:
+        assert inside[0] == "pytest"
+        check_pytest(Command(command.page, tuple(inside)), command_project)
+
+
 def check_mutmut(command: Command, command_project: CommandProject) -> None:
     """Takes an hour: what it is told to mutate, and the tests that it runs, are there."""
     assert command.arguments[0] == "run"
@@ -198,6 +212,7 @@ def check_pytest_benchmark(command: Command, command_project: CommandProject) ->
 
 TOOLS: Final = {path.name for path in ROOT.glob("tools/*.py")}
 RULES: Final[dict[str, Callable[[Command, CommandProject], None]]] = {
+    "docker": check_docker,
     "gputrain": check_gputrain,
     "mutmut": check_mutmut,
     "pip": check_pip,
