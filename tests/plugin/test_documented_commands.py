@@ -239,6 +239,8 @@ def test_commands_were_found() -> None:
 PROGRAMS: Final = {f"{page}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
 ZOO: Final = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
 OWN: Final = [name for name in PROGRAMS if name not in ZOO]
+TRAINERS: Final = [name for name in OWN if "transformers" in PROGRAMS[name]]
+"""Own code that trains by a library, whose import alone takes long."""
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -252,10 +254,26 @@ def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
 
 def test_programs_of_own_code_train(project: Project) -> None:
     """In one pytest, in processes as on any machine without a GPU."""
-    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(OWN)})
-    assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating"}
-    tests = sum(PROGRAMS[name].count("\ndef test_") for name in OWN)
+    own = [name for name in OWN if name not in TRAINERS]
+    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(own)})
+    assert {name.partition("-")[0] for name in own} >= {"README.md", "docs/gating"}
+    tests = sum(PROGRAMS[name].count("\ndef test_") for name in own)
     project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_programs_that_compare_trainers_train(project: Project, name: str) -> None:
+    project.write(test_program=PROGRAMS[name])
+    result = project.spawn("--gpu-platform=cpu", "--gpu-json=report.json", timeout=300)
+    result.assert_outcomes(passed=PROGRAMS[name].count("\ndef test_"))
+    by_hand, by_library = (reply for entry in project.report()["results"][:2] for reply in entry["replies"])
+    assert by_hand["flops_per_step"] == by_library["flops_per_step"] > 0
+    assert 0.99 < by_library["peak_allocated_bytes"] / by_hand["peak_allocated_bytes"] < 1.02
+
+
+def test_a_page_compares_trainers() -> None:
+    assert [name.partition(".")[0] for name in TRAINERS] == ["docs/comparing-trainers"]
 
 
 @pytest.mark.parametrize("page", PAGES)
