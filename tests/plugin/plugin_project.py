@@ -181,9 +181,9 @@ class Project:
         """In this process: quick, and shows every report."""
         return self.pytester.runpytest_inprocess(*arguments)
 
-    def spawn(self, *arguments: str, timeout: float = 120) -> pytest.RunResult:
+    def spawn(self, *arguments: str) -> pytest.RunResult:
         """In a process of its own."""
-        return self.pytester.runpytest_subprocess(*arguments, timeout=timeout)
+        return self.pytester.runpytest_subprocess(*arguments, timeout=300)
 
     def baseline_file(self, suite: str, device: str = "cpu") -> Path:
         return self.path / "baselines" / device / f"{suite}.json"
