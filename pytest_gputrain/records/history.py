@@ -58,6 +58,12 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Of the host."""
     threads: Whole | None
     """CPU threads of a worker."""
+    cores: Whole | None
+    """CPU cores that a worker could use; this and the next two null in lines from before they were asked for."""
+    host_memory_bytes: Whole | None
+    """Of the host, or the limit of its container."""
+    nics: str | None
+    """Ports of the host's network cards by kind and rate: ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
     version_gputrain: str
     """Of this package."""
     version_python: str | None
@@ -66,6 +72,10 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Of the GPU's driver."""
     version_runtime: str | None
     """CUDA or ROCm that torch was built for."""
+    version_cudnn: str | None
+    """cuDNN, under ROCm MIOpen; null on a CPU."""
+    version_nccl: str | None
+    """NCCL, under ROCm RCCL; null on a CPU."""
     version_torch: str | None
     """Null where it is not installed, as those below."""
     version_transformers: str | None

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
@@ -88,6 +88,17 @@ class Environment(Struct, frozen=True, kw_only=True):
     """Paths between the case's GPUs, a row for each as in ``nvidia-smi topo -m``; none for one GPU."""
     threads: Whole = 1
     """CPU threads the worker computed with."""
+    cudnn: str | UnsetType = UNSET
+    """Version of cuDNN, under ROCm of MIOpen. This and what follows are absent from files that are older than the fields, so
+    that these files are stored again as they were."""
+    nccl: str | UnsetType = UNSET
+    """Version of NCCL, under ROCm of RCCL."""
+    cores: Whole | UnsetType = UNSET
+    """CPU cores that the worker could use, by its affinity and the quota of its container."""
+    host_memory_bytes: Whole | UnsetType = UNSET
+    """Of the host, or the limit of the container."""
+    nics: tuple[str, ...] | UnsetType = UNSET
+    """Ports of the host's network cards by kind and rate: ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
 
 
 class Rank(Struct, frozen=True, kw_only=True):
