@@ -34,6 +34,6 @@ def target_of(marker: str) -> Target:
         multiprocessors=platform.multiprocessors,
         # getChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp
         workspace_bytes=_LARGE_WORKSPACE if platform.capability >= (9, 0) else _SMALL_WORKSPACE,
-        peak_flops=platform.peak_flops,
+        peak_flops={**platform.peak_flops, **({} if platform.tf32_flops is None else {"tf32": platform.tf32_flops})},
         bandwidth=platform.bandwidth,
     )

@@ -31,6 +31,7 @@ from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
+from pytest_gputrain.worker.precision import tf32_allowed
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.straggler_clock import StragglerClock
 from pytest_gputrain.worker.training import OPTIMIZERS, OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
@@ -72,6 +73,7 @@ def run(
         with (
             group.joined(device.torch_device, even_alone=even_alone),
             device.keeping_peaks(),
+            tf32_allowed(task.case.tf32 if device.type != "cpu" else None),
             own.running() if own else contextlib.nullcontext(),
         ):
             if group.serves:

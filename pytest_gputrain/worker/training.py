@@ -89,7 +89,7 @@ class Training:
         adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
-        blocks = [block for path in architecture.blocks for block in self._workload.model.get_submodule(path).children()]
+        blocks = self._workload.blocks
         self._workload.model = adapted
         if case.compile != "off":
             compile_in_place(blocks or [adapted], case.compile, device)
