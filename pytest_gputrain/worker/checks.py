@@ -139,7 +139,7 @@ class Movement:
         hooks = [value.register_post_accumulate_grad_hook(note_gradient_of(name)) for name, value in self._trained.items()]
         for value in self._trained.values():
             # Behind this one, because the others may take the gradient away. torch calls them as a plain dict orders them.
-            others: dict[int, Any] = value._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            others: dict[int, Any] = value._post_accumulate_grad_hooks
             for number in [*others][:-1]:
                 others[number] = others.pop(number)
         try:
