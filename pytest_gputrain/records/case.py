@@ -162,6 +162,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
     curve: bool = False
     """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
+    deepspeed: dict[str, Any] = {}
+    """What the case's ``deepspeed_config`` sets beyond the case, whose file a node of a fleet may not have."""
     growth_bytes: Whole = 0
     """That own code may keep more of after every round of its accumulation, as its test allows."""
     target: Target | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pytest_gputrain.cases.deepspeed_config import with_config
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.records import Case, Host, Scale, Target, Task
@@ -62,8 +63,10 @@ class TaskMaker:
             prefetched: no test has asked for it yet.
 
         Raises:
-            BadCase: a variable that the test has changed is no text, which is how it travels.
+            BadCase: a variable that the test has changed is no text, which is how it travels, or the case's file of options
+                for DeepSpeed is not what it should be.
         """
+        case, further = with_config(case, self._settings.root) if case.deepspeed_config else (case, {})
         task = Task(
             case=case,
             scale=self.scale(),
@@ -75,6 +78,7 @@ class TaskMaker:
             root=str(self._settings.root),
             module=module,
             import_paths=tuple(path for path in sys.path if path),
+            deepspeed=further,
             growth_bytes=growth_bytes,
             target=self._target,
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Final, Protocol
 
 import torch
@@ -65,11 +65,13 @@ class Training:
         group: Group = ALONE,
         own_work_done: Callable[[], None] = lambda: None,
         architecture: Architecture | None = None,
+        deepspeed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """
         Args:
             own_work_done: is called in each step before it first needs another process.
             architecture: instead of the model's own.
+            deepspeed: further options of that engine.
         """
         architecture = architecture or architectures()[case.model]
         precision = PRECISIONS[case.precision]
@@ -102,6 +104,7 @@ class Training:
             # Fewer repetitions are no smaller scale.
             shrinkage=1.0 if scale == "full" else self.parameters / architecture.trained_part.parameters["full"],
             blocks=blocks,
+            deepspeed=deepspeed,
             make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
         )
         self._engine = ENGINES[case.parallel](adapted, engine_options)
