@@ -59,6 +59,9 @@ _ENGINES_OF_KNOBS: Final = {
 }
 """Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
 
+_BY_CUDA_GRAPHS: Final = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record CUDA graphs."""
+
 _DEFAULTS: Final = Case()
 
 _MASTERS_OF_ENGINES: Final = {
@@ -68,8 +71,9 @@ _MASTERS_OF_ENGINES: Final = {
 }
 """Why a parallelism has no ``master_weights``, as the rest of a sentence."""
 
-COMPILED: Final = ("single", "ddp", "fsdp")
-"""Parallelisms under which a model is compiled: what DeepSpeed and the parameter server do in backward, no graph holds."""
+COMPILED: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2")
+"""Parallelisms under which a model is compiled. Stage 3 of DeepSpeed gathers parameters by hooks inside of every block,
+each of which breaks the graph: two tiny blocks became 104 graphs. What the parameter server does in backward, none holds."""
 
 
 def renamed(field: str, word: object) -> str:
@@ -207,7 +211,12 @@ def _bad_compilation(case: Case) -> str | None:
         return "asks for compile, which own code does by itself; call torch.compile in it, and leave the knob out"
     if case.parallel not in COMPILED:
         return f"asks for compile, which parallel={case.parallel!r} does not do; choose {' or '.join(COMPILED)}"
-    if case.compile in ("reduce-overhead", "max-autotune") and case.gradient_accumulation > 1:
+    if case.compile in _BY_CUDA_GRAPHS and case.parallel.startswith("zero"):
+        return (
+            f"asks for compile={case.compile!r}, whose CUDA graphs overwrite gradients that DeepSpeed may still reduce; "
+            "choose default or max-autotune-no-cudagraphs"
+        )
+    if case.compile in _BY_CUDA_GRAPHS and case.gradient_accumulation > 1:
         return (
             f"asks for compile={case.compile!r}, whose CUDA graphs overwrite gradients that are accumulated; choose "
             "default or max-autotune-no-cudagraphs"

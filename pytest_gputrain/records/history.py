@@ -112,6 +112,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     reduce_bucket_size: Whole
     stage3_max_live_parameters: Whole
     deepspeed_config: str
+    """The file and the digest of what it sets."""
     steps: Whole
     warmup: Whole
     code: str
