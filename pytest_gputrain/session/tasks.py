@@ -11,6 +11,7 @@ import msgspec
 from pytest_gputrain.cases.deepspeed_config import with_config
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.scaling import one_worker
+from pytest_gputrain.hardware.targets import allowing_tf32
 from pytest_gputrain.records import Case, Host, Scale, Target, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
@@ -80,7 +81,7 @@ class TaskMaker:
             import_paths=tuple(path for path in sys.path if path),
             deepspeed=further,
             growth_bytes=growth_bytes,
-            target=self._target,
+            target=allowing_tf32(self._target) if self._target and case.tf32 else self._target,
         )
         variables = self._environment.changes(task, inline=inline, prefetched=prefetched)
         for name, value in variables.items():

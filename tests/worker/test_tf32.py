@@ -8,7 +8,7 @@ from zoo_examples import example, measured
 from pytest_gputrain import Case
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.hardware.targets import target_of
+from pytest_gputrain.hardware.targets import allowing_tf32, target_of
 from pytest_gputrain.worker.precision import tf32_allowed
 
 LLAMA = example("llama-3.1-8b", precision="fp32")
@@ -64,10 +64,14 @@ def test_rates_are_those_of_data_sheets():
 
 
 def test_the_least_time_and_the_utilization_are_by_its_rate():
-    without, with_it = (predicted(LLAMA.replace(tf32=value), target_of("a100"), scale="full") for value in (None, True))
+    a100 = target_of("a100")
+    targets = {None: a100, True: allowing_tf32(a100)}
+    without, with_it = (predicted(LLAMA.replace(tf32=value), target, scale="full") for value, target in targets.items())
     assert with_it.peak_allocated_bytes == without.peak_allocated_bytes
     assert with_it.flops_per_step == without.flops_per_step
     assert 0.125 < with_it.roofline_seconds / without.roofline_seconds < 0.3, "an eighth, and what memory takes"
     reply = measured(LLAMA.replace(steps=1, warmup=0))
     used = [summarise(LLAMA.replace(tf32=value), "a100", (reply,)).model_flops_utilization for value in (None, True)]
     assert used[0] == pytest.approx(8 * used[1])
+    assert "fp32" not in allowing_tf32(target_of("mi300x")).peak_flops
+    assert allowing_tf32(target_of("cpu")) == target_of("cpu")

@@ -77,7 +77,6 @@ class PredictionRun:
         self._builder = builder
         cuda = target.kind == "cuda"
         self._device = GPU if cuda else HOST
-        rates = TENSOR_RATES | ({torch.float32: "tf32"} if task.case.tf32 else {})
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._tracker = Tracker(
             self._device,
@@ -85,7 +84,7 @@ class PredictionRun:
             layouts=layouts(target),
             temporaries=temporaries(target) if cuda else {},
             workspace_bytes=target.workspace_bytes,
-            peak_flops={dtype: target.peak_flops[name] for dtype, name in rates.items() if name in target.peak_flops},
+            peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
             bandwidth=target.bandwidth,
         )
         self._group = Group(size=task.processes, servers=task.servers, simulated=True)
