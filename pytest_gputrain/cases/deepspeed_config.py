@@ -26,6 +26,9 @@ _FOREIGN: Final = {
 }
 """Sections that are refused, and the rest of a sentence about each."""
 
+_ADAMW: Final = ("Adam", "AdamW")
+"""What DeepSpeed calls it: its Adam decays weights as AdamW does, unless told otherwise."""
+
 _OFFLOADED: Final = ("offload_optimizer", "offload_param")
 """Sections of ``zero_optimization`` and knobs of the case."""
 
@@ -88,9 +91,12 @@ def _read(file: Path, name: str) -> Options:
 def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield each option that the case does not decide, by its path."""
     decided = _decided(case)
+    is_adamw = case.optimizer in ("adamw", "adamw-fused")
     unused = [f"zero_optimization.{section}" for section in _OFFLOADED if not getattr(case, section)]
     for path, value in _leaves(content):
         key = ".".join(path)
+        if path[0] == "optimizer" and (value == "auto" or (key == "optimizer.type" and value in _ADAMW and is_adamw)):
+            continue
         if path[0] in _FOREIGN:
             raise _Wrong(f"has the section {path[0]!r}, {_FOREIGN[path[0]]}; leave it out")
         if key in _SECTIONS:

@@ -61,6 +61,38 @@ def test_what_agrees_with_the_case_adds_nothing(tmp_path: Path) -> None:
     assert case.deepspeed_config == empty.deepspeed_config
 
 
+def test_a_file_for_transformers_is_taken(tmp_path: Path) -> None:
+    """The one of sunzeyeah/RLHF for stage 2."""
+    scaling = {"auto_cast": False, "loss_scale": 0, "initial_scale_power": 32, "hysteresis": 2, "min_loss_scale": 1}
+    zero = {
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+        "round_robin_gradients": True,
+    }
+    content = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": 100,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": False,
+            "allgather_bucket_size": 5e8,
+            "reduce_bucket_size": 5e8,
+            **zero,
+        },
+        "fp16": {"enabled": "auto", **scaling},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    }
+    case = CASE.replace(overlap_comm=False, allgather_bucket_size=500_000_000, reduce_bucket_size=500_000_000)
+    assert further(tmp_path, content, case) == {"steps_per_print": 100, "zero_optimization": zero, "fp16": scaling}
+    for changed in (case.replace(optimizer="sgd"), case.replace(reduce_bucket_size=1)):
+        with pytest.raises(BadCase, match=r"the section 'optimizer'|reduce_bucket_size=500000000.0, which contradicts"):
+            read(tmp_path, content, changed)
+
+
 def test_the_rest_is_kept(tmp_path: Path) -> None:
     rest = {
         "zero_optimization": {"contiguous_gradients": False, "reduce_bucket_size": 2e8, "offload_optimizer": {"ratio": 0.5}},
@@ -119,7 +151,7 @@ def test_a_case_with_a_digest_is_read_anew(tmp_path: Path) -> None:
         ({"zero_optimization": True}, "has zero_optimization=true, which is a section; write it as a JSON object"),
         ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "has zero_optimization.reduce_bucket_size='auto', which"),
         (
-            {"optimizer": {"type": "Lamb"}},
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
             "has the section 'optimizer', which optimizer and learning_rate of the case decide",
         ),
         (

@@ -77,3 +77,5 @@ def test_options_are_merged_into_ours():
     assert merged == ours
     tiny = configure(case, 0.001, options, on_gpu=False)["zero_optimization"]
     assert tiny["reduce_bucket_size"] == 200_000, "a tiny model's buffers shrink with it"
+    nothing = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    assert configure(case, 0.001, nothing, on_gpu=False)["zero_optimization"]["stage3_param_persistence_threshold"] == 0

@@ -137,7 +137,7 @@ def configure(
         configuration["optimizer"] = {"type": "AdamW", "params": parameters}
     merge(configuration, dict(further))
     for name in _SIZES & further.get("zero_optimization", {}).keys():
-        zero[name] = _sized(round(zero[name]), shrinkage)
+        zero[name] = zero[name] and _sized(round(zero[name]), shrinkage)
     return configuration
 
 
