@@ -30,7 +30,7 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
     seconds = statistics.median(run.median_step_seconds for run in measured)
     first = measured[0]
     samples = first.batch_size / seconds
-    peak = catalog.peak_flops(platform, case.precision)
+    peak = catalog.peak_flops(platform, case.precision, tf32=bool(case.tf32))
     has_utilization = peak is not None and first.flops_per_step is not None
     return Summary(
         median_step_seconds=seconds,

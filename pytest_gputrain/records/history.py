@@ -104,15 +104,19 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     gradient_accumulation: Whole
     activation_checkpointing: float
     """Share of the blocks that are recomputed: 1.0 for all."""
+    reentrant_checkpointing: bool
     lora_rank: Whole
     optimizer: str
     compile: str
+    tf32: bool | None
+    master_weights: bool
     loss_chunks: Whole
     learning_rate: float
     lr_scheduler: str
     lr_warmup_steps: Whole
     max_grad_norm: float
     cpu_offload: bool
+    reshard_after_forward: bool | None
     offload_optimizer: bool
     offload_param: bool
     pin_memory: bool
@@ -120,6 +124,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     allgather_bucket_size: Whole
     reduce_bucket_size: Whole
     stage3_max_live_parameters: Whole
+    deepspeed_config: str
+    """The file and the digest of what it sets."""
     steps: Whole
     warmup: Whole
     code: str

@@ -39,7 +39,7 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspace_bytes: Whole = 0
     """What cuBLAS takes of the caching allocator, once for the forward and once for the backward pass."""
     peak_flops: dict[str, float] = {}
-    """FLOP/s by arithmetic: ``fp32``, ``bf16``, ``fp16``."""
+    """FLOP/s by arithmetic: ``fp32`` (of TF32 where a case allows that), ``bf16``, ``fp16``."""
     bandwidth: float | None = None
     """Bytes per second of the device memory."""
 

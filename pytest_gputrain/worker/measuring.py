@@ -298,7 +298,7 @@ def build(
     """
     case = task.case
     if not is_own_code(case, builder):
-        return Training(case, task.scale, device, group, own_work_done, architecture)
+        return Training(case, task.scale, device, group, own_work_done, architecture, task.deepspeed)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
     return OwnCodeTraining(case, task.scale, device, builder, group, own_work_done)
 

@@ -6,11 +6,11 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Final, Protocol
 
 import torch
@@ -84,11 +84,13 @@ class Training:
         group: Group = ALONE,
         own_work_done: Callable[[], None] = lambda: None,
         architecture: Architecture | None = None,
+        deepspeed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """
         Args:
             own_work_done: is called in each step before it first needs another process.
             architecture: instead of the model's own.
+            deepspeed: further options of that engine.
         """
         architecture = architecture or architectures()[case.model]
         precision = PRECISIONS[case.precision]
@@ -108,7 +110,7 @@ class Training:
         adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
-        blocks = [block for path in architecture.blocks for block in self._workload.model.get_submodule(path).children()]
+        blocks = self._workload.blocks
         self._workload.model = adapted
         if case.compile != "off":
             compile_in_place(blocks or [adapted], case.compile, device)
@@ -121,6 +123,7 @@ class Training:
             # Fewer repetitions are no smaller scale.
             shrinkage=1.0 if scale == "full" else self.parameters / architecture.trained_part.parameters["full"],
             blocks=blocks,
+            deepspeed=deepspeed,
             make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
         )
         self._engine = ENGINES[case.parallel](adapted, engine_options)

@@ -35,7 +35,9 @@ class LanguageModel(Workload):
             head.forward = self._loss_in_place_of_logits(head.forward)
 
     def checkpoint_activations(self, share: float) -> None:
-        if share < 1 or self._is_own or self.case.compile != "off":  # see `checkpointed`
+        if (
+            share < 1 or self._is_own or self.case.compile != "off" or self.case.reentrant_checkpointing
+        ):  # see `checkpointed`
             super().checkpoint_activations(share)
             return
         model: Any = self.model
