@@ -53,6 +53,7 @@ class Layers:
 LAYERS = [
     Layers("baseline-update", "baseline_update", (True, "all"), ("true", "all"), "no"),
     Layers("baseline-update-new-only", "baseline_update", (True, "new-only"), ("yes", "new-only"), "no"),
+    Layers("baseline-prune", "baseline_prune", (True, True), ("true", True), False),
     Layers("baseline-dir", "baseline_dir", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / "baselines"),
     Layers("time-tolerance", "time_tolerance", ("5%", 0.05), ("0.1", 0.1), 0.03),
     Layers(
@@ -166,6 +167,7 @@ def test_a_switch_that_was_not_given_leaves_the_ini_alone() -> None:
     [
         ("baseline-update", "baseline_update", "no"),
         ("baseline-update-new-only", "baseline_update", "no"),
+        ("baseline-prune", "baseline_prune", False),
         ("strict", "strict", False),
         ("predict", "predict", False),
         ("find-batch", "find_batch", False),
