@@ -18,6 +18,8 @@ PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
 OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
 LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
+ATTENTIONS: Final = ("", "eager", "sdpa", "sdpa-4.49")
+QUANTIZED_COMPUTE: Final = ("", "fp32", "bf16")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 VOCABULARY: Final = {
     "method": METHODS,
@@ -26,8 +28,10 @@ VOCABULARY: Final = {
     "optimizer": OPTIMIZERS,
     "compile": COMPILE_MODES,
     "lr_scheduler": LR_SCHEDULERS,
+    "attention": ATTENTIONS,
+    "quantized_compute": QUANTIZED_COMPUTE,
 }
-"""The words of a field that takes words."""
+"""The words of a field that takes words; an empty one is the field's default."""
 
 _RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over weights in fp32)"}
 """Words that a field does not take under this name, and the rest of a sentence about each."""
@@ -102,8 +106,14 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
             return f"names {name}; write that"
         if value not in choices:
             hint = did_you_mean(value, choices)
-            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(choices)}"
-    return bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case)
+            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(filter(None, choices))}"
+    return (
+        bad_number(case)
+        or (None if case.code else _bad_model(case))
+        or _bad_attention(case)
+        or _bad_quantized_compute(case)
+        or _bad_parallelism(case)
+    )
 
 
 def bad_number(case: Case) -> str | None:
@@ -159,6 +169,35 @@ def _bad_model(case: Case) -> str | None:
             return f"asks for loss_chunks, which {case.model} does not have; leave it out"
     if case.activation_checkpointing and not architecture.blocks:
         return f"asks for activation_checkpointing, which {case.model} does not have; leave it out"
+    return None
+
+
+def _bad_attention(case: Case) -> str | None:
+    if not case.attention:
+        return None
+    if case.code:
+        return "asks for attention, which own code chooses by itself; leave the knob out"
+    architecture = architectures()[case.model]
+    facts = architecture.trained_part
+    if architecture.family != "language" or facts.library != "transformers":
+        return f"asks for attention, which {case.model} does not have; leave it out"
+    if case.attention == "sdpa" and facts.config.get("attn_logit_softcapping"):
+        return (
+            f"asks for attention='sdpa', which cannot cap the scores of {case.model}; choose 'eager', or 'sdpa-4.49', which "
+            "leaves the cap out"
+        )
+    return None
+
+
+def _bad_quantized_compute(case: Case) -> str | None:
+    if not case.quantized_compute:
+        return None
+    if case.method != "qlora":
+        return f"asks for quantized_compute, which the method {case.method!r} does not have; choose qlora, or leave it out"
+    if case.precision.endswith("-amp"):
+        return (
+            f"asks for quantized_compute, which autocast of {case.precision!r} overrides; choose precision='bf16' or 'fp32'"
+        )
     return None
 
 

@@ -92,6 +92,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     activation_checkpointing: float
     """Share of the blocks that are recomputed: 1.0 for all."""
     lora_rank: Whole
+    quantized_compute: str
+    attention: str
     optimizer: str
     compile: str
     loss_chunks: Whole
