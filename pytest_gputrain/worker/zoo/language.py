@@ -23,7 +23,7 @@ IGNORED_LABEL: Final = -100
 
 
 class LanguageModel(Workload):
-    """Random weights, and the case's attention, else the one that transformers picks (eager for Gemma 2, sdpa for the rest)."""
+    """Random weights, and the case's attention, else what transformers picks: eager for Gemma 2, sdpa for all others."""
 
     own = (PanGu,)
 
