@@ -102,7 +102,7 @@ class Row:
         return "" if self.error is None else f"{100 * self.error:+.1f} %"
 
     def __str__(self) -> str:
-        figures = f"{PLATFORMS[self.platform].title:12} {self.case!s:28} {self.sizes:21} {self.error_text:>8}"
+        figures = f"{PLATFORMS[self.platform].title:12} {self.case!s:44} {self.sizes:21} {self.error_text:>8}"
         return f"{figures}  {self.call:20} {self.notes} [{self.seconds:.0f} s]"
 
 
