@@ -47,10 +47,11 @@ def main(options: argparse.Namespace) -> int:
             elif options.record is not None:
                 recordings = stack.enter_context(recording.recorded())
             gpus = drivers.gpus()
-            readings = [_read(gpu, 1 if options.record is None else _READINGS) for gpu in gpus]
+            described = [gpu for gpu in gpus if not gpu.fault]
+            readings = {gpu: _read(gpu, 1 if options.record is None else _READINGS) for gpu in described}
             for vendor in dict.fromkeys(gpu.vendor for gpu in gpus):
-                drivers.paths([gpu for gpu in gpus if gpu.vendor == vendor])
-            rows = [_row(gpu, reading) for gpu, reading in zip(gpus, readings, strict=True)]
+                drivers.paths([gpu for gpu in described if gpu.vendor == vendor])
+            rows = [_row(gpu, readings[gpu]) if gpu in readings else _silent_row(gpu) for gpu in gpus]
         if options.record is not None:
             write_atomically(options.record, json.dumps(recordings, indent=1).encode() + b"\n")
     except (HardwareError, ValueError) as error:
@@ -90,7 +91,7 @@ def _row(gpu: Gpu, reading: Reading) -> tuple[str, ...]:
         str(gpu.index),
         gpu.name,
         marker_of(gpu.name) or "none: unknown to the catalog",
-        format_bytes(gpu.memory_bytes),
+        format_bytes(gpu.memory_bytes) if gpu.memory_bytes else "not told",
         "" if free is None else format_bytes(free),
         power,
         "" if reading.clock_mhz is None else f"{reading.clock_mhz} MHz",
@@ -98,6 +99,11 @@ def _row(gpu: Gpu, reading: Reading) -> tuple[str, ...]:
         ", ".join(sorted(reading.throttling or ())),
         "not told" if holders is None else contention.describe_holders(holders),
     )
+
+
+def _silent_row(gpu: Gpu) -> tuple[str, ...]:
+    cells = (str(gpu.index), f"not described: {gpu.fault}")
+    return (*cells, *[""] * (len(_HEADERS) - len(cells)))
 
 
 def _drivers(gpus: Sequence[Gpu]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.hardware import amd, nvidia
@@ -22,11 +23,15 @@ UNSEEN_BYTES: Final = 2 * GiB
 
 _IDLE_BYTES: Final = 64 * MiB
 
+PID_NAMESPACE: Final = Path("/proc/self/ns/pid")
+_OF_THE_HOST: Final = "pid:[4026531836]"
+"""PROC_PID_INIT_INO of Linux: how the namespace reads in which processes have the numbers that drivers tell."""
+
 _OPENERS: Final = {"nvidia": nvidia.opened, "amd": amd.opened}
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU of this machine, NVIDIA's first.
+    """Every GPU of this machine, NVIDIA's first; those that do not answer with their `Gpu.fault`.
 
     Raises:
         HardwareError: a driver is there but does not answer.
@@ -104,10 +109,12 @@ def _is_idle(holder: Holder) -> bool:
 
 
 def _with_name(holder: Holder) -> Holder:
-    """Add the name of the process's program, where this user may know it."""
+    """Add the name of the process's program, where this user may know it: in a container another process has its number."""
     if holder.name or holder.pid is None:
         return holder
     try:
+        if os.readlink(PID_NAMESPACE) != _OF_THE_HOST:
+            return holder
         with open(f"/proc/{holder.pid}/comm") as name:
             return Holder(pid=holder.pid, gpu=holder.gpu, bytes=holder.bytes, name=name.read().strip())
     except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import json
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -72,6 +73,19 @@ def test_who_holds_a_gpu_is_told(on: None) -> None:
     assert free == 71672267571
     assert holders == (Holder(pid=4711, gpu=1, bytes=13207024435),)
     assert drivers.occupancy([other], own={4711}).holders == ()
+
+
+@pytest.mark.parametrize(("namespace", "named"), [("pid:[4026531836]", True), ("pid:[4026532281]", False), ("", False)])
+def test_a_process_is_named_only_where_its_number_is_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str, named: bool
+) -> None:
+    """In a container another program has the number that the driver tells."""
+    link = tmp_path / "pid"
+    if namespace:
+        link.symlink_to(namespace)
+    monkeypatch.setattr(drivers, "PID_NAMESPACE", link)
+    (holder,) = drivers.other_processes([Holder(pid=os.getpid(), gpu=0)], own=())
+    assert (holder.name != "") == named
 
 
 @machine("nvidia-unseen")
@@ -236,7 +250,7 @@ def test_a_binding_that_finds_no_rocm_is_silent(
 def test_a_driver_with_a_fault_is_told(tmp_path: Path, recording: str, call: str, code: int, sentence: str) -> None:
     fault = {"error": code, "says": "GPU is\n lost" if "amd" in recording else "GPU is lost"}
     with replayed(_changed(tmp_path, recording, call, fault)), pytest.raises(HardwareError) as caught:
-        drivers.gpus()
+        detect(environ={})
     assert sentence in str(caught.value)
 
 

@@ -56,6 +56,7 @@ class Machine:
         nvml.NVMLError = NVMLError
         nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIBRARY_NOT_FOUND = 9, 12
         nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
+        nvml.nvmlDeviceGetCount = lambda: len(self._ends)
         nvml.nvmlDeviceGetHandleByIndex = lambda index: index
         nvml.nvmlDeviceGetPciInfo = self._address
         nvml.nvmlDeviceGetNvLinkState = lambda gpu, link: 1 if self._end(gpu, link) is not None else 0
