@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from pytest_gputrain.gate import contention
 from pytest_gputrain.hardware import drivers, recording
-from pytest_gputrain.hardware.catalog import marker_of
 from pytest_gputrain.hardware.devices import Gpu, HardwareError, Reading
+from pytest_gputrain.hardware.machine import marker_of
 from pytest_gputrain.report import tables
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.files import write_atomically
@@ -90,7 +90,7 @@ def _row(gpu: Gpu, reading: Reading) -> tuple[str, ...]:
     return (
         str(gpu.index),
         gpu.name,
-        marker_of(gpu.name) or "none: unknown to the catalog",
+        marker_of(gpu) or "none: unknown to the catalog",
         format_bytes(gpu.memory_bytes) if gpu.memory_bytes else "not told",
         "" if free is None else format_bytes(free),
         power,

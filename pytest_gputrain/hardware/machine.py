@@ -32,6 +32,9 @@ class Machine:
     @property
     def slug(self) -> str:
         """Folder of this machine's baselines."""
+        # Releases of ROCm name one board differently, and two boards alike.
+        if self.gpus and self.gpus[0].vendor == "amd" and (marker := marker_of(self.gpus[0])) is not None:
+            return catalog.slug(f"AMD Instinct {catalog.PLATFORMS[marker].title}")
         return catalog.slug(self.device_name)
 
     @property
@@ -65,13 +68,19 @@ def detect(
         if platform is not None:
             raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here{_why_unseen(platform)}")
         return Machine(gpus=(), platform=catalog.CPU)
-    names = sorted({gpu.name for gpu in gpus})
-    if len(names) > 1:
+    kinds = {(gpu.name, marker_of(gpu)) for gpu in gpus}
+    if len(kinds) > 1:
+        names = sorted(f"{name} ({marker or 'of no marker'})" for name, marker in kinds)
         raise HardwareError(f"GPUs of several kinds are visible ({', '.join(names)}); choose those of one with --gpu-ids")
-    marker = catalog.marker_of(names[0])
+    ((name, marker),) = kinds
     if platform is not None and marker not in (None, platform):
-        raise HardwareError(f"--gpu-platform={platform}, but the GPU here is {marker} ({names[0]})")
+        raise HardwareError(f"--gpu-platform={platform}, but the GPU here is {marker} ({name})")
     return Machine(gpus=gpus, platform=platform or marker or "unknown")
+
+
+def marker_of(gpu: Gpu) -> str | None:
+    """The catalog marker of a GPU; None for one that the catalog lacks."""
+    return catalog.marker_of(gpu.name, gpu.memory_bytes, gpu.compute_units)
 
 
 def _find(gpus: Sequence[Gpu], silent: Sequence[Gpu], wanted: str) -> Gpu:
