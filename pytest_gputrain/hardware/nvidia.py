@@ -35,8 +35,11 @@ _REASONS: Final = {
 _LOST: Final = (15, 16)
 """NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED: no answer is None for these, but a fault."""
 
+_NO_DRIVER: Final = (9, 12)
+"""NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND."""
+
 _NO_GPU: Final = 28
-"""NVML_ERROR_GPU_NOT_FOUND, which bindings before 12.560 have no name for."""
+"""NVML_ERROR_GPU_NOT_FOUND, which old bindings have no name for."""
 
 _POWER_INSTANT: Final = 186
 """NVML_FI_DEV_POWER_INSTANT."""
@@ -230,8 +233,8 @@ def opened() -> Iterator[Nvidia | None]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         # Anything else is a GPU host with a fault, which must not pass for a host without GPUs.
-        absent = error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        if error.value != _NO_GPU and (not absent or any(DEVICE_FILES.glob("nvidia[0-9]*"))):
+        absent = error.value in _NO_DRIVER and not any(DEVICE_FILES.glob("nvidia[0-9]*"))
+        if error.value != _NO_GPU and not absent:
             raise _fault(error) from error
         yield None
         return

@@ -79,9 +79,9 @@ class Recorder:
             return value.decode()
         if isinstance(value, dict):
             return {str(key): self._to_json(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | ctypes.Array):
             return [self._to_json(item) for item in value]
-        if isinstance(value, ctypes.Structure):
+        if isinstance(value, ctypes.Structure | ctypes.Union):
             return {"fields": {field[0]: self._to_json(getattr(value, field[0])) for field in value._fields_}}
         if isinstance(value, _Handle):
             return {"handle": value.number}

@@ -7,13 +7,17 @@
  *   NVML_INIT  what nvmlInit returns; 0 by default
  *   NVML_GPUS  the GPUs, separated by semicolons; each a list of key=value, separated by commas:
  *
- *     name=Tesla T4        uuid=GPU-1234      bus=1b (hexadecimal)      minor=0
- *     mib=15360            the memory; without it the driver refuses to tell, as on GPUs that share the host's
+ *     name=Tesla T4        uuid=GPU-1234      bus=1b, slot=1e (hexadecimal)      minor=0
+ *     mib=15360,used=1032  the memory; without it the driver refuses to tell, as on GPUs that share the host's
  *     power=150000         milliwatts, mean of a second          instant=90000   milliwatts, at this moment
+ *     limit=300000         milliwatts          energy=123456789   millijoules       clock=1290   MHz
+ *     busy=97              percent             reasons=4          of clocks, a sum of bits
  *     pids=4000:3072+4001  processes, each with the MiB that it holds, or without where the driver does not know
  *     links=4*1+2*switch   NVLinks, each to a GPU by its index (one beyond the last is hidden), to a switch, or to something
  *                          that the driver does not tell (vm)
  *     nvmlDeviceGetUUID=3  the code that a function returns for this GPU, by the name that bindings call it by, without _v2
+ *
+ * What a GPU's description lacks is not supported.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -215,7 +219,7 @@ int nvmlDeviceGetMemoryInfo(const Gpu *gpu, Memory *memory)
 {
     REFUSED(gpu);
     memory->total = number(gpu, "mib", 10) << 20;
-    memory->used = memory->total / 128;
+    memory->used = number(gpu, "used", 10) << 20;
     memory->free = memory->total - memory->used;
     return memory->total ? SUCCESS : NOT_SUPPORTED;
 }
@@ -224,9 +228,10 @@ int nvmlDeviceGetPciInfo_v3(const Gpu *gpu, Pci *pci)
 {
     REFUSED(gpu);
     memset(pci, 0, sizeof *pci);
-    pci->bus = (unsigned int)number(gpu, "bus", 16);
-    snprintf(pci->legacy_address, sizeof pci->legacy_address, "0000:%02X:00.0", pci->bus & 0xff);
-    snprintf(pci->address, sizeof pci->address, "00000000:%02X:00.0", pci->bus & 0xff);
+    pci->bus = (unsigned int)number(gpu, "bus", 16) & 0xff;
+    pci->device = (unsigned int)number(gpu, "slot", 16) & 0xff;
+    snprintf(pci->legacy_address, sizeof pci->legacy_address, "0000:%02X:%02X.0", pci->bus, pci->device);
+    snprintf(pci->address, sizeof pci->address, "00000000:%02X:%02X.0", pci->bus, pci->device);
     return SUCCESS;
 }
 
@@ -273,8 +278,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(const Gpu *gpu, unsigned int *size, 
 int nvmlDeviceGetEnforcedPowerLimit(const Gpu *gpu, unsigned int *milliwatts)
 {
     REFUSED(gpu);
-    *milliwatts = 300000;
-    return SUCCESS;
+    return figure(gpu, "limit", milliwatts);
 }
 
 int nvmlDeviceGetPowerUsage(const Gpu *gpu, unsigned int *milliwatts)
@@ -297,39 +301,37 @@ int nvmlDeviceGetFieldValues(const Gpu *gpu, int size, FieldValue *values)
 int nvmlDeviceGetTotalEnergyConsumption(const Gpu *gpu, unsigned long long *millijoules)
 {
     REFUSED(gpu);
-    *millijoules = 123456789;
-    return SUCCESS;
+    *millijoules = number(gpu, "energy", 10);
+    return find(gpu, "energy") ? SUCCESS : NOT_SUPPORTED;
 }
 
 int nvmlDeviceGetClockInfo(const Gpu *gpu, unsigned int clock, unsigned int *megahertz)
 {
     (void)clock;
     REFUSED(gpu);
-    *megahertz = 1290;
-    return SUCCESS;
+    return figure(gpu, "clock", megahertz);
 }
 
 int nvmlDeviceGetUtilizationRates(const Gpu *gpu, Utilization *share)
 {
     REFUSED(gpu);
-    share->gpu = 97;
-    share->memory = 20;
-    return SUCCESS;
+    share->memory = 0;
+    return figure(gpu, "busy", &share->gpu);
 }
 
 int nvmlDeviceGetCurrentClocksThrottleReasons(const Gpu *gpu, unsigned long long *reasons)
 {
     REFUSED(gpu);
-    *reasons = 4;
-    return SUCCESS;
+    *reasons = number(gpu, "reasons", 10);
+    return find(gpu, "reasons") ? SUCCESS : NOT_SUPPORTED;
 }
 
 #if DRIVER >= 535
 int nvmlDeviceGetCurrentClocksEventReasons(const Gpu *gpu, unsigned long long *reasons)
 {
     REFUSED(gpu);
-    *reasons = 4;
-    return SUCCESS;
+    *reasons = number(gpu, "reasons", 10);
+    return find(gpu, "reasons") ? SUCCESS : NOT_SUPPORTED;
 }
 #endif
 

@@ -275,7 +275,8 @@ def test_power_is_that_of_the_moment(ask: Ask) -> None:
 
 @pytest.mark.parametrize("driver", [470, 580])
 def test_a_reading_has_every_figure(ask: Ask, driver: int) -> None:
-    (reading,) = ask("each(lambda d, g: d.read(g)._asdict())", f"{H100},power=150000", driver=driver)
+    figures = "power=150000,energy=123456789,clock=1290,busy=97,reasons=4"
+    (reading,) = ask("each(lambda d, g: d.read(g)._asdict())", f"{H100},{figures}", driver=driver)
     assert reading == {
         "energy_joules": 123456.789,
         "power_watts": 150.0,
@@ -283,6 +284,13 @@ def test_a_reading_has_every_figure(ask: Ask, driver: int) -> None:
         "utilization": 0.97,
         "throttling": ["SW Power Cap"],
     }
+
+
+def test_what_a_driver_does_not_tell_is_none(ask: Ask) -> None:
+    (reading,) = ask("each(lambda d, g: d.read(g)._asdict())", H100)
+    assert set(reading.values()) == {None}
+    assert ask("gpus[0].power_limit_watts", H100) is None
+    assert ask("gpus[0].power_limit_watts", f"{H100},limit=300000") == 300.0
 
 
 # Links
