@@ -31,9 +31,10 @@ H100_TOO = f"name=NVIDIA H100 80GB HBM3,mib=81559,uuid={OTHER},bus=43,minor=1"
 T4 = f"name=Tesla T4,mib=15360,uuid={OTHER},bus=43,minor=1"
 
 IN_CHILD = """
-import json, os, sys
+import json, os, pathlib, sys
+from pytest_gputrain.cli import devices
 from pytest_gputrain.execution.launch import environment
-from pytest_gputrain.hardware import amd, drivers
+from pytest_gputrain.hardware import amd, drivers, topology
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import detect
 amd.load = lambda: None
@@ -312,3 +313,14 @@ def test_what_a_driver_does_not_tell_is_none(ask: Ask) -> None:
 def test_links_are_counted_whatever_the_driver_tells_of_their_ends(ask: Ask, links: tuple[str, str], path: str) -> None:
     first, other = (f"{gpu},links={ends}" if ends else gpu for gpu, ends in zip((H100, H100_TOO), links, strict=True))
     assert ask("drivers.paths(gpus)", first, other) == [["X", path], [path, "X"]]
+
+
+def test_a_gpu_is_found_on_pcie_by_the_address_that_its_driver_tells(ask: Ask, tmp_path: Path) -> None:
+    device = tmp_path / "devices" / "pci0000:00" / "0000:00:1e.0"
+    device.mkdir(parents=True)
+    (device / "local_cpulist").write_text("0-3\n")
+    (tmp_path / "bus" / "pci" / "devices").mkdir(parents=True)
+    (tmp_path / "bus" / "pci" / "devices" / device.name).symlink_to(device)
+    table = f"devices.links(gpus, topology.Sysfs(pathlib.Path({str(tmp_path)!r})))"
+    gpu = f"name=Tesla T4,mib=15360,uuid={ONE},bus=00,slot=1e"
+    assert ask(f"{table}.headers + {table}.rows[0]", gpu) == ["", "GPU 0", "Cores", "GPU 0", "X", "0-3"]
