@@ -107,7 +107,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _document() -> list[list[str]]:
-    lines = json.loads(TABLE.read_text())["platforms"]["v100"]["topology"]
+    lines = json.loads(TABLE.read_text())["platforms"]["v100_32gb"]["topology"]
     return [line.split()[1:9] for line in lines[1:9]]
 
 
