@@ -279,7 +279,7 @@ def test_ids_contradict_the_platform_cpu(driver: Driver) -> None:
 # Catalog
 
 WHOLE = [
-    # As NVML or amdsmi told them, with MiB; 0 where only the name was recorded, or memory is not told.
+    # Names that drivers give, with the MiB that nvidia-smi or amd-smi prints for them; 0 where that is not known, or not told.
     ("NVIDIA H100 80GB HBM3", 81559, "h100"),
     ("NVIDIA H100 PCIe", 81559, "h100_pcie"),
     ("NVIDIA H100 NVL", 95830, "h100_nvl"),
@@ -343,7 +343,7 @@ def test_boards_are_known_by_what_their_drivers_say(name: str, mib: int, marker:
         assert marker_of(spelt, mib * MiB) == marker
 
 
-def test_every_marker_stands_for_a_device_that_was_seen() -> None:
+def test_every_marker_has_the_name_of_a_device() -> None:
     assert {marker for _, _, marker in WHOLE} == PLATFORMS.keys()
 
 
