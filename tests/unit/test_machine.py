@@ -279,7 +279,7 @@ def test_ids_contradict_the_platform_cpu(driver: Driver) -> None:
 # Catalog
 
 WHOLE = [
-    # Names that drivers give, with the MiB that nvidia-smi or amd-smi prints for them; 0 where that is not known, or not told.
+    # Names that drivers give, with the MiB that nvidia-smi or amd-smi prints; 0 where that is not known, or not told.
     ("NVIDIA H100 80GB HBM3", 81559, "h100"),
     ("NVIDIA H100 PCIe", 81559, "h100_pcie"),
     ("NVIDIA H100 NVL", 95830, "h100_nvl"),
