@@ -32,6 +32,9 @@ _REASONS: Final = {
 }
 """``nvmlClocksEventReason...`` under nvidia-smi's names; bindings before 12.535 have other constants for them."""
 
+_NO_INDEX: Final = (2, 3)
+"""NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED, instead of a handle: there is no such GPU."""
+
 _LOST: Final = (15, 16)
 """NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED: no answer is None for these, but a fault."""
 
@@ -60,16 +63,30 @@ class Nvidia:
     def gpus(self) -> tuple[Gpu, ...]:
         driver = _text(self._nvml.nvmlSystemGetDriverVersion())
         listed: list[Gpu] = []
-        for index in range(self._nvml.nvmlDeviceGetCount()):
+        for index, handle, fault in self._each():
             try:
-                listed += self._described(index, driver)
-            except self._nvml.NVMLError as error:  # the others may be well
-                listed.append(Gpu(index=index, uuid="", name="", memory_bytes=0, driver=driver, fault=str(error)))
+                if handle is None:
+                    listed.append(_silent(index, driver, fault))
+                else:
+                    listed += self._described(index, handle, driver)
+            except self._nvml.NVMLError as error:  # of this one: the others may be well
+                listed.append(_silent(index, driver, str(error)))
         return tuple(listed)
 
-    def _described(self, index: int, driver: str) -> list[Gpu]:
+    def _each(self) -> Iterator[tuple[int, Any, str]]:
+        """Index and handle of every GPU, or the fault that it has instead of one."""
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            handle, fault = None, ""
+            try:
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            except self._nvml.NVMLError as error:
+                if error.value in _NO_INDEX:
+                    raise
+                fault = str(error)
+            yield index, handle, fault
+
+    def _described(self, index: int, handle: Any, driver: str) -> list[Gpu]:
         """A GPU, or the parts of one that is partitioned."""
-        handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
         mode = self._ask("nvmlDeviceGetMigMode", handle)
         partitioned = bool(mode and mode[0])  # it may have no part yet, and is no device then
         limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
@@ -142,15 +159,12 @@ class Nvidia:
 
         ``NV4`` stands for four NVLinks, direct or through NVSwitches, else where on PCIe two meet.
         """
-        known = list(self._addresses())
+        known = []
+        for _, handle, _ in self._each():
+            with contextlib.suppress(self._nvml.NVMLError):  # of a GPU that is none of these
+                known += [] if handle is None else [self._nvml.nvmlDeviceGetPciInfo(handle)]
         ends = [_LinkEnd(self._nvml, self._ask, self._handle(gpu), known) for gpu in gpus]
         return tuple(tuple(SELF if end is other else end.path(other) for other in ends) for end in ends)
-
-    def _addresses(self) -> Iterator[Any]:
-        """Of all GPUs that answer, whoever uses them."""
-        for index in range(self._nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(self._nvml.NVMLError):
-                yield self._nvml.nvmlDeviceGetPciInfo(self._nvml.nvmlDeviceGetHandleByIndex(index))
 
     def _handle(self, gpu: Gpu) -> Any:
         if gpu.uuid.startswith("MIG-"):
@@ -245,6 +259,10 @@ def opened() -> Iterator[Nvidia | None]:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _silent(index: int, driver: str, fault: str) -> Gpu:
+    return Gpu(index=index, uuid="", name="", memory_bytes=0, driver=driver, fault=fault)
 
 
 def _fault(error: Exception) -> HardwareError:

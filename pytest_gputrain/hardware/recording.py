@@ -191,7 +191,7 @@ def replayed(path: Path) -> Iterator[None]:
             put(library.__name__, library)
         try:
             yield
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path} has replies that no driver gives ({type(error).__name__}: {error})") from error
 
 
