@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pytest_gputrain.gate import contention
 from pytest_gputrain.hardware import drivers, recording, topology
-from pytest_gputrain.hardware.devices import SELF, Gpu, HardwareError, Reading
+from pytest_gputrain.hardware.devices import SELF, UNKNOWN, Gpu, HardwareError, Reading
 from pytest_gputrain.hardware.machine import marker_of
 from pytest_gputrain.report import tables
 from pytest_gputrain.utils import console
@@ -120,9 +120,9 @@ def links(gpus: Sequence[Gpu], host: topology.Sysfs) -> tables.TextTable:
         "Cores": [place.cores for place in places],
         "NUMA node": ["" if place.numa_node is None else str(place.numa_node) for place in places],
     }
-    told = {header: column for header, column in columns.items() if any(column)}
+    told = {header: column for header, column in columns.items() if any(cell not in ("", UNKNOWN) for cell in column)}
     rows = zip((f"GPU {gpu.index}" for gpu in whole), *told.values(), strict=True)
-    return tables.TextTable(title="Paths, as nvidia-smi topo -m names them", headers=("", *told), rows=tuple(rows))
+    return tables.TextTable(title="Paths between GPUs and to network cards", headers=("", *told), rows=tuple(rows))
 
 
 def _drivers(gpus: Sequence[Gpu]) -> str:

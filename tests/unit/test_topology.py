@@ -260,5 +260,7 @@ def test_a_table_has_only_what_is_known(host: FakeSysfs, machine: Any) -> None:
         ("GPU 0", "X", "NV18", "PIX", "SYS", "0-19,40-59", "0"),
         ("GPU 1", "NV18", "X", "SYS", "PIX", "20-39,60-79", "1"),
     )
+    elsewhere = [dataclasses.replace(gpu, pci_address="0000:99:00.0") for gpu in gpus]
+    assert links(elsewhere, Sysfs(host.root)).headers == ("", "GPU 0", "GPU 1")
     assert links(gpus, Sysfs(host.root / "nowhere")).headers == ("", "GPU 0", "GPU 1")
     assert links(gpus[:1], Sysfs(host.root / "nowhere")).rows == (("GPU 0", "X"),)
