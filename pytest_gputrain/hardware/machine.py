@@ -70,7 +70,9 @@ def detect(
         return Machine(gpus=(), platform=catalog.CPU)
     kinds = {(gpu.name, marker_of(gpu)) for gpu in gpus}
     if len(kinds) > 1:
-        names = sorted(f"{name} ({marker or 'of no marker'})" for name, marker in kinds)
+        names = sorted({name for name, _ in kinds})
+        if len(names) == 1:  # of several sizes
+            names = sorted(f"{name} ({marker or 'of no marker'})" for name, marker in kinds)
         raise HardwareError(f"GPUs of several kinds are visible ({', '.join(names)}); choose those of one with --gpu-ids")
     ((name, marker),) = kinds
     if platform is not None and marker not in (None, platform):
@@ -126,8 +128,9 @@ def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, s
 
 
 def _refuse_ambiguous(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, str]) -> None:
-    """Refuse numbers in ``CUDA_VISIBLE_DEVICES`` by which CUDA may mean other GPUs than NVML does, and a host whose GPUs all
-    fail."""
+    """Raises:
+    HardwareError: no GPU answers, or ``CUDA_VISIBLE_DEVICES`` has numbers by which CUDA may mean other GPUs than NVML.
+    """
     variable = environ.get("CUDA_VISIBLE_DEVICES")
     if silent and not gpus and not _says_none(variable):
         raise HardwareError(

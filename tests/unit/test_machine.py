@@ -220,7 +220,7 @@ def test_gpus_of_one_name_and_several_sizes_are_of_several_kinds(driver: Driver)
 
 def test_gpus_of_several_kinds_are_told(driver: Driver) -> None:
     driver(H200, T4)
-    with pytest.raises(HardwareError, match=r"NVIDIA H200 \(h200\), Tesla T4 \(t4\).*--gpu-ids"):
+    with pytest.raises(HardwareError, match=r"NVIDIA H200, Tesla T4.*--gpu-ids"):
         detect(environ={})
 
 
