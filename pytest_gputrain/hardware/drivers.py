@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -109,13 +110,21 @@ def _is_idle(holder: Holder) -> bool:
 
 
 def _with_name(holder: Holder) -> Holder:
-    """Add the name of the process's program, where this user may know it: in a container another process has its number."""
-    if holder.name or holder.pid is None:
+    """Add the name of the process's program, where this user may know it."""
+    if holder.name or holder.pid is None or not _numbers_are_ours():
         return holder
     try:
-        if os.readlink(PID_NAMESPACE) != _OF_THE_HOST:
-            return holder
         with open(f"/proc/{holder.pid}/comm") as name:
             return Holder(pid=holder.pid, gpu=holder.gpu, bytes=holder.bytes, name=name.read().strip())
     except OSError:
         return holder
+
+
+def _numbers_are_ours() -> bool:
+    """Whether a process has the number here that drivers tell: not in a container, nor of a machine that is replayed."""
+    if any(getattr(sys.modules.get(library), "is_replay", False) for library in ("pynvml", "amdsmi")):
+        return False
+    try:
+        return os.readlink(PID_NAMESPACE) == _OF_THE_HOST
+    except OSError:
+        return False

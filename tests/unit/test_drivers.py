@@ -110,6 +110,12 @@ def test_a_process_is_named_only_where_its_number_is_the_hosts(
     assert (holder.name != "") == named
 
 
+@machine("nvidia-h100-x2")
+def test_processes_of_a_machine_that_is_replayed_have_no_names_here(on: None, tmp_path: Path) -> None:
+    (holder,) = drivers.other_processes([Holder(pid=os.getpid(), gpu=0)], own=())
+    assert holder.name == ""
+
+
 @machine("nvidia-unseen")
 def test_memory_that_no_visible_process_holds_is_somebodys(on: None) -> None:
     (gpu,) = drivers.gpus()
