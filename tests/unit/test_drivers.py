@@ -111,7 +111,7 @@ def test_a_process_is_named_only_where_its_number_is_the_hosts(
 
 
 @machine("nvidia-h100-x2")
-def test_processes_of_a_machine_that_is_replayed_have_no_names_here(on: None, tmp_path: Path) -> None:
+def test_processes_of_a_machine_that_is_replayed_have_no_names_here(on: None) -> None:
     (holder,) = drivers.other_processes([Holder(pid=os.getpid(), gpu=0)], own=())
     assert holder.name == ""
 

@@ -112,7 +112,9 @@ def ask(libraries: dict[int, Path], binding: Path | None) -> Iterator[Ask]:
             variables = {"NVML_GPUS": ";".join(gpus), "NVML_INIT": str(init), **variables}
             told.write(json.dumps([expression, variables]) + "\n")
             told.flush()
-            return json.loads(answers.readline())
+            answer = answers.readline()
+            assert answer, "the process has ended; its standard error says why"
+            return json.loads(answer)
 
         yield evaluate
 
