@@ -47,6 +47,19 @@ class Platform:
     sources: dict[str, str]
     """The document that each figure is from, by its name in ``boards.toml``."""
 
+    @property
+    def tf32_flops(self) -> float | None:
+        """FLOP/s of fp32 where TF32 is allowed; None where it is not known, as on AMD's devices.
+
+        TF32's tensor cores do half of what those of bf16 do on all of NVIDIA's that have them. Those without compute in fp32.
+        """
+        if self.target.startswith("gfx"):
+            return None
+        if self.lacks("bf16"):
+            return self.peak_flops["fp32"]
+        bf16 = self.peak_flops.get("bf16")
+        return None if bf16 is None else bf16 / 2
+
     def lacks(self, precision: str) -> bool:
         """Whether the hardware has no such arithmetic."""
         return precision.startswith("bf16") and self.capability < (8, 0)
@@ -136,7 +149,9 @@ def slug(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") or "unknown"
 
 
-def peak_flops(marker: str | None, precision: str) -> float | None:
+def peak_flops(marker: str | None, precision: str, *, tf32: bool = False) -> float | None:
     """FLOP/s a case of this precision could reach on one such device; None where it is not known."""
     platform = PLATFORMS.get(marker or "")
-    return platform.peak_flops.get(precision.removesuffix("-amp")) if platform else None
+    if platform is None:
+        return None
+    return platform.tf32_flops if tf32 else platform.peak_flops.get(precision.removesuffix("-amp"))

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,11 @@ class Movement:
             return hook
 
         hooks = [value.register_post_accumulate_grad_hook(note_gradient_of(name)) for name, value in self._trained.items()]
+        for value in self._trained.values():
+            # Behind this one, because the others may take the gradient away. torch calls them as a plain dict orders them.
+            others: dict[int, Any] = value._post_accumulate_grad_hooks
+            for number in [*others][:-1]:
+                others[number] = others.pop(number)
         try:
             yield
         finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
+from pytest_gputrain.records import Case
 from pytest_gputrain.worker.device import Device
 
 
@@ -65,3 +67,25 @@ def schedule(count: int, accumulation: int) -> list[bool]:
     memory. The median step is a plain micro-batch then, as in the published tables.
     """
     return [index % accumulation == 0 or index == count for index in range(1, count + 1)]
+
+
+def timed_steps(case: Case) -> int:
+    """Count the steps that are timed: of a case with a loader a multiple of its processes, see `levelled`."""
+    return math.ceil(case.steps / max(1, case.loader_workers)) * max(1, case.loader_workers)
+
+
+def lead_in(case: Case) -> int:
+    """Count the steps that are not timed after the loader has lost what it had loaded ahead: one batch of each process."""
+    return case.loader_workers
+
+
+def levelled(seconds: Sequence[float], loaders: int) -> tuple[float, ...]:
+    """Return for each step the mean over as many steps as processes load for them.
+
+    These finish their batches at about the same time. Where they are too slow, one step waits long and the next ones find
+    theirs: a median of single steps would never show the wait.
+    """
+    if loaders < 2:
+        return tuple(seconds)
+    groups = [seconds[at : at + loaders] for at in range(0, len(seconds), loaders)]
+    return tuple(sum(group) / len(group) for group in groups for _ in group)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pytest_gputrain.worker.device import Device, peak_host_bytes
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
-from pytest_gputrain.worker.loop import Steps, schedule, timed
+from pytest_gputrain.worker.loop import Steps, lead_in, levelled, schedule, timed, timed_steps
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.progress import Progress
@@ -123,7 +124,7 @@ class Measuring:
             return report(step, seconds)
 
         self._progress.enter("warmup")
-        warmup = yield from timed(schedule(self._whole(case.warmup), case.gradient_accumulation), device, report, meet)
+        warmup_seconds = yield from self._warm_up(training, report, meet)
         group.barrier()
         self._progress.enter("measure")
         updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
@@ -132,12 +133,14 @@ class Measuring:
         peaks, host = device.peaks(), peak_host_bytes()
         losses = tuple(float(loss) for loss in training.losses)
         figures = Measurement(
-            step_seconds=measured.seconds,
-            device_step_seconds=measured.on_device,
-            warmup_seconds=warmup.seconds,
+            step_seconds=levelled(measured.seconds, case.loader_workers),
+            device_step_seconds=levelled(measured.on_device, case.loader_workers),
+            input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(measured.seconds) :]) else None,
+            warmup_seconds=warmup_seconds,
             losses=tuple(itertools.takewhile(math.isfinite, losses)),
             batch_size=training.samples,
             sequence_length=training.sequence_length,
+            tokens=training.tokens,
             updates=training.updates,
             parameters=training.parameters,
             trainable_parameters=training.trainable_parameters,
@@ -156,7 +159,7 @@ class Measuring:
         self._keep(figures)
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
-        steps = len(warmup.seconds) + len(measured.seconds)
+        steps = len(warmup_seconds) + len(measured.seconds)
         if task.curve:
             all_steps = (0 if counter is None else len(counted_steps(case))) + steps
             losses = finite_losses(losses, case.model, steps=all_steps)[: case.steps]
@@ -175,6 +178,20 @@ class Measuring:
             recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
             notes=checked.notes,
         )
+
+    def _warm_up(
+        self, training: Trainable, report: Callable[[int, float], bool], meet: Callable[[], None]
+    ) -> Generator[bool, None, tuple[float, ...]]:
+        """Have the steps run that come before the timed ones; return their seconds."""
+        case = self._case
+        updates = schedule(self._whole(case.warmup), case.gradient_accumulation)
+        warmup = yield from timed(updates, self._device, report, meet)
+        if not case.loader_workers or self._task.curve:
+            return warmup.seconds
+        # Batches that were loaded while nothing trained would hide that the loader is too slow.
+        training.drain()
+        last = yield from timed(schedule(lead_in(case), case.gradient_accumulation), self._device, report, meet)
+        return warmup.seconds + last.seconds
 
     def _whole(self, steps: int) -> int:
         """Return the steps of whole rounds of the accumulation: own code updates when it will, and not in the last step."""
@@ -223,7 +240,7 @@ def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
     """How many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
     if not task.curve:
         training.losses.clear()
-        return task.case.steps
+        return timed_steps(task.case)
     # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
     finite = all(math.isfinite(float(loss)) for loss in training.losses)
     return max(1, task.case.steps - len(training.losses)) if finite or group.size > 1 else 1
@@ -281,7 +298,7 @@ def build(
     """
     case = task.case
     if not is_own_code(case, builder):
-        return Training(case, task.scale, device, group, own_work_done, architecture)
+        return Training(case, task.scale, device, group, own_work_done, architecture, task.deepspeed)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
     return OwnCodeTraining(case, task.scale, device, builder, group, own_work_done)
 

@@ -19,6 +19,7 @@ from pytest_gputrain.worker.measuring import Keep, Measuring, is_own_code, known
 from pytest_gputrain.worker.own_code import OwnCode
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
+from pytest_gputrain.worker.precision import tf32_allowed
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.training import OPTIMIZERS, StepBuilder
 
@@ -55,6 +56,7 @@ def run(
         with (
             group.joined(device.torch_device, even_alone=even_alone),
             device.keeping_peaks(),
+            tf32_allowed(task.case.tf32 if device.type != "cpu" else None),
             own.running() if own else contextlib.nullcontext(),
         ):
             if group.serves:

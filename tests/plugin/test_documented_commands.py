@@ -188,6 +188,20 @@ def check_tox(command: Command, command_project: CommandProject) -> None:
         assert f"[testenv:{environment}]" in text
 
 
+def check_docker(command: Command, command_project: CommandProject) -> None:
+    """Nothing is built here: the Dockerfile is there, and what runs in the image is a command that works."""
+    subcommand, *words = command.arguments
+    if subcommand == "build":
+        assert (ROOT / words[words.index("--file") + 1]).is_file()
+        return
+    assert subcommand == "run"
+    images = {f"gputrain-{path.stem}" for path in (ROOT / "docker").glob("*.Dockerfile")}
+    (image,) = (number for number, word in enumerate(words) if word in images)
+    if inside := words[image + 1 :]:
+        assert inside[0] == "pytest"
+        check_pytest(Command(command.page, tuple(inside)), command_project)
+
+
 def check_mutmut(command: Command, command_project: CommandProject) -> None:
     """Takes an hour: what it is told to mutate, and the tests that it runs, are there."""
     assert command.arguments[0] == "run"
@@ -203,6 +217,7 @@ def check_pytest_benchmark(command: Command, command_project: CommandProject) ->
 
 TOOLS: Final = {path.name for path in ROOT.glob("tools/*.py")}
 RULES: Final[dict[str, Callable[[Command, CommandProject], None]]] = {
+    "docker": check_docker,
     "gputrain": check_gputrain,
     "mutmut": check_mutmut,
     "pip": check_pip,
@@ -232,6 +247,8 @@ CONVERGENCE: Final = "docs/convergence.md-0"
 """Trains a checkpoint and samples of the reader's own."""
 LOOPS: Final = "docs/own-loops.md"
 OWN: Final = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
+TRAINERS: Final = [name for name in OWN if "transformers" in PROGRAMS[name]]
+"""Own code that trains by a library, whose import alone takes long."""
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -245,10 +262,26 @@ def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
 
 def test_programs_of_own_code_train(project: Project) -> None:
     """In one pytest, in processes as on any machine without a GPU."""
-    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(OWN)})
-    assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating"}
-    tests = sum(PROGRAMS[name].count("\ndef test_") for name in OWN)
+    own = [name for name in OWN if name not in TRAINERS]
+    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(own)})
+    assert {name.partition("-")[0] for name in own} >= {"README.md", "docs/gating"}
+    tests = sum(PROGRAMS[name].count("\ndef test_") for name in own)
     project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_programs_that_compare_trainers_train(project: Project, name: str) -> None:
+    project.write(test_program=PROGRAMS[name])
+    result = project.spawn("--gpu-platform=cpu", "--gpu-json=report.json")
+    result.assert_outcomes(passed=PROGRAMS[name].count("\ndef test_"))
+    by_hand, by_library = (reply for entry in project.report()["results"][:2] for reply in entry["replies"])
+    assert by_hand["flops_per_step"] == by_library["flops_per_step"] > 0
+    assert 0.99 < by_library["peak_allocated_bytes"] / by_hand["peak_allocated_bytes"] < 1.02
+
+
+def test_a_page_compares_trainers() -> None:
+    assert [name.partition(".")[0] for name in TRAINERS] == ["docs/comparing-trainers"]
 
 
 @pytest.mark.slow

@@ -470,6 +470,14 @@ def test_every_figure_of_a_platform_has_its_document(marker: str) -> None:
     assert {"fp16", "bf16"} - told <= ({"bf16"} if platform.lacks("bf16") else {"bf16", "fp16"})
 
 
+@pytest.mark.parametrize(
+    ("marker", "peak"),
+    [("h100", 494.7e12), ("a100_40gb", 156e12), ("v100_32gb", 15.7e12), ("gb10", None), ("mi300x", None)],
+)
+def test_tf32_is_half_as_fast_as_bf16_where_there_is_any(marker: str, peak: float | None) -> None:
+    assert peak_flops(marker, "fp32", tf32=True) == peak
+
+
 def test_every_figure_of_the_catalog_is_read() -> None:
     read = {"memory", "usable", "bandwidth", "fp32", "bf16", "fp16", "multiprocessors", "capability"}
     for board in tomllib.loads(catalog.BOARDS.read_text())["boards"].values():
