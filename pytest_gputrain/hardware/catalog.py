@@ -51,7 +51,7 @@ class Platform:
     def tf32_flops(self) -> float | None:
         """FLOP/s of fp32 where TF32 is allowed; None where it is not known, as on AMD's devices.
 
-        TF32's tensor cores do half of what those of bf16 do on all of NVIDIA's that have them. Those without compute in fp32.
+        Tensor cores do half as much in TF32 as in bf16 on all of NVIDIA's that have it. Those without compute in fp32.
         """
         if self.target.startswith("gfx"):
             return None
