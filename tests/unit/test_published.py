@@ -67,7 +67,7 @@ def test_all_rows_are_there() -> None:
         ("pangu-deepspeed", 15, {"v100": 25, "a100": 16}),
         ("paddlemix", 6, {"h800": 12}),
         ("amd-diffusion", 3, {"mi300x": 2}),
-        ("paddle-distributed", 3, {"v100": 8, "cpu": 8}),
+        ("paddle-distributed", 3, {"v100_32gb": 8, "cpu": 8}),
     ],
 )
 def test_every_column_of_every_platform_is_kept(table: str, columns: int, platforms: dict[str, int]) -> None:
@@ -178,7 +178,7 @@ def test_amd_figures_are_those_of_their_cells(row: Published) -> None:
 
 
 def test_the_topology_is_a_square_of_its_devices() -> None:
-    lines = TABLES["paddle-distributed"].platforms["v100"].topology
+    lines = TABLES["paddle-distributed"].platforms["v100_32gb"].topology
     matrix = [line.split() for line in lines[1:10]]
     names = lines[0].split()[:9]
     assert [row[0] for row in matrix] == names
