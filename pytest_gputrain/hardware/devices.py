@@ -31,6 +31,8 @@ class Gpu:
     vendor: Vendor = "nvidia"
     power_limit_watts: float | None = None
     """That is enforced; None where the driver has no such figure, or the GPU is a part of one."""
+    compute_units: int | None = None
+    """Of an AMD GPU, by which those of one name are told apart; None where the driver does not tell (ROCm before 6.3)."""
 
 
 class Occupancy(NamedTuple):

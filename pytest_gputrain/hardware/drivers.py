@@ -38,6 +38,27 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(every_gpu)
 
 
+def unseen() -> str:
+    """Why GPUs that the kernel has are not among `gpus`, and the remedies; empty where there are no others.
+
+    Raises:
+        HardwareError: a driver is there but does not answer.
+    """
+    reasons = list(filter(None, (_nvidia_binding_fault(), amd.binding_fault())))
+    with amd.opened() as driver:
+        reasons += driver.left_out() if driver is not None else ()
+    return "; ".join(reasons)
+
+
+def _nvidia_binding_fault() -> str:
+    files = sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))
+    try:
+        import pynvml  # noqa: F401
+    except ImportError as error:
+        return f"{files[0]} is there, but pynvml cannot be imported ({error}): pip install nvidia-ml-py" if files else ""
+    return ""
+
+
 @contextlib.contextmanager
 def driver(vendor: Vendor) -> Iterator[Driver | None]:
     """The driver of a vendor; None where it is gone.

@@ -115,6 +115,9 @@ class _Recording(msgspec.Struct):
 class Replay(types.ModuleType):
     """A recording as the library that it was made from."""
 
+    is_replay = True
+    """Its GPUs have no files here."""
+
     def __init__(self, recording: Any) -> None:
         """Raises:
         ValueError: it is no recording.
