@@ -51,6 +51,7 @@ def main(options: argparse.Namespace) -> int:
             for vendor in dict.fromkeys(gpu.vendor for gpu in gpus):
                 drivers.paths([gpu for gpu in gpus if gpu.vendor == vendor])
             rows = [_row(gpu, reading) for gpu, reading in zip(gpus, readings, strict=True)]
+            unseen = drivers.unseen() if options.replay is None else ""
         if options.record is not None:
             write_atomically(options.record, json.dumps(recordings, indent=1).encode() + b"\n")
     except (HardwareError, ValueError) as error:
@@ -61,6 +62,8 @@ def main(options: argparse.Namespace) -> int:
             f"{options.replay or options.record} cannot be {'read' if options.replay else 'written'}: {error.strerror}"
         )
         return 2
+    if unseen:
+        console.say(f"{unseen}; gputrain doctor checks the whole host")
     if not gpus:
         console.put("no GPU is seen here; cases train on the CPU, at tiny scale")
         return 0

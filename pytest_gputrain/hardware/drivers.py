@@ -38,6 +38,11 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(every_gpu)
 
 
+def may_be_unseen() -> bool:
+    """Whether this machine could have GPUs that `gpus` does not list, found out without opening a driver."""
+    return bool(_nvidia_binding_fault()) or amd.DEVICE_FILE.exists()
+
+
 def unseen() -> str:
     """Why GPUs that the kernel has are not among `gpus`, and the remedies; empty where there are no others.
 
