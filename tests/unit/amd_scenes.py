@@ -27,6 +27,8 @@ MI300X: list[dict[str, Any]] = [
         "power": power,
         "clock": clock,
         "gfx": 0,
+        "violations": dict.fromkeys(("prochot_thrm", "ppt_pwr", "socket_thrm", "vr_thrm", "hbm_thrm"), 0),
+        "link": 2,
     }
     for serial, bdf, node, kfd, power, clock in (
         ("0xC0B106985C515C91", "0000:0c:00.0", 2, 3771, 201, 2107),
@@ -36,7 +38,7 @@ MI300X: list[dict[str, Any]] = [
 """The first and the last of eight. Their addresses and UUIDs: AMD's "Deep dive into the MI300 compute and memory partition
 modes" (c0ff74a1-0000-1000-80b1-06985c515c91; the serial number is in it, as that of the MI325X shows). Nodes, device id,
 power limit and driver: https://github.com/ROCm/amdsmi/issues/100; power and clock: the changelog of amdsmi for ROCm 6.4.1;
-compute units: AMD's data sheet."""
+violations: that for ROCm 6.3.0, where none is active; links (xGMI) and compute units: AMD's data sheet of the platform."""
 
 MI325X_VF: list[dict[str, Any]] = [
     {

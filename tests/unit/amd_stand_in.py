@@ -152,7 +152,7 @@ class StandIn:
 
     @staticmethod
     def _clock(gpu: dict[str, Any], kind: Any, info: Any) -> None:
-        info.clk = gpu["clock"]
+        setattr(info, "clk" if hasattr(info, "clk") else "cur_clk", gpu["clock"])  # the latter before ROCm 6.2
 
     @staticmethod
     def _activity(gpu: dict[str, Any], info: Any) -> None:
