@@ -326,11 +326,12 @@ def _remedy_for(error: OSError, node: Path) -> str:
     if isinstance(error, FileNotFoundError):
         return f"pass it to the container (--device {node}) if it is to be used"
     if error.errno == errno.EACCES:
-        return f"add this user to the group {_group_of(node)}"
+        return f"add this user to the group {group_of(node)}"
     return "the container was given other GPUs"
 
 
-def _group_of(node: Path) -> str:
+def group_of(node: Path) -> str:
+    """The group that may open a file; AMD's usual one where it cannot be told."""
     try:
         return grp.getgrgid(node.stat().st_gid).gr_name
     except (OSError, KeyError):

@@ -40,7 +40,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 def may_be_unseen() -> bool:
     """Whether this machine could have GPUs that `gpus` does not list, found out without opening a driver."""
-    return bool(_nvidia_binding_fault()) or amd.DEVICE_FILE.exists()
+    return bool(nvidia_binding_fault()) or amd.DEVICE_FILE.exists()
 
 
 def unseen() -> str:
@@ -49,13 +49,14 @@ def unseen() -> str:
     Raises:
         HardwareError: a driver is there but does not answer.
     """
-    reasons = list(filter(None, (_nvidia_binding_fault(), amd.binding_fault())))
+    reasons = list(filter(None, (nvidia_binding_fault(), amd.binding_fault())))
     with amd.opened() as driver:
         reasons += driver.left_out() if driver is not None else ()
     return "; ".join(reasons)
 
 
-def _nvidia_binding_fault() -> str:
+def nvidia_binding_fault() -> str:
+    """Why NVML's binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no driver."""
     files = sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))
     try:
         import pynvml  # noqa: F401

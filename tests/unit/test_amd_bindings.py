@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -68,6 +69,7 @@ def host(tmp_path: Path, installed: Callable[[str], Path], rocm: Callable[[str],
         library: str = "",
         nodes: tuple[int, ...] = (),
         refused: tuple[int, ...] = (),
+        path: Path | None = None,
     ) -> Any:
         """
         Args:
@@ -75,6 +77,7 @@ def host(tmp_path: Path, installed: Callable[[str], Path], rocm: Callable[[str],
             library: ROCm's release; that of the binding by default.
             nodes: numbers of the render nodes that are there.
             refused: of those that this user may not open.
+            path: a folder of modules that are found before others.
         """
         (tmp_path / "kfd").touch()
         (tmp_path / "dri").mkdir(exist_ok=True)
@@ -85,6 +88,8 @@ def host(tmp_path: Path, installed: Callable[[str], Path], rocm: Callable[[str],
         choosing = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ROCM_HOME")
         variables = {name: value for name, value in os.environ.items() if name not in choosing}
         variables["ROCM_PATH"] = str(rocm(library or binding))
+        if path is not None:
+            variables["PYTHONPATH"] = os.pathsep.join([str(path), variables.get("PYTHONPATH", "")])
         program = [sys.executable, amd_stand_in.__file__, str(installed(binding)), str(scene), *command]
         done = subprocess.run(program, env=variables, capture_output=True, text=True, check=False, timeout=60)
         if command:
@@ -227,3 +232,44 @@ def test_a_binding_that_is_newer_than_rocm_is_told_with_its_error(host: Host, re
 @every_release
 def test_each_binding_is_imported_beside_its_own_rocm(host: Host, release: str) -> None:
     assert host(release, amd_scenes.MI300X)["unseen"] == ""
+
+
+@pytest.fixture
+def torch_for_rocm(tmp_path: Path) -> Path:
+    """A folder with a torch that must not be imported."""
+    (tmp_path / "modules" / "torch").mkdir(parents=True)
+    (tmp_path / "modules" / "torch" / "__init__.py").write_text("raise AssertionError('torch was imported')")
+    (tmp_path / "modules" / "torch" / "version.py").write_text(
+        "__version__ = '2.6.0+rocm6.2.4'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.2.41134-65d174c3e'\n"
+    )
+    return tmp_path / "modules"
+
+
+@pytest.mark.parametrize("release", ["6.4", "7.0"])
+def test_the_doctor_finds_nothing_amiss_on_a_sound_host(host: Host, release: str, torch_for_rocm: Path) -> None:
+    done = host(release, amd_scenes.MI300X, "doctor", path=torch_for_rocm)
+    said = done.stdout.splitlines()
+    assert (done.returncode, {line.split()[0] for line in said}) == (0, {"ok"} if release == "6.4" else {"ok", "warning"})
+    assert any(
+        f"ok       amd          driver 6.12.12, binding amdsmi {RELEASES[release]}, ROCm {release}.1" in line
+        for line in said
+    )
+    # ROCm 7 with a torch for ROCm 6.
+    assert [line.split()[1] for line in said if line.startswith("warning")] == ([] if release == "6.4" else ["torch"])
+
+
+def test_the_doctor_tells_what_is_left_out(host: Host, torch_for_rocm: Path) -> None:
+    command = functools.partial(host, "6.4", amd_scenes.MI325X_VF, "doctor", path=torch_for_rocm)
+    some, none = command(nodes=(185,)), command(refused=(185,))
+    assert (some.returncode, none.returncode) == (0, 1)
+    assert "warning  left out     the AMD GPU at 0000:8b:00.0 is left out: " in some.stdout
+    assert none.stdout.count("problem  left out     the AMD GPU at ") == 2
+
+
+def test_the_doctor_tells_of_a_binding_that_is_newer_than_rocm(host: Host, torch_for_rocm: Path) -> None:
+    done = host("7.0", None, "doctor", library="6.3", path=torch_for_rocm)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("problem")]
+    assert "AttributeError: " in line
+    assert "undefined symbol: amdsmi_" in line
+    assert 'pip install "amdsmi==6.3.*"' in line
