@@ -111,20 +111,25 @@ def _nvidia(gpus: list[Gpu]) -> Iterator[Check]:
         yield Check(
             "permissions", "problem", f"{memory} is missing, without which CUDA does not start", "run nvidia-modprobe -u"
         )
-    yield from _permissions([control, memory, *sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))])
+    if found:
+        yield from _permissions([control, memory, *sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))])
 
 
 def _amd(gpus: list[Gpu]) -> Iterator[Check]:
-    """Check AMD's driver and its binding, and add the GPUs."""
+    """Check AMD's driver and its binding, and add the GPUs.
+
+    Beside NVIDIA's GPUs one of AMD's may only be the graphics of the processor, so nothing about it is a problem.
+    """
+    worst: Status = "warning" if gpus else "problem"
     if fault := amd.binding_fault():
-        yield Check("amd", "problem", fault)
+        yield Check("amd", worst, fault)
         return
     try:
         with amd.opened() as driver:
             found = None if driver is None else driver.gpus()
             left_out = () if driver is None else driver.left_out()
     except HardwareError as error:
-        yield Check("amd", "problem", str(error))
+        yield Check("amd", "problem", str(error))  # which stops every run
         return
     if found is None:
         yield Check("amd", "ok", "no AMD driver on this host")
@@ -142,8 +147,9 @@ def _amd(gpus: list[Gpu]) -> Iterator[Check]:
             f'pip install "amdsmi=={wanted}.*"',
         )
     for sentence in left_out:
-        yield Check("left out", "warning" if found else "problem", sentence)
-    yield from _permissions([amd.DEVICE_FILE])
+        yield Check("left out", "warning" if found else worst, sentence)
+    if found:
+        yield from _permissions([amd.DEVICE_FILE])
 
 
 def _listed(vendor: Vendor, gpus: Sequence[Gpu], versions: str, remedy: str) -> Iterator[Check]:

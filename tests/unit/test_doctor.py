@@ -162,6 +162,11 @@ def test_a_binding_that_cannot_be_imported_is_a_problem_and_no_cpu(
     assert not any("train on the CPU" in line for line in lines)
 
 
+def test_graphics_of_the_processor_are_no_problem_beside_nvidias_gpus(h100s: None, tmp_path: Path) -> None:
+    (tmp_path / "dev" / "kfd").touch()
+    assert "amdsmi cannot be imported" in _only("amd", "warning")
+
+
 def test_without_nvmls_binding_an_nvidia_host_is_no_cpu(tmp_path: Path) -> None:
     (tmp_path / "dev" / "nvidia0").touch()
     assert "nvidia0 is there, but pynvml cannot be imported" in _only("nvidia", "problem")
