@@ -30,8 +30,8 @@ Status = Literal["ok", "warning", "problem"]
 _GET_TORCH: Final = "install the build for it from https://pytorch.org/get-started/locally"
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _ORDER: Final = "CUDA_DEVICE_ORDER"
-_LAST_ROCM: Final = 10
-"""The binding that ROCm brings counts releases of the C library instead, which began at 23."""
+_NO_ROCM: Final = (20,)
+"""No release of ROCm: the binding that ROCm brings counts those of the C library, from 23 on."""
 
 
 class Check(NamedTuple):
@@ -138,7 +138,7 @@ def _amd(gpus: list[Gpu]) -> Iterator[Check]:
     binding, rocm = _installed("amdsmi"), amd.rocm_version()
     versions = f"binding amdsmi {binding}, {f'ROCm {rocm}' if rocm else 'ROCm in no usual place'}"
     yield from _listed("amd", found, versions, "see what amd-smi says" if not left_out else "")
-    if rocm and _release(binding) and _release(binding)[0] <= _LAST_ROCM and _release(binding) != _release(rocm):
+    if rocm and () < _release(binding) < _NO_ROCM and _release(binding) != _release(rocm):
         wanted = ".".join(map(str, _release(rocm)))
         yield Check(
             "amd",
@@ -257,7 +257,7 @@ def _torch_for_nvidia(torch: Torch, found: str) -> Check:
     if most is None:
         return Check("torch", "ok", found)
     beside = f"{found}, the driver supports CUDA up to {most[0]}.{most[1]}"
-    if _release(torch.cuda)[0] > most[0]:  # within one of CUDA's major releases older drivers do
+    if _release(torch.cuda)[:1] > most[:1]:  # within one of CUDA's major releases older drivers do
         return Check("torch", "problem", beside, f"update the driver, or for CUDA {most[0]} {_GET_TORCH}")
     return Check("torch", "ok", beside)
 
@@ -266,7 +266,7 @@ def _torch_for_amd(torch: Torch, found: str) -> Check:
     if not torch.rocm:
         return Check("torch", "problem", f"{found}, and the GPUs are AMD's", _GET_TORCH)
     rocm = amd.rocm_version()
-    if rocm and _release(torch.rocm)[0] != _release(rocm)[0]:
+    if rocm and _release(torch.rocm)[:1] != _release(rocm)[:1]:
         return Check("torch", "warning", f"{found}, beside ROCm {rocm}", f"for ROCm {rocm} {_GET_TORCH}")
     return Check("torch", "ok", found)
 

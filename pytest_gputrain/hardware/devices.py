@@ -32,7 +32,7 @@ class Gpu:
     power_limit_watts: float | None = None
     """That is enforced; None where the driver has no such figure, or the GPU is a part of one."""
     compute_units: int | None = None
-    """Of an AMD GPU, by which those of one name are told apart; None where the driver does not tell (ROCm before 6.3)."""
+    """Where the driver tells: they tell boards apart that share a name."""
 
 
 class Occupancy(NamedTuple):
