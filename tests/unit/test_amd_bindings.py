@@ -114,7 +114,7 @@ def test_the_library_of_rocm_calls_pcie_1_and_xgmi_2(host: Host, release: str) -
 @every_release
 def test_a_gpu_tells_what_was_published_of_it(host: Host, release: str) -> None:
     told = host(release, amd_scenes.MI300X)
-    assert told["gpus"][1] == {
+    expected = {
         "index": 1,
         "uuid": "GPU-bbb09363b4d6f06e",
         "name": "AMD Instinct MI300X",
@@ -124,6 +124,7 @@ def test_a_gpu_tells_what_was_published_of_it(host: Host, release: str) -> None:
         "power_limit_watts": 750.0,
         "compute_units": None if release == "6.2" else 304,
     }
+    assert told["gpus"][1].items() >= expected.items()
     assert told["free"] == [amd_scenes.TOTAL - amd_scenes.USED] * 2
     assert [(reading["power_watts"], reading["clock_mhz"]) for reading in told["readings"]] == [(201, 2107), (210, 2104)]
     assert (told["readings"][0]["utilization"], told["readings"][0]["energy_joules"]) == (0.0, None)
