@@ -314,12 +314,21 @@ def _imported() -> tuple[Any, str]:
         with contextlib.redirect_stdout(io.StringIO()):
             return importlib.import_module("amdsmi"), ""
     except Exception as error:
-        release = ".".join(rocm_version().split(".")[:2]) or "<major.minor of ROCm>"
         return None, (
             f"{DEVICE_FILE} says that there is an AMD driver, but its binding amdsmi cannot be imported "
-            f"({type(error).__name__}: {' '.join(str(error).split())}); install the one of the same release as ROCm, by "
-            f'pip install "amdsmi=={release}.*", or the one that ROCm brings, by pip install {_rocm()}/share/amd_smi'
+            f"({type(error).__name__}: {' '.join(str(error).split())}); {_remedy_for_binding()}"
         )
+
+
+def _remedy_for_binding() -> str:
+    library, own = _rocm() / "lib" / "libamd_smi.so", _rocm() / "share" / "amd_smi"
+    if not library.exists():
+        return f"{library} is missing: install ROCm's package amd-smi-lib, or set ROCM_PATH to where ROCm is"
+    release = ".".join(rocm_version().split(".")[:2]) or "<major.minor of ROCm>"
+    return (
+        f'install the one of the same release as ROCm, by pip install "amdsmi=={release}.*", or the one that ROCm brings, '
+        f"by pip install {own}"
+    )
 
 
 def _remedy_for(error: OSError, node: Path) -> str:

@@ -59,7 +59,9 @@ def mi300xs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _rocm(tmp_path: Path, version: str) -> None:
-    (tmp_path / "rocm" / ".info").mkdir(parents=True)
+    (tmp_path / "rocm" / "lib").mkdir(parents=True)
+    (tmp_path / "rocm" / "lib" / "libamd_smi.so").touch()
+    (tmp_path / "rocm" / ".info").mkdir()
     (tmp_path / "rocm" / ".info" / "version").write_text(f"{version}-123\n")
 
 
@@ -158,8 +160,15 @@ def test_a_binding_that_cannot_be_imported_is_a_problem_and_no_cpu(
     (line,) = [line for line in lines if not line.startswith("ok")]
     assert line.startswith("problem  amd          ")
     assert "amdsmi cannot be imported (ModuleNotFoundError" in line
-    assert f'pip install "amdsmi==<major.minor of ROCm>.*", or the one that ROCm brings, by pip install {tmp_path}' in line
+    assert line.endswith(
+        f"{tmp_path}/rocm/lib/libamd_smi.so is missing: install ROCm's package amd-smi-lib, or set ROCM_PATH "
+        "to where ROCm is"
+    )
     assert not any("train on the CPU" in line for line in lines)
+    _rocm(tmp_path, "6.4.1")
+    assert f'pip install "amdsmi==6.4.*", or the one that ROCm brings, by pip install {tmp_path}' in _only("amd", "problem")
+    (tmp_path / "rocm" / ".info" / "version").unlink()
+    assert 'pip install "amdsmi==<major.minor of ROCm>.*"' in _only("amd", "problem")
 
 
 def test_graphics_of_the_processor_are_no_problem_beside_nvidias_gpus(h100s: None, tmp_path: Path) -> None:
