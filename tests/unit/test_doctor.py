@@ -260,3 +260,6 @@ def test_a_host_without_a_compiler_is_warned(monkeypatch: pytest.MonkeyPatch, tm
 def test_locks_that_cannot_be_taken_are_a_problem(tmp_path: Path) -> None:
     (tmp_path / "gputrain-leases").write_text("")
     assert "GPUs cannot be lent: " in _only("locks", "problem")
+    (tmp_path / "gputrain-leases").unlink()
+    (tmp_path / "gputrain-leases" / "doctor.lock").mkdir(parents=True)  # in the place of a file that one may not open
+    assert "GPUs cannot be lent: [Errno 21] Is a directory" in _only("locks", "problem")

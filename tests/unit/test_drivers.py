@@ -189,6 +189,17 @@ def test_a_variable_of_rocm_that_shows_nothing_is_told(on: None) -> None:
         detect(environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"})
 
 
+@machine("nvidia-h100-x2")
+def test_only_a_host_of_which_no_gpu_is_seen_is_asked_why(on: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Here the processor has graphics of AMD, without a binding."""
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
+    assert "amdsmi cannot be imported" in drivers.unseen()
+    assert detect(environ={"CUDA_VISIBLE_DEVICES": ""}).unseen == ""
+    monkeypatch.setattr(drivers, "gpus", lambda: ())
+    assert detect(environ={"CUDA_VISIBLE_DEVICES": ""}).unseen == drivers.unseen()
+
+
 @machine("amd-mi300x-x2")
 def test_a_worker_sees_its_amd_gpus_whatever_else_was_chosen(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"):
