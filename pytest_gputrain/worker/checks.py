@@ -25,6 +25,14 @@ class CheckFailed(Exception):
     """The run is not what its case says; the message is one sentence."""
 
 
+def ended(name: str, taken: int) -> CheckFailed:
+    """Return what to raise for a loop that ended while more steps were asked for."""
+    return CheckFailed(
+        f"the loop of {name} ended after {taken} {'step' if taken == 1 else 'steps'}, and more were to be measured; let it "
+        "go on for as long as it is asked to, as `while True:` around its epochs does"
+    )
+
+
 def check_parameters(model: nn.Module, name: str, expected: int | None) -> int:
     """Return the count of the unadapted model's parameters, tied ones once.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -21,6 +22,8 @@ from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
 from pytest_gputrain.worker.compiling import compile_in_place
 from pytest_gputrain.worker.group import ALONE, Group
+from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.loops import loop_of
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
@@ -29,8 +32,6 @@ from pytest_gputrain.worker.precision import PRECISIONS, Precision
 class Trainable(Protocol):
     """A training that the loop steps and the checks look at."""
 
-    model: nn.Module | None
-    trainable_parameters: int | None
     samples: int
     sequence_length: int
     idle: tuple[str, ...]
@@ -40,6 +41,14 @@ class Trainable(Protocol):
     losses: list[Tensor | float]
 
     @property
+    def model(self) -> nn.Module | None:
+        """What trains; None where own code does not let the worker watch it. Known when the first step is asked for."""
+
+    @property
+    def trainable_parameters(self) -> int | None:
+        """Parameters that train; None like the model."""
+
+    @property
     def parameters(self) -> int | None:
         """Parameters of the unadapted model; None where own code does not let the worker watch it."""
 
@@ -47,8 +56,8 @@ class Trainable(Protocol):
     def updates(self) -> int:
         """Optimizer updates so far; for own code, calls of its step."""
 
-    def step(self, update: bool) -> None:
-        """Train on one micro-batch; ``update`` lets the optimizer act at its end."""
+    def run(self, steps: Steps) -> None:
+        """Train on one micro-batch after the other, and resume ``steps`` before each and after the last one."""
 
     def leave(self) -> None:
         """No more steps will come."""
@@ -125,6 +134,10 @@ class Training:
     def updates(self) -> int:
         return self._engine.updates
 
+    def run(self, steps: Steps) -> None:
+        for update in steps:
+            self.step(update)
+
     def step(self, update: bool) -> None:
         self.losses.append(self._engine.step(self._loss, update).clone())
 
@@ -176,8 +189,9 @@ class Setup:
         self.watched.append(model)
 
 
-StepBuilder = Callable[[Setup], Callable[[], Any]]
-"""The user's function: builds everything and returns one step, which may return its loss."""
+StepBuilder = Callable[[Setup], Any]
+"""The user's function: builds everything and returns one step, which may return its loss; or owns the loop, as a generator
+that yields after each step; or returns a framework's trainer."""
 
 
 class OwnCodeTraining:
@@ -202,21 +216,8 @@ class OwnCodeTraining:
             own_work_done=own_work_done,
         )
         self._name = case.model
-        self._step = builder(setup)
-        if not callable(self._step):
-            raise CheckFailed(
-                f"{case.model} returned {type(self._step).__name__}; it must build everything and return a function that "
-                "runs one step"
-            )
-        if len(setup.watched) > 1:
-            raise CheckFailed(f"{case.model} called setup.watch() {len(setup.watched)} times; wrap the models in one")
-        self.model: nn.Module | None = setup.watched[0] if setup.watched else None
-        self.parameters: int | None = None
-        self.trainable_parameters: int | None = None
-        if self.model is not None:
-            counts = [(value.numel(), value.requires_grad) for value in self.model.parameters()]
-            self.parameters = sum(count for count, _ in counts)
-            self.trainable_parameters = sum(count for count, trained in counts if trained)
+        self._watched = setup.watched
+        self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note)
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
         self.idle: tuple[str, ...] = ()
@@ -224,8 +225,27 @@ class OwnCodeTraining:
         self.updates: int = 0
         self.losses: list[Tensor | float] = []
 
-    def step(self, update: bool) -> None:
-        loss = self._step()
+    @functools.cached_property
+    def model(self) -> nn.Module | None:
+        """What the user's code lets the worker watch, once that has been asked for its first step."""
+        if len(self._watched) > 1:
+            raise CheckFailed(f"{self._name} called setup.watch() {len(self._watched)} times; wrap the models in one")
+        return self._watched[0] if self._watched else None
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.model is None else sum(value.numel() for value in self.model.parameters())
+
+    @property
+    def trainable_parameters(self) -> int | None:
+        if self.model is None:
+            return None
+        return sum(value.numel() for value in self.model.parameters() if value.requires_grad)
+
+    def run(self, steps: Steps) -> None:
+        self._loop.run(steps)
+
+    def _note(self, loss: Any) -> None:
         self.updates += 1
         if loss is None:
             return
