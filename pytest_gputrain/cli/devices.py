@@ -55,6 +55,7 @@ def main(options: argparse.Namespace) -> int:
             vendors = dict.fromkeys(gpu.vendor for gpu in described)
             between = [links([gpu for gpu in described if gpu.vendor == vendor], host) for vendor in vendors]
             rows = [_row(gpu, readings[gpu]) if gpu in readings else _silent_row(gpu) for gpu in gpus]
+            unseen = drivers.unseen() if options.replay is None else ""
         if options.record is not None:
             write_atomically(options.record, json.dumps(recordings, indent=1).encode() + b"\n")
     except (HardwareError, ValueError) as error:
@@ -65,6 +66,8 @@ def main(options: argparse.Namespace) -> int:
             f"{options.replay or options.record} cannot be {'read' if options.replay else 'written'}: {error.strerror}"
         )
         return 2
+    if unseen:
+        console.say(f"{unseen}; gputrain doctor checks the whole host")
     if not gpus:
         console.put("no GPU is seen here; cases train on the CPU, at tiny scale")
         return 0

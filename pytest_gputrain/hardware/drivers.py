@@ -44,6 +44,33 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(every_gpu)
 
 
+def may_be_unseen() -> bool:
+    """Whether this machine could have GPUs that `gpus` does not list, found out without opening a driver."""
+    return bool(nvidia_binding_fault()) or amd.DEVICE_FILE.exists()
+
+
+def unseen() -> str:
+    """Why GPUs that the kernel has are not among `gpus`, and the remedies; empty where there are no others.
+
+    Raises:
+        HardwareError: a driver is there but does not answer.
+    """
+    reasons = list(filter(None, (nvidia_binding_fault(), amd.binding_fault())))
+    with amd.opened() as driver:
+        reasons += driver.left_out() if driver is not None else ()
+    return "; ".join(reasons)
+
+
+def nvidia_binding_fault() -> str:
+    """Why NVML's binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no driver."""
+    files = sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))
+    try:
+        import pynvml  # noqa: F401
+    except ImportError as error:
+        return f"{files[0]} is there, but pynvml cannot be imported ({error}): pip install nvidia-ml-py" if files else ""
+    return ""
+
+
 @contextlib.contextmanager
 def driver(vendor: Vendor) -> Iterator[Driver | None]:
     """The driver of a vendor; None where it is gone.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_gputrain.hardware import amd, catalog, drivers
+from pytest_gputrain.hardware import catalog, drivers
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.records import Host
 
@@ -20,6 +20,8 @@ class Machine:
     gpus: tuple[Gpu, ...]
     platform: str
     """Catalog marker, ``cpu``, or ``unknown`` for a GPU that the catalog lacks."""
+    unseen: str = ""
+    """Why it counts as a CPU although the kernel has GPUs, with the remedy; empty where nothing is amiss."""
 
     @property
     def device_type(self) -> Literal["cpu", "gpu"]:
@@ -65,9 +67,10 @@ def detect(
     if gpu_ids:
         gpus = tuple(dict.fromkeys(_find(gpus, silent, wanted) for wanted in gpu_ids))
     if not gpus:
+        unseen = "" if listed else drivers.unseen()
         if platform is not None:
-            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here{_why_unseen(platform)}")
-        return Machine(gpus=(), platform=catalog.CPU)
+            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here{f' ({unseen})' if unseen else ''}")
+        return Machine(gpus=(), platform=catalog.CPU, unseen=unseen)
     kinds = {(gpu.name, marker_of(gpu)) for gpu in gpus}
     if len(kinds) > 1:
         names = sorted({name for name, _ in kinds})
@@ -204,10 +207,3 @@ def _match(gpus: Sequence[Gpu], name: str, numbers: Mapping[str, int]) -> Gpu | 
             return gpu
     begin_so = [gpu for gpu in gpus if name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name)]
     return begin_so[0] if len(begin_so) == 1 else None
-
-
-def _why_unseen(platform: str) -> str:
-    """Say why an AMD GPU that the kernel has may not be seen."""
-    if platform.startswith("mi") and amd.DEVICE_FILE.exists() and amd.load() is None:
-        return f" ({amd.DEVICE_FILE} is, but amdsmi is missing or finds no ROCm: install pytest-gputrain[amd])"
-    return ""

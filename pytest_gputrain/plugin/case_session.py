@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -140,6 +141,18 @@ class CaseSession:
             f"gputrain: predicted not to fit {self.forecast.platform}, and run last: {', '.join(unfit)}" if unfit else None
         )
 
+    def taken_for_a_cpu(self, items: Sequence[pytest.Item]) -> str | None:
+        """Return a warning that the cases will run on the CPU although this machine has GPUs."""
+        if self.config.option.collectonly or not any(map(has_cases, items)):
+            return None
+        return f"gputrain: {self._unseen}" if self._unseen else None
+
+    @functools.cached_property
+    def _unseen(self) -> str:
+        """A sentence on GPUs of this machine that no case can use; empty where there are none, or cases run elsewhere."""
+        unseen = self.executor.unseen if isinstance(self.executor, LocalExecutor) else ""
+        return f"no GPU is used, this machine counts as a CPU: {unseen}; --gpu-platform=cpu accepts that" if unseen else ""
+
     def expect(self, items: Sequence[pytest.Item]) -> None:
         """Take notice of the cases of the tests that are about to run."""
         expression = expression_of(self.config)
@@ -241,6 +254,9 @@ class CaseSession:
                 collector.add(result, passed=False)
         if self.runner.settings.predict and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
             collector.notes.append("nothing was predicted: every case was skipped; -rs tells why")
+            collector.failed |= is_strict(self.runner.settings)
+        if (collector.results or self._skipped or self._failures) and self._unseen:
+            collector.notes.append(self._unseen)
             collector.failed |= is_strict(self.runner.settings)
         collector.notes += notes
         # What somebody chose by pytest.exit stays.
