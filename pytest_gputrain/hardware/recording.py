@@ -80,9 +80,9 @@ class Recorder:
             return value.decode()
         if isinstance(value, dict):
             return {str(key): self._to_json(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | ctypes.Array):
             return [self._to_json(item) for item in value]
-        if isinstance(value, ctypes.Structure):
+        if isinstance(value, ctypes.Structure | ctypes.Union):
             return {"fields": {field[0]: self._to_json(getattr(value, field[0])) for field in value._fields_}}
         if isinstance(value, _Handle):
             return {"handle": value.number}
@@ -115,6 +115,9 @@ class _Recording(msgspec.Struct):
 
 class Replay(types.ModuleType):
     """A recording as the library that it was made from."""
+
+    is_replay = True
+    """Its GPUs have no files here."""
 
     def __init__(self, recording: Any) -> None:
         """Raises:
@@ -192,7 +195,7 @@ def replayed(path: Path) -> Iterator[None]:
             put(library.__name__, library)
         try:
             yield
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path} has replies that no driver gives ({type(error).__name__}: {error})") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -34,6 +35,7 @@ from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import ProgressLine
+from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.predicting import PredictingRunner
 from pytest_gputrain.session.request import CaseRunner
 from pytest_gputrain.session.runner import Runner
@@ -148,6 +150,18 @@ class CaseSession:
             f"gputrain: predicted not to fit {self.forecast.platform}, and run last: {', '.join(unfit)}" if unfit else None
         )
 
+    def taken_for_a_cpu(self, items: Sequence[pytest.Item]) -> str | None:
+        """Return a warning that the cases will run on the CPU although this machine has GPUs."""
+        if self.config.option.collectonly or not any(map(has_cases, items)):
+            return None
+        return f"gputrain: {self._unseen}" if self._unseen else None
+
+    @functools.cached_property
+    def _unseen(self) -> str:
+        """A sentence on GPUs of this machine that no case can use; empty where there are none, or cases run elsewhere."""
+        unseen = self.executor.unseen if isinstance(self.executor, LocalExecutor) else ""
+        return f"no GPU is used, this machine counts as a CPU: {unseen}; --gpu-platform=cpu accepts that" if unseen else ""
+
     def expect(self, items: Sequence[pytest.Item]) -> None:
         """Take notice of the cases of the tests that are about to run."""
         expression = expression_of(self.config)
@@ -253,11 +267,14 @@ class CaseSession:
                 collector.add(result, passed=False)
         ended = not interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         absence.note_missing(collector, self._tests, expression_of(self.config), ended=ended)
+        ran = bool(self._tests.outcomes or collector.results)
+        if (ran or self._failures) and self._unseen:
+            collector.notes.append(self._unseen)
+            collector.failed |= is_strict(self.runner.settings)
         left = absence.note_unclaimed(collector, self._files)
         collector.notes += notes
         # What somebody chose by pytest.exit stays.
         cut_short = interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        ran = bool(self._tests.outcomes or collector.results)
         collector.close(
             int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus),
             ran=ran,

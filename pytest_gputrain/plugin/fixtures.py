@@ -243,6 +243,6 @@ def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
     except HardwareError as error:
         raise _failed(error) from None
     if not machine.gpus:
-        pytest.skip(f"needs a GPU, found {CPU}")
+        pytest.skip(f"needs a GPU, found {CPU}{f': {machine.unseen}' if machine.unseen else ''}")
     with lease(machine.gpus, 1) as (device,):
         yield device

@@ -153,8 +153,9 @@ class GpuTrainPlugin:
         if self.cases_so_far:
             self.cases_so_far.order(items)
 
-    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> str | None:
-        return self.cases_so_far.predicted_not_to_fit(items) if self.cases_so_far else None
+    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
+        cases = self.cases_so_far
+        return list(filter(None, (cases.taken_for_a_cpu(items), cases.predicted_not_to_fit(items)))) if cases else []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.environment.collected()
