@@ -80,8 +80,9 @@ def test_as_recorded(suite, case):
     servers = min(case.servers, 2)
     processes = run.environment.device_count - servers
     prediction = predicted(case, processes=processes, servers=servers)
-    # What is recorded is the most of all workers, and under parameter servers each looks up other rows.
-    off = 0.005 if servers else 0
+    # What is recorded is the most of all workers, and under parameter servers each looks up other rows: more or fewer of the
+    # rare ones, where few are frequent.
+    off = 0 if not servers else 0.03 if case.ids == "zipf" else 0.005
     assert prediction.peak_allocated_bytes == pytest.approx(run.peak_allocated_bytes, rel=off)
     assert prediction.flops_per_step * processes == (run.flops_per_step or 0)
 

@@ -130,7 +130,7 @@ def test_a_worker_that_does_not_end_is_ended_with_its_stacks(preloaded):
     run(CLICKS, preloaded)  # the imports are not what is waited for
     reply = run(CLICKS.replace(steps=1_000_000), preloaded, timeout_seconds=6)
     assert isinstance(reply, TimedOut), reply
-    assert "worker/loop.py" in reply.detail
+    assert "worker/training.py" in reply.detail
     (source,) = children()
     assert source.children() == []
 
