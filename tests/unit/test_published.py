@@ -230,6 +230,19 @@ def test_llm_trainer_rows_are_judged_or_say_why_not(row: Published) -> None:
     assert all(reason.startswith("published with FSDP1, which holds") for reason in reasons.values())
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row.figures or row.outcome != "measured"], ids=_name)
+def test_every_row_is_judged_or_says_in_one_phrase_why_not(row: Published) -> None:
+    seconds = (1.0,) * 2 * row.case.gradient_accumulation
+    verdict = judge_published(row.case, [measurement(step_seconds=seconds)], row, DEFAULT, scale="full")
+    if row.outcome != "measured":
+        assert verdict.status == "improved", "it trains, where it was published that it does not"
+        return
+    assert verdict.metrics
+    for metric in verdict.metrics:
+        assert metric.status in ("pass", "regressed", "improved") or metric.note
+        assert len(metric.note) <= 130
+
+
 def test_rows_are_of_known_platforms() -> None:
     assert {row.platform for row in ROWS} <= set(MARKERS)
 
