@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_gputrain.cli import ab, check_baselines, compare, devices, export, html, node, trend
+from pytest_gputrain.cli import ab, check_baselines, compare, devices, emulate, export, html, node, trend
 from pytest_gputrain.utils import console
 
 COMMANDS: Final = {
@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "check-baselines": check_baselines,
     "compare": compare,
     "devices": devices,
+    "emulate": emulate,
     "export": export,
     "html": html,
     "node": node,

@@ -11,3 +11,7 @@ class BadCase(OneLineError):
 
 class CannotRun(Exception):
     """The case must not run here; the reason to skip."""
+
+
+class CannotEmulate(OneLineError):
+    """A GPU cannot be emulated here; the sentence says why and what to do."""
