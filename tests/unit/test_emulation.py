@@ -43,7 +43,10 @@ def site(tmp_path):
     """
     compile_library(lib / "libtorch_cuda.so", code, str(runtime))
     compile_library(
-        lib / "libtorch_python.so", 'const char a[] = "\\0sm_\\0sm_75 sm_90 sm_90a\\0";', "-Wl,--no-as-needed", str(runtime)
+        lib / "libtorch_python.so",
+        'const char a[] = "sm_\\0sm_80\\0 othersm_75 sm_90 sm_90a\\0";',
+        "-Wl,--no-as-needed",
+        str(runtime),
     )
     return site
 
@@ -281,12 +284,17 @@ def test_kernels_of_an_older_gpu_of_the_generation_do(marker, compiled):
 
 
 @pytest.mark.parametrize(
-    ("marker", "compiled"), [("v100", "sm_75 sm_90"), ("h100", "sm_80 sm_90a sm_100"), ("a100", "sm_86"), ("h100", "")]
+    ("marker", "compiled"), [("v100", "sm_75 sm_90"), ("h100", "sm_80 sm_90a sm_100"), ("a100", "sm_86")]
 )
 def test_a_gpu_that_torch_has_no_kernels_for_is_refused_by_name(marker, compiled):
     chosen = boards.board(marker)
     with pytest.raises(CannotEmulate, match=f"torch 2.13.0 has no kernels for {chosen.name}"):
         boards.check_kernels(chosen, compiled.split(), "2.13.0")
+
+
+def test_a_torch_that_does_not_tell_its_kernels_is_refused():
+    with pytest.raises(CannotEmulate, match="does not tell which GPUs it has kernels for"):
+        boards.check_kernels(boards.board("h100"), (), "2.13.0")
 
 
 # --- The environment of the program

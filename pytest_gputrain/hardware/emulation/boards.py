@@ -112,6 +112,8 @@ def check_kernels(chosen: Board, architectures: Iterable[str], torch_version: st
     """
     major, minor = chosen.capability
     names = list(architectures)
+    if not names:
+        raise CannotEmulate(f"torch {torch_version} does not tell which GPUs it has kernels for; install PyPI's build of it")
     compiled = [int(name.removeprefix("sm_")) for name in names if name.startswith("sm_") and name[-1].isdigit()]
     if not any(number // 10 == major and number % 10 <= minor for number in compiled):
         raise CannotEmulate(

@@ -41,8 +41,8 @@ _OPENED: Final = ("libcuda.so.1", "libnvidia-ml.so.1")
 _LOOKED_UP: Final = re.compile(rb"(?<=\0)(?:nvml[A-Z]\w{2,60}|cu[A-Z][a-z]\w{2,60})(?=\0)")
 """Names of functions among the constants of a library that looks them up while it runs."""
 
-_ARCHITECTURES: Final = re.compile(rb"(?<=\0)(?:(?:sm|compute)_\d+[af]? ?)+(?=\0)")
-"""What torch was compiled for, as ``torch.cuda.get_arch_list`` tells it."""
+_ARCHITECTURES: Final = re.compile(rb"(?:(?:sm|compute)_\d+[af]?)(?: (?:sm|compute)_\d+[af]?)*(?=\0)")
+"""What torch was compiled for, as ``torch.cuda.get_arch_list`` tells it; the compiler may put other text right before it."""
 
 Functions = dict[str, str]
 """Names of functions, with the version of each; empty where the library has no versions."""
@@ -193,5 +193,5 @@ def _begins(name: str, prefix: str) -> bool:
 def architectures(torch: Torch) -> tuple[str, ...]:
     """Find the GPUs that torch has kernels for, as ``torch.cuda.get_arch_list`` tells them: ``sm_90``."""
     with Elf(torch.folder / "lib" / "libtorch_python.so") as library:
-        match = _ARCHITECTURES.search(library.constants())
-    return tuple(match[0].decode().split()) if match else ()
+        found = _ARCHITECTURES.findall(library.constants())
+    return tuple(max(found, key=len).decode().split()) if found else ()
