@@ -175,28 +175,28 @@ _LIBRARIES: Final = tuple(
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file
+    return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file or _is_compiled(file)
+
+
+def _is_compiled(file: str) -> bool:
+    """Whether torch.compile wrote this file."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{os.sep}torchinductor_") in file
 
 
 def _where(frames: Iterable[dict[str, Any]]) -> str:
     """The innermost line of the program itself, and the innermost one of a library of models that it called there."""
-    own = library = None
+    own, library = "", ""
     for frame in frames:
         file = frame["filename"]
         if not _is_library(file):
-            own = frame
+            own = _line(frame)
             break
-        if (
-            library is None
-            and not file.startswith("<")
-            and f"{os.sep}torch{os.sep}" not in file
-            and "site-packages/" in file
-        ):
-            library = frame
-    told = [_line(frame) for frame in (own, library) if frame is not None]
-    if own is None:
-        told.insert(0, "backward pass")  # autograd's threads run without the program's frames
-    return ", ".join(told)
+        if not library and _is_compiled(file):
+            library = "code of torch.compile"
+        elif not library and "site-packages/" in file and f"{os.sep}torch{os.sep}" not in file:
+            library = _line(frame)
+    # Autograd's threads run without the program's frames.
+    return ", ".join(filter(None, (own or "backward pass", library)))
 
 
 def _line(frame: dict[str, Any]) -> str:
