@@ -226,9 +226,25 @@ def test_a_program_with_another_torch_is_refused(emulate, tmp_path):
     assert f"this program imports the one in {other / 'torch'}" in done.stderr
 
 
-def test_the_worker_can_find_out_that_it_runs_on_stand_ins(emulate):
-    code = "import ctypes, torch; print(hasattr(ctypes.CDLL(None), 'gputrain_emulated_gpu'))"
-    assert emulate(code)[0].stdout == "True\n"
+def test_no_figure_of_an_emulated_gpu_is_taken_for_a_measurement(emulate, tmp_path):
+    (tmp_path / "test_mine.py").write_text(
+        textwrap.dedent("""
+            import pytest, torch
+
+            def my_step(setup):
+                weight = torch.ones(64, 64, device=setup.device, requires_grad=True)
+                return lambda: (weight @ weight).sum().backward()
+
+            @pytest.mark.h100
+            def test_mine(gputrain):
+                gputrain.check(my_step, precision="fp32", batch_size=1, steps=2)
+        """)
+    )
+    arguments = ["-q", "-p", "no:cacheprovider", "-m", "h100", "--gpu-baseline-update", "test_mine.py"]
+    done, _ = emulate(f"import pytest; raise SystemExit(pytest.main({arguments}))")
+    assert done.returncode == 1, done.stderr
+    assert "figures of an emulated GPU are no measurements" in done.stdout
+    assert list(tmp_path.glob("baselines/**/*.json")) == []
 
 
 OFTEN = ("h100", "t4", "v100")
