@@ -35,7 +35,7 @@ SOURCES: Final = Path(__file__).with_name("c")
 CORE: Final = "libgputrain_emulated.so"
 """The library that holds the state of the emulated GPUs, which all stand-ins share."""
 
-_CORE_SOURCES: Final = ("gpus.c", "memory.c")
+_CORE_SOURCES: Final = ("gpus.c", "memory.c", "threads.c")
 
 _MANIFEST: Final = "manifest.json"
 _COMPILERS: Final = ("cc", "gcc", "clang")
@@ -175,7 +175,7 @@ def compile_all(
     options = [*flags, *_FLAGS, *_versions(torch), f"-I{SOURCES}"]
     core = folder / CORE
     sources = [str(SOURCES / name) for name in _CORE_SOURCES]
-    _run([*compiler, *options, f"-Wl,-soname,{CORE}", "-o", str(core), *sources, "-lpthread"])
+    _run([*compiler, *options, f"-Wl,-soname,{CORE}", "-o", str(core), *sources, "-lpthread", "-ldl"])
     driver = next(name for name in needed if name.startswith("libcuda.so."))
 
     def compile_one(soname: str, *others: Path) -> None:
