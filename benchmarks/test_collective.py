@@ -28,6 +28,8 @@ CASES = [
     *grid(IMAGES, model=["resnet-50", "vgg-16"], batch_size=[32, 64, 128]),
     BERT,
     TRANSFORMER,
+    # With batches from a DataLoader instead of one that stays on the GPU.
+    *grid(IMAGES, model=["resnet-50"], batch_size=[128], loader_workers=[8]),
 ]
 
 

@@ -12,7 +12,7 @@ VISION_LANGUAGE = Case(precision="bf16", batch_size=16, activation_checkpointing
 LLAVA = VISION_LANGUAGE.replace(sequence_length=2048, resolution="336x336")
 QWEN2_VL = VISION_LANGUAGE.replace(sequence_length=512, resolution="504x364")
 
-ON_EIGHT = {"parallel": "zero2", "gpus": 8, "platforms": ("h800",)}
+ON_EIGHT = {"parallel": "zero2", "gpus": 8, "platforms": ("h800", "h100", "h200")}
 EIGHTY_GB, LARGER = ["h100", "h200", "a100", "mi300x"], ["h200", "mi300x"]
 
 CASES = [
@@ -24,6 +24,8 @@ CASES = [
     *grid(LLAVA, model=["llava-1.6-13b"], method=["sft"], platforms=["mi300x"]),
     *grid(QWEN2_VL, model=["qwen2-vl-2b"], method=["sft"], platforms=EIGHTY_GB),
     *grid(QWEN2_VL, model=["qwen2-vl-7b"], method=["sft"], platforms=LARGER),
+    # Texts of several lengths, padded to the longest as in the published runs: the tokens per second show what that costs.
+    *grid(LLAVA, model=["llava-1.6-7b"], method=["lora"], lengths=["padded"], platforms=EIGHTY_GB),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -16,10 +16,13 @@ from pytest_gputrain.records.settings import Axes
 from pytest_gputrain.records.whole import Whole
 from pytest_gputrain.utils.suggest import did_you_mean
 
+PLATFORMS: Final = "platforms"
+"""The field that is no knob, and can be set all the same: its values are one list, not alternatives."""
+
 _TYPES: Final = {
     field.name: field.type
     for field in msgspec.structs.fields(Case)
-    if field.name not in ("platforms", "named", "code")  # they say what a case is for and called, not what it does
+    if field.name not in (PLATFORMS, "named", "code")  # they say what a case is for and called, not what it does
 }
 
 
@@ -32,8 +35,11 @@ _KINDS: Final[dict[Any, str]] = {
 }
 
 
-def parse_axes(text: str) -> Axes:
+def parse_axes(text: str, markers: Sequence[str]) -> Axes:
     """The knobs of ``text``, one ``KNOB=A,B,C`` a line; blank lines count for nothing.
+
+    Args:
+        markers: the platform markers of the catalog, which lies in a higher package.
 
     Raises:
         ValueError: one sentence that names the knob or the value, and what would be accepted.
@@ -43,14 +49,26 @@ def parse_axes(text: str) -> Axes:
         knob, equals, values = (part.strip() for part in line.partition("="))
         if not equals or not values:
             raise ValueError(f"{line!r} is not a knob with its values; write it as batch_size=1,2,4")
-        if knob not in _TYPES:
-            raise ValueError(f"{knob!r} is no knob of a case{did_you_mean(knob, _TYPES)}; known: {', '.join(_TYPES)}")
+        if knob not in (*_TYPES, PLATFORMS):
+            known = (*_TYPES, PLATFORMS)
+            raise ValueError(f"{knob!r} is no knob of a case{did_you_mean(knob, known)}; known: {', '.join(known)}")
         if knob in axes:
             raise ValueError(f"{knob} is given twice; give all of its values at once, as {knob}=A,B")
-        axes[knob] = tuple(_value(knob, value.strip()) for value in values.split(","))
-        if len(set(axes[knob])) != len(axes[knob]):
+        texts = [value.strip() for value in values.split(",")]
+        given = tuple(_platform(text, markers) if knob == PLATFORMS else _value(knob, text) for text in texts)
+        if len(set(given)) != len(given):
             raise ValueError(f"{line!r} gives a value twice")
+        axes[knob] = (given,) if knob == PLATFORMS else given
     return tuple(axes.items())
+
+
+def _platform(text: str, markers: Sequence[str]) -> str:
+    """Raises:
+    ValueError: the catalog has no such marker.
+    """
+    if text not in markers:
+        raise ValueError(f"the platform {text!r} is unknown{did_you_mean(text, markers)}; known: {', '.join(markers)}")
+    return text
 
 
 def _value(knob: str, text: str) -> Any:
@@ -80,14 +98,17 @@ def combinations(axes: Axes) -> list[dict[str, Any]]:
 
 def shown(knobs: Mapping[str, Any]) -> str:
     """``batch_size=4-cpu_offload=true``, as ids show knobs."""
-    return "-".join(f"{knob}={knob_text(value)}" for knob, value in knobs.items())
+    return "-".join(f"{knob}={'+'.join(value) if knob == PLATFORMS else knob_text(value)}" for knob, value in knobs.items())
 
 
 def override(case: Case, knobs: Mapping[str, Any]) -> Case:
-    """``case`` with other values for some knobs. Those that change appear in its id, so that each has its own baseline."""
+    """``case`` with other values for some knobs.
+
+    Those that change appear in its id, so that each has its own baseline; platforms do not, since they change no figure.
+    """
     changed = {knob: value for knob, value in knobs.items() if getattr(case, knob) != value}
     named: object = case.named
     if not changed or not isinstance(named, tuple):
         return case.replace(**changed)  # what is no tuple fails the case's own test later
-    new = [knob for knob in changed if knob not in ALWAYS_IN_ID and knob not in named]
+    new = [knob for knob in changed if knob not in (*ALWAYS_IN_ID, *named, PLATFORMS)]
     return case.replace(**changed, named=(*named, *new))

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.architectures.facts import Architecture, architectures
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
@@ -18,11 +18,15 @@ PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
 OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
 LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
+LENGTHS: Final = ("fixed", "padded", "packed")
+IDS: Final = ("uniform", "zipf")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 VOCABULARY: Final = {
     "method": METHODS,
     "precision": PRECISIONS,
     "parallel": PARALLELS,
+    "lengths": LENGTHS,
+    "ids": IDS,
     "optimizer": OPTIMIZERS,
     "compile": COMPILE_MODES,
     "lr_scheduler": LR_SCHEDULERS,
@@ -42,6 +46,7 @@ gradients nor how far the training is.
 
 _ENGINES_OF_KNOBS: Final = {
     "cpu_offload": ("fsdp",),
+    "reshard_after_forward": ("fsdp",),
     "offload_optimizer": ("zero1", "zero2", "zero3"),
     "offload_param": ("zero3",),
     "pin_memory": ("zero1", "zero2", "zero3"),
@@ -49,6 +54,7 @@ _ENGINES_OF_KNOBS: Final = {
     "allgather_bucket_size": ("zero0", "zero1", "zero2", "zero3"),
     "reduce_bucket_size": ("zero1", "zero2", "zero3"),
     "stage3_max_live_parameters": ("zero3",),
+    "deepspeed_config": ("zero0", "zero1", "zero2", "zero3"),
     "lr_scheduler": UPDATING,
     "lr_warmup_steps": UPDATING,
     "max_grad_norm": UPDATING,
@@ -57,8 +63,21 @@ _ENGINES_OF_KNOBS: Final = {
 }
 """Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
 
-COMPILED: Final = ("single", "ddp", "fsdp")
-"""Parallelisms under which a model is compiled: what DeepSpeed and the parameter server do in backward, no graph holds."""
+_BY_CUDA_GRAPHS: Final = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record CUDA graphs."""
+
+_DEFAULTS: Final = Case()
+
+_MASTERS_OF_ENGINES: Final = {
+    "ddp": "which parallel='ddp' does not do; choose parallel='zero0', which does the same",
+    "fsdp": "which parallel='fsdp' does not do; choose precision='bf16-amp', whose shards are fp32 masters of bf16 weights",
+    "ps": "which parallel='ps' does not do; choose precision='bf16-amp'",
+}
+"""Why a parallelism has no ``master_weights``, as the rest of a sentence."""
+
+COMPILED: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2")
+"""Parallelisms under which a model is compiled. Stage 3 of DeepSpeed gathers parameters by hooks inside of every block,
+each of which breaks the graph: two tiny blocks became 104 graphs. What the parameter server does in backward, none holds."""
 
 
 def renamed(field: str, word: object) -> str:
@@ -103,7 +122,7 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         if value not in choices:
             hint = did_you_mean(value, choices)
             return f"names the unknown {field} {value!r}{hint}; known: {', '.join(choices)}"
-    return bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case)
+    return bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case) or _bad_arithmetic(case)
 
 
 def bad_number(case: Case) -> str | None:
@@ -118,6 +137,7 @@ def bad_number(case: Case) -> str | None:
         "sequence_length": 0,
         "frames": 0,
         "lora_rank": 0,
+        "loader_workers": 0,
         "loss_chunks": 1,
         "lr_warmup_steps": 0,
         "allgather_bucket_size": 0,
@@ -153,6 +173,8 @@ def _bad_model(case: Case) -> str | None:
             return f"sets no {field}, which {case.model} needs, as {examples[field]}"
         if field not in architecture.needs and getattr(case, field):
             return f"sets {field}, which {case.model} does not have; leave it out"
+    if complaint := _bad_input(case, architecture):
+        return complaint
     if case.loss_chunks > 1:
         facts = architecture.trained_part
         if architecture.family != "language" or facts.library == "own" or facts.config.get("final_logit_softcapping"):
@@ -162,15 +184,30 @@ def _bad_model(case: Case) -> str | None:
     return None
 
 
+def _bad_input(case: Case, architecture: Architecture) -> str | None:
+    families = {"padded": ("language", "vision_language"), "packed": ("language",)}.get(case.lengths)
+    if families and (architecture.family not in families or architecture.trained_part.library == "own"):
+        return f"asks for lengths={case.lengths!r}, which {case.model} does not have; leave it out"
+    if case.ids != "uniform" and architecture.family not in ("word_vectors", "click_through"):
+        return f"asks for ids={case.ids!r}, which {case.model} does not have; leave it out"
+    return None
+
+
 def _bad_parallelism(case: Case) -> str | None:
     for knob, engines in _ENGINES_OF_KNOBS.items():
-        if getattr(case, knob) not in (None, False, 0, "constant") and case.parallel not in engines:
+        if getattr(case, knob) != getattr(_DEFAULTS, knob) and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
+    if case.code and (case.lengths, case.ids, case.loader_workers) != ("fixed", "uniform", 0):
+        return "asks for lengths, ids or loader_workers, but own code makes its batches itself; leave them out"
     if complaint := _bad_compilation(case) or _bad_chunks(case):
         return complaint
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):
         return "asks for pin_memory, but offloads nothing; set offload_optimizer, or leave it out"
+    if case.deepspeed_config and case.code:
+        return (
+            "asks for deepspeed_config, but own code configures DeepSpeed by itself; read the file in it, and leave it out"
+        )
     if case.max_grad_norm and case.cpu_offload:
         return "asks for max_grad_norm, whose norm nccl does not add up on the host; leave out it or cpu_offload"
     if case.parallel == "ps":
@@ -192,13 +229,40 @@ def _bad_compilation(case: Case) -> str | None:
         return "asks for compile, which own code does by itself; call torch.compile in it, and leave the knob out"
     if case.parallel not in COMPILED:
         return f"asks for compile, which parallel={case.parallel!r} does not do; choose {' or '.join(COMPILED)}"
-    if case.compile in ("reduce-overhead", "max-autotune") and case.gradient_accumulation > 1:
+    if case.compile in _BY_CUDA_GRAPHS and case.parallel.startswith("zero"):
+        return (
+            f"asks for compile={case.compile!r}, whose CUDA graphs overwrite gradients that DeepSpeed may still reduce; "
+            "choose default or max-autotune-no-cudagraphs"
+        )
+    if case.compile in _BY_CUDA_GRAPHS and case.gradient_accumulation > 1:
         return (
             f"asks for compile={case.compile!r}, whose CUDA graphs overwrite gradients that are accumulated; choose "
             "default or max-autotune-no-cudagraphs"
         )
     if not case.warmup:
         return "asks for compile without a step of warm-up, in which it happens; set warmup=1 or more"
+    return None
+
+
+def _bad_arithmetic(case: Case) -> str | None:
+    if case.tf32 is not None and case.precision != "fp32":
+        return f"sets tf32, which precision={case.precision!r} does not compute in; choose precision='fp32', or leave it out"
+    if case.reentrant_checkpointing and not case.activation_checkpointing:
+        return "asks for reentrant_checkpointing, but recomputes nothing; set activation_checkpointing=True"
+    if case.reentrant_checkpointing and case.compile != "off":
+        return "asks for reentrant_checkpointing, which torch.compile does not take into a graph; leave out it or compile"
+    if not case.master_weights:
+        return None
+    if case.code:
+        return "asks for master_weights, but own code makes its optimizer by itself; keep them in it, and leave it out"
+    if case.parallel.startswith("zero"):
+        return f"asks for master_weights, which parallel={case.parallel!r} has in any case; leave it out"
+    if case.parallel in _MASTERS_OF_ENGINES:
+        return f"asks for master_weights, {_MASTERS_OF_ENGINES[case.parallel]}"
+    if case.precision != "bf16":
+        return f"asks for master_weights, but precision={case.precision!r} stores weights in fp32; choose precision='bf16'"
+    if case.method in ADAPTING:
+        return f"asks for master_weights, but the adapters of {case.method!r} are in fp32 anyway; leave it out"
     return None
 
 

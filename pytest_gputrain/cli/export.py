@@ -22,6 +22,7 @@ from pytest_gputrain.utils.suggest import did_you_mean
 
 def add_to(commands: Any) -> None:
     formats = "\n".join(f"  {name:<24} {format_.reads}" for name, format_ in FORMATS.items())
+    formats += f"\n  {'html':<24} browsers: bars of published tables, with --published only"
     export = commands.add_parser(
         "export",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -30,7 +31,13 @@ def add_to(commands: Any) -> None:
         epilog=f"formats:\n{formats}",
     )
     export.add_argument("reports", nargs="*", type=Path, metavar="REPORT", help="report of --gpu-json")
-    export.add_argument("--format", default="terminal", choices=FORMATS, metavar="FORMAT", help="one of those below")
+    export.add_argument(
+        "--format",
+        default="terminal",
+        choices=[*dict.fromkeys((*FORMATS, *published.FORMATS))],
+        metavar="FORMAT",
+        help="one of those below",
+    )
     export.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="file, or folder of a format with several (default: print it)"
     )
@@ -82,6 +89,8 @@ def _export(options: argparse.Namespace) -> list[str]:
 
 
 def _of_reports(options: argparse.Namespace) -> tuple[str | Mapping[str, str], list[str]]:
+    if options.format not in FORMATS:
+        raise ValueError(f"{options.format} draws published tables; give --published, or the command html for reports")
     format_ = FORMATS[options.format]
     if not options.reports:
         raise ValueError("nothing to export; give a report of --gpu-json, or --published")

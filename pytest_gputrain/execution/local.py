@@ -85,7 +85,7 @@ class LocalExecutor(Executor[Reply]):
             watch(event)
 
         visible, nodes = self.machine.gpus, task.nodes
-        count = min(task.case.gpus, len(visible)) if visible else task.processes + task.servers
+        count = min(task.case.gpus, len(visible)) if visible else task.cores
         with _lease(visible[:1] if inline else visible, count) as gpus:
             if len(gpus) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
                 raise BadCase(f"{task.case} takes several GPUs, and the parts of a partitioned one do not reach each other")

@@ -14,7 +14,7 @@ import msgspec
 from pytest_gputrain.gate import regression
 from pytest_gputrain.gate.contention import why_not_recorded
 from pytest_gputrain.gate.limits import judge_limits, with_limits
-from pytest_gputrain.gate.new_device import judge_by_prediction
+from pytest_gputrain.gate.new_device import judge_by_prediction, judge_by_published
 from pytest_gputrain.gate.published import judge_published, why_not_comparable
 from pytest_gputrain.gate.step_times import AGREEING, PRIOR_SD
 from pytest_gputrain.records import Baseline, Case, Measurement, OutOfMemory, Prediction, Published, Reply, Scale, Verdict
@@ -44,6 +44,7 @@ class Criteria:
     prior: float = PRIOR_SD
     """Standard deviation that is expected between its processes: see `pytest_gputrain.gate.step_times.suite_prior`."""
     row: Published | None = None
+    """Of the case and its platform; None where there is none, or where the case has a baseline."""
     published_for: tuple[str, ...] | None = None
     """Platforms that it was published for; None where it is not compared with published figures."""
     wanted: int = 1
@@ -102,14 +103,19 @@ def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no
         )
         if settled and criteria.records:
             verdict = _recorded(criteria, verdict, replies, no_scaling)
-        elif verdict.status == "new" and criteria.prediction is not None:
+        elif verdict.status == "new":
             runs = [reply for reply in replies if isinstance(reply, Measurement)]
-            verdict = judge_by_prediction(verdict, case, runs, criteria.prediction)
+            if criteria.prediction is not None:
+                verdict = judge_by_prediction(verdict, case, runs, criteria.prediction)
+            elif criteria.row is not None and not why_not_comparable(case, criteria.row, criteria.scale):
+                verdict = judge_by_published(verdict, case, runs, criteria.row)
     return Judgement(with_limits(case, verdict, limits), settled and limits_settled, asks_suite=not settled)
 
 
 def comparable_row(criteria: Criteria) -> Published | None:
-    """Return the published row that the case can be compared with."""
+    """Return the published row that the case is compared with; None where it is compared with something else."""
+    if criteria.published_for is None:
+        return None
     return None if why_not_comparable(criteria.case, criteria.row, criteria.scale) else criteria.row
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from msgspec import UNSET
 
 from pytest_gputrain.records import (
     Baseline,
@@ -21,6 +23,7 @@ from pytest_gputrain.records import (
 from pytest_gputrain.utils.units import (
     format_bytes,
     format_flops,
+    format_nics,
     format_percent,
     format_seconds,
     format_spread,
@@ -130,6 +133,20 @@ def describe_counters(measured: Measurement, fitted: Sequence[BaselineRun], *, f
         yield f"one worker alone {format_seconds(alone_before)} -> {format_seconds(alone)}"
 
 
+_SHOWN: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
+    "topology": ("topology", format_topology),
+    "power_limit_watts": ("power limit", lambda watts: f"{watts:.0f} W"),
+    "device_memory_bytes": ("device memory", lambda size: "unknown" if size is None else format_bytes(size)),
+    "cudnn": ("cuDNN", str),
+    "nccl": ("NCCL", str),
+    "cores": ("CPU cores", str),
+    "host_memory_bytes": ("host memory", format_bytes),
+    "nics": ("network cards", format_nics),
+}
+"""The name of a fact, and how its value is shown; what is shown alike, such as the last bytes of a memory, is no change."""
+_OF_ROCM: Final = {"cudnn": "MIOpen", "nccl": "RCCL"}
+
+
 def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Sequence[str] = ()) -> str:
     """Describe what differs between the baseline's latest environment and this one.
 
@@ -142,19 +159,19 @@ def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], vari
     changes = []
     for name in Environment.__struct_fields__:
         before, after = getattr(there, name), getattr(here, name)
+        if UNSET in (before, after) or (name == "power_limit_watts" and None in (before, after)):
+            continue  # unknown is no change
         if name == "packages":
             changes += [
                 f"{package} {before.get(package, 'absent')} -> {after.get(package, 'absent')}"
                 for package in sorted({*before, *after})
                 if before.get(package) != after.get(package)
             ]
-        elif name == "topology" and before != after:
-            changes.append(f"topology {format_topology(before)} -> {format_topology(after)}")
-        elif name == "power_limit_watts":
-            if before != after and before is not None and after is not None:
-                changes.append(f"power limit {before:.0f} W -> {after:.0f} W")
         elif before != after:
-            changes.append(f"{name.replace('_', ' ')} {before} -> {after}")
+            title, show = _SHOWN.get(name, (name.replace("_", " "), str))
+            if (shown_before := show(before)) != (shown_after := show(after)):
+                title = _OF_ROCM.get(name, title) if here.device_type == "rocm" else title
+                changes.append(f"{title} {shown_before} -> {shown_after}")
     recorded = runs[-1].variables
     changes += [f"{name} changed by this test" for name in variables if name not in recorded]
     changes += [f"{name} not changed by this test" for name in recorded if name not in variables]

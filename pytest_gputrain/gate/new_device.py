@@ -1,7 +1,8 @@
-"""Judges a case that has no baseline of its device against the prediction for its platform. Pure.
+"""Judges a case that has no baseline of its device against the prediction for its platform, or its published row. Pure.
 
-Memory and FLOPs are held to the prediction, with a wide tolerance; time is not, since nobody can predict it. So the first
-run on a new GPU already fails a case that needs far more than it should. The verdict of all others stays ``new``.
+Memory and FLOPs are held to the prediction, with a wide tolerance; time is not, since nobody can predict it. A case without
+a prediction is held to the memory of its published row. So the first run on a new GPU already fails a case that needs far
+more than it should. The verdict of all others stays ``new``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.gate.messages import describe_metric
-from pytest_gputrain.records import Case, Measurement, MetricVerdict, Prediction, Status, Verdict
+from pytest_gputrain.gate.published import MEMORY
+from pytest_gputrain.records import Case, Measurement, MetricName, MetricVerdict, Prediction, Published, Status, Verdict
+from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance
+from pytest_gputrain.records.verdict import HeldTo
+from pytest_gputrain.storage.published import GATED
 from pytest_gputrain.utils.units import GiB, format_bytes
 
 TOLERANCE: Final = MemoryTolerance(ratio=0.05, bytes=GiB)
@@ -31,34 +36,49 @@ def judge_by_prediction(verdict: Verdict, case: Case, measured: Sequence[Measure
         verdict: that the case is new.
         prediction: for the platform that it ran on.
     """
-    metrics = [_memory(measured, prediction)]
+    metrics = [_memory("peak_allocated_bytes", measured, prediction.peak_allocated_bytes)]
     if measured[0].flops_per_step and prediction.flops_per_step:
         metrics.append(_flops(measured[0].flops_per_step, prediction.flops_per_step))
+    return _conclude(verdict, case, tuple(metrics), "prediction", f"predicted for {prediction.target.marker}")
+
+
+def judge_by_published(verdict: Verdict, case: Case, measured: Sequence[Measurement], row: Published) -> Verdict:
+    """Judge the memory of runs of a case against its published row; the verdict stays where the row prints none.
+
+    Args:
+        verdict: that the case is new.
+        row: of the platform that it ran on, and of this very case.
+    """
+    printed = row.figures.get(GATED, Figures())
+    metrics = tuple(
+        _memory(name, measured, round(figure.most))
+        for name in MEMORY
+        if (figure := getattr(printed, name)) is not None and all(getattr(run, name) is not None for run in measured)
+    )
+    if not metrics:
+        return verdict
+    return _conclude(verdict, case, metrics, "published", f"published for {row.platform} in {row.table}")
+
+
+def _conclude(verdict: Verdict, case: Case, metrics: tuple[MetricVerdict, ...], held_to: HeldTo, source: str) -> Verdict:
     worse = [describe_metric(metric) for metric in metrics if metric.status == "regressed"]
-    platform = prediction.target.marker
     if worse:
         sentence = (
-            f"{case} {' and '.join(worse)} (predicted for {platform}; it has no baseline here); if that is expected, record "
+            f"{case} {' and '.join(worse)} ({source}; it has no baseline here); if that is expected, record "
             "it with --gpu-baseline-update"
         )
-        return msgspec.structs.replace(
-            verdict, status="regressed", sentence=sentence, metrics=tuple(metrics), by_prediction=True
-        )
-    value, predicted = (format_bytes(metrics[0].value or 0), format_bytes(prediction.peak_allocated_bytes))
-    what = "memory and FLOPs are" if len(metrics) > 1 else "memory is"
-    held_to = f"its {what} within what is predicted for {platform} ({value} of {predicted}), and its time is not judged"
-    return msgspec.structs.replace(
-        verdict, sentence=f"{verdict.sentence}; {held_to}", metrics=tuple(metrics), by_prediction=True
-    )
+        return msgspec.structs.replace(verdict, status="regressed", sentence=sentence, metrics=metrics, held_to=held_to)
+    value, expected = format_bytes(metrics[0].value or 0), format_bytes(metrics[0].baseline or 0)
+    what = "memory and FLOPs are" if metrics[-1].metric == "flops_per_step" else "memory is"
+    held = f"its {what} within what is {source} ({value} of {expected}), and its time is not judged"
+    return msgspec.structs.replace(verdict, sentence=f"{verdict.sentence}; {held}", metrics=metrics, held_to=held_to)
 
 
-def _memory(measured: Sequence[Measurement], prediction: Prediction) -> MetricVerdict:
-    value, predicted = statistics.median_high(run.peak_allocated_bytes for run in measured), prediction.peak_allocated_bytes
-    limit = predicted * (1 + TOLERANCE.ratio) + TOLERANCE.bytes
+def _memory(name: MetricName, measured: Sequence[Measurement], expected: int) -> MetricVerdict:
+    value = statistics.median_high(getattr(run, name) for run in measured)
+    limit = expected * (1 + TOLERANCE.ratio) + TOLERANCE.bytes
     status: Status = "regressed" if value > limit else "pass"
-    return MetricVerdict(
-        metric="peak_allocated_bytes", status=status, value=value, baseline=predicted, limit=limit, runs=len(measured)
-    )
+    return MetricVerdict(metric=name, status=status, value=value, baseline=expected, limit=limit, runs=len(measured))
 
 
 def _flops(value: int, predicted: int) -> MetricVerdict:

@@ -30,12 +30,12 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
     seconds = statistics.median(run.median_step_seconds for run in measured)
     first = measured[0]
     samples = first.batch_size / seconds
-    peak = catalog.peak_flops(platform, case.precision)
+    peak = catalog.peak_flops(platform, case.precision, tf32=bool(case.tf32))
     has_utilization = peak is not None and first.flops_per_step is not None
     return Summary(
         median_step_seconds=seconds,
         samples_per_second=samples,
-        tokens_per_second=samples * first.sequence_length if first.sequence_length else None,
+        tokens_per_second=first.tokens_per_step / seconds if first.tokens_per_step else None,
         peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
         model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if has_utilization else None,  # type: ignore[operator]
         scaling_efficiency=efficiency(case, measured),

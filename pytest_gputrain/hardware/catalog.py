@@ -32,11 +32,21 @@ class Platform:
     multiprocessors: int
     """Streaming multiprocessors, or AMD's compute units: large sums are divided among them."""
     peak_flops: dict[str, float]
-    """FLOP/s by arithmetic: ``fp32`` (TF32 tensor cores where there are any, as torch uses them if allowed: not counted
-    here), ``bf16``, ``fp16``. An arithmetic without an entry is not supported by the hardware."""
+    """FLOP/s by arithmetic: ``fp32`` (without TF32), ``bf16``, ``fp16``. An arithmetic without an entry is not supported by
+    the hardware."""
     bandwidth: float
     """Bytes per second of the device memory."""
     source: str
+
+    @property
+    def tf32_flops(self) -> float | None:
+        """FLOP/s of fp32 where TF32 is allowed; None where it is not known, as on AMD's devices.
+
+        TF32's tensor cores do half of what those of bf16 do on all of NVIDIA's that have them. Those without compute in fp32.
+        """
+        if not self.source.startswith("NVIDIA"):
+            return None
+        return self.peak_flops["bf16"] / 2 if self.capability >= (8, 0) else self.peak_flops["fp32"]
 
 
 _USABLE_SHARE: Final = 0.975
@@ -133,7 +143,9 @@ def slug(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") or "unknown"
 
 
-def peak_flops(marker: str | None, precision: str) -> float | None:
+def peak_flops(marker: str | None, precision: str, *, tf32: bool = False) -> float | None:
     """FLOP/s a case of this precision could reach on one such device; None where it is not known."""
     platform = PLATFORMS.get(marker or "")
-    return platform.peak_flops.get(precision.removesuffix("-amp")) if platform else None
+    if platform is None:
+        return None
+    return platform.tf32_flops if tf32 else platform.peak_flops.get(precision.removesuffix("-amp"))

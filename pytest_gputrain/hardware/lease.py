@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
+from pytest_gputrain.utils.host import usable_cores
 
 _POLL_SECONDS: Final = 0.05
-
-_CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
-"""Of this container: microseconds that it may compute in each period, and the period; ``max`` where there is no limit."""
 
 _held: dict[str, int] = {}
 """File descriptors of the locks that this process holds, by name of the device."""
@@ -55,21 +53,12 @@ def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
 
     A lease of a core only counts: nothing is pinned to it.
     """
-    cores = usable_cores()
+    cores = [f"core-{number}" for number in usable_cores()]
     if any(name in _held for name in cores):
         yield
         return
     with _lock_devices("core", cores, min(count, len(cores)), folder):
         yield
-
-
-def usable_cores() -> list[str]:
-    """Names of the cores that this process may use: as many as its affinity and its container's CPU quota allow."""
-    names = [f"core-{number}" for number in sorted(os.sched_getaffinity(0))]
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = _CPU_QUOTA.read_text().split()
-        return names[: max(1, int(quota) // int(period))]
-    return names
 
 
 def held_locks() -> tuple[int, ...]:

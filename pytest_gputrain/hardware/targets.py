@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Target
 from pytest_gputrain.utils.units import MiB
@@ -37,3 +39,10 @@ def target_of(marker: str) -> Target:
         peak_flops=platform.peak_flops,
         bandwidth=platform.bandwidth,
     )
+
+
+def allowing_tf32(target: Target) -> Target:
+    """The target of a case that computes its fp32 in TF32."""
+    rate = PLATFORMS[target.marker].tf32_flops if target.marker in PLATFORMS else None
+    peaks = {name: peak for name, peak in target.peak_flops.items() if name != "fp32"}
+    return msgspec.structs.replace(target, peak_flops=peaks if rate is None else {"fp32": rate, **peaks})

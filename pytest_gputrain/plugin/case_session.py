@@ -120,9 +120,10 @@ class CaseSession:
         knobs = parameters.get("gputrain_knobs", {})
         for value in parameters.values():
             if isinstance(value, Case):
-                for marker in platforms_of(value.platforms):
+                case = sweep.override(value, knobs)
+                for marker in platforms_of(case.platforms):
                     item.add_marker(self._marks[marker])
-                self.runner.declare(suite_of(item.path), sweep.override(value, knobs))
+                self.runner.declare(suite_of(item.path), case)
 
     def order(self, items: list[pytest.Item]) -> None:
         """Sort the tests by what is predicted of their cases."""

@@ -105,8 +105,9 @@ def _memory_tolerance(text: str) -> object:
 
 def _axes(text: str) -> object:
     from pytest_gputrain.cases.sweep import parse_axes  # as above
+    from pytest_gputrain.hardware.catalog import MARKERS
 
-    return parse_axes(text)
+    return parse_axes(text, MARKERS)
 
 
 def _baseline(text: str) -> str:

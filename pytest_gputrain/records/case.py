@@ -44,7 +44,14 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     batch_size: Whole = 1
     """Samples per process in one step (one micro-batch)."""
     sequence_length: Whole = 0
-    """Tokens per sample, all of them real (no padding); for a vision-language model those of its images included."""
+    """Tokens of a sample, of the longest where ``lengths`` differ; in a vision-language model with those of its image."""
+    lengths: str = "fixed"
+    """Of samples: ``fixed``; ``padded`` from an eighth of ``sequence_length`` to all of it, evenly spaced, the rest of each
+    row masked; ``packed``: rows that are filled by samples of such lengths, which do not attend to each other."""
+    ids: str = "uniform"
+    """How ids of words and categories are drawn: ``uniform``, or ``zipf``, of which few are frequent and most are rare."""
+    loader_workers: Whole = 0
+    """Processes of a DataLoader that draw the batch anew for every step; 0 for one batch that stays on the device."""
     resolution: str = ""
     """``WIDTHxHEIGHT`` of images and videos in pixels."""
     frames: Whole = 0
@@ -52,7 +59,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     gradient_accumulation: Whole = 1
     """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
     activation_checkpointing: bool | float = False
-    """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of the model's main blocks."""
+    """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of all n, as they run."""
+    reentrant_checkpointing: bool = False
+    """Blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
     lora_rank: Whole = 0
     """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
     optimizer: str = "adamw"
@@ -60,6 +69,12 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     compile: str = "off"
     """``torch.compile`` of the model that trains: ``off``, or its mode ``default``, ``reduce-overhead``, ``max-autotune`` or
     ``max-autotune-no-cudagraphs``. On a CPU the graphs are traced, but no code is made of them."""
+    tf32: bool | None = None
+    """Whether matrix products and convolutions of fp32 may be computed in TF32; None for torch's defaults, which since
+    version 1.12 are no for products and yes for convolutions. A CPU has no TF32."""
+    master_weights: bool = False
+    """The optimizer updates fp32 copies of 16-bit weights, by gradients that are added up in fp32, as engines of DeepSpeed
+    always do."""
     loss_chunks: Whole = 1
     """Chunks of a batch's tokens whose logits exist one after the other (language models); backward makes them anew."""
     learning_rate: float = 1e-4
@@ -72,6 +87,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Norm of all gradients together that they are scaled down to before an update; 0 for no clipping."""
     cpu_offload: bool = False
     """Parameters, gradients and optimizer state in host memory (FSDP)."""
+    reshard_after_forward: bool | None = None
+    """Whether FSDP lets go of a block's gathered parameters between its forward and its backward pass; None for torch's
+    default: of all blocks but not of what is outside of them."""
     offload_optimizer: bool = False
     """DeepSpeed's option, like those below: optimizer state and update in host memory."""
     offload_param: bool = False
@@ -84,6 +102,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Elements of each buffer that gradients are gathered in; 0 for DeepSpeed's default."""
     stage3_max_live_parameters: Whole = 0
     """Elements; 0 for DeepSpeed's default."""
+    deepspeed_config: str = ""
+    """JSON file with further options of DeepSpeed, relative to the root of the project. In results ``FILE#DIGEST``: another
+    content of the file is another case."""
     steps: Whole = 10
     """Timed steps."""
     warmup: Whole = 3
@@ -117,6 +138,10 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         width, height = map(int, self.resolution.split("x"))
         return width, height
 
+    def loaders(self, *, beside_gpu: bool) -> int:
+        """How many processes load for each one that trains: on a CPU, whose cores they share with it, two at most."""
+        return self.loader_workers if beside_gpu else min(self.loader_workers, 2)
+
     def identity(self) -> dict[str, Any]:
         """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
@@ -148,12 +173,19 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
     curve: bool = False
     """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
+    deepspeed: dict[str, Any] = {}
+    """What the case's ``deepspeed_config`` sets beyond the case, whose file a node of a fleet may not have."""
     growth_bytes: Whole = 0
     """That own code may keep more of after every round of its accumulation, as its test allows."""
     target: Target | None = None
     """The device to predict for on fake tensors, instead of training."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
+
+    @property
+    def cores(self) -> int:
+        """How many cores of a CPU the case would use: one for each process that trains, serves or loads."""
+        return self.processes * (1 + self.case.loaders(beside_gpu=False)) + self.servers
 
     @property
     def variables_digest(self) -> str:

@@ -58,6 +58,12 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Of the host."""
     threads: Whole | None
     """CPU threads of a worker."""
+    cores: Whole | None
+    """CPU cores that a worker could use; this and the next two null in lines from before they were asked for."""
+    host_memory_bytes: Whole | None
+    """Of the host, or the limit of its container."""
+    nics: str | None
+    """Ports of the host's network cards by kind and rate: ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
     version_gputrain: str
     """Of this package."""
     version_python: str | None
@@ -66,6 +72,10 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Of the GPU's driver."""
     version_runtime: str | None
     """CUDA or ROCm that torch was built for."""
+    version_cudnn: str | None
+    """cuDNN, under ROCm MIOpen; null on a CPU."""
+    version_nccl: str | None
+    """NCCL, under ROCm RCCL; null on a CPU."""
     version_torch: str | None
     """Null where it is not installed, as those below."""
     version_transformers: str | None
@@ -86,20 +96,27 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     batch_size: Whole
     """Of one process."""
     sequence_length: Whole
+    lengths: str
+    ids: str
+    loader_workers: Whole
     resolution: str
     frames: Whole
     gradient_accumulation: Whole
     activation_checkpointing: float
     """Share of the blocks that are recomputed: 1.0 for all."""
+    reentrant_checkpointing: bool
     lora_rank: Whole
     optimizer: str
     compile: str
+    tf32: bool | None
+    master_weights: bool
     loss_chunks: Whole
     learning_rate: float
     lr_scheduler: str
     lr_warmup_steps: Whole
     max_grad_norm: float
     cpu_offload: bool
+    reshard_after_forward: bool | None
     offload_optimizer: bool
     offload_param: bool
     pin_memory: bool
@@ -107,6 +124,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     allgather_bucket_size: Whole
     reduce_bucket_size: Whole
     stage3_max_live_parameters: Whole
+    deepspeed_config: str
+    """The file and the digest of what it sets."""
     steps: Whole
     warmup: Whole
     code: str

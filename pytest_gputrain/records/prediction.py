@@ -39,7 +39,7 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspace_bytes: Whole = 0
     """What cuBLAS takes of the caching allocator, once for the forward and once for the backward pass."""
     peak_flops: dict[str, float] = {}
-    """FLOP/s by arithmetic: ``fp32``, ``bf16``, ``fp16``."""
+    """FLOP/s by arithmetic: ``fp32`` (of TF32 where a case allows that), ``bf16``, ``fp16``."""
     bandwidth: float | None = None
     """Bytes per second of the device memory."""
 
@@ -77,6 +77,7 @@ MEASURED_ONLY: Final = (
     "environment",
     "free_bytes",
     "holders",
+    "input_seconds",
     "joules_per_step",
     "losses",
     "median_step_seconds",
@@ -90,7 +91,9 @@ MEASURED_ONLY: Final = (
     "sequence_length",
     "step_seconds",
     "telemetry",
+    "tokens",
     "tokens_per_second",
+    "tokens_per_step",
     "uncompiled",
     "updates",
     "warmup_seconds",

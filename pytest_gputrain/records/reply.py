@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
@@ -88,6 +88,17 @@ class Environment(Struct, frozen=True, kw_only=True):
     """Paths between the case's GPUs, a row for each as in ``nvidia-smi topo -m``; none for one GPU."""
     threads: Whole = 1
     """CPU threads the worker computed with."""
+    cudnn: str | UnsetType = UNSET
+    """Version of cuDNN, under ROCm of MIOpen. This and what follows are absent from files that are older than the fields, so
+    that these files are stored again as they were."""
+    nccl: str | UnsetType = UNSET
+    """Version of NCCL, under ROCm of RCCL."""
+    cores: Whole | UnsetType = UNSET
+    """CPU cores that the worker could use, by its affinity and the quota of its container."""
+    host_memory_bytes: Whole | UnsetType = UNSET
+    """Of the host, or the limit of the container."""
+    nics: tuple[str, ...] | UnsetType = UNSET
+    """Ports of the host's network cards by kind and rate: ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
 
 
 class Rank(Struct, frozen=True, kw_only=True):
@@ -125,10 +136,13 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """
 
     step_seconds: StepSeconds
-    """Wall seconds of every timed step, synchronised with the device, in order."""
+    """Wall seconds of every timed step, synchronised with the device, in order. With ``loader_workers`` each is the mean
+    over as many steps, because batches come in bursts."""
     device_step_seconds: tuple[float, ...] = ()
     """The same steps by the GPU's clock, from the begin to the end of its main stream's work; the wall's has besides what
     other streams and the host did after that."""
+    input_seconds: float | None = None
+    """That a timed step waited for its batch, on average; None without ``loader_workers``."""
     warmup_seconds: tuple[float, ...]
     """Of the steps before; the first has what is compiled and tuned once."""
     losses: tuple[float, ...]
@@ -136,7 +150,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     batch_size: Whole
     """Samples in one step, over all processes."""
     sequence_length: Whole
-    """Tokens per sample as run (the tiny scale shrinks them); 0 where samples are not token sequences."""
+    """Tokens per sample as run (the tiny scale shrinks them), padding included; 0 where samples are not token sequences."""
+    tokens: Whole | None = None
+    """Tokens in one step over all processes, without padding; None where none is padding."""
     updates: Whole
     """Optimizer updates from the first step to the last timed one; for own code, calls of its step."""
     parameters: Whole | None
@@ -153,7 +169,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
     """At the peak of each phase, largest first."""
     peak_host_bytes: Whole
-    """Highest resident set of the worker process."""
+    """Highest resident set of the worker process, without the processes of a DataLoader."""
     peak_reserved_bytes: Whole | None = None
     """Highest memory held by the caching allocator (GPU)."""
     device_used_bytes: Whole | None = None
@@ -211,7 +227,12 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self.samples_per_second * self.sequence_length if self.sequence_length else None
+        return self.tokens_per_step / self.median_step_seconds if self.tokens_per_step else None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all processes that are no padding; 0 where samples are not token sequences."""
+        return self.batch_size * self.sequence_length if self.tokens is None else self.tokens
 
 
 def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | None:

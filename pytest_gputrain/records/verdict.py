@@ -19,6 +19,8 @@ FAILING: Final[tuple[Status, ...]] = ("regressed", "over-limit", "failed")
 """What fails a test."""
 STRICTLY_FAILING: Final[tuple[Status, ...]] = ("inconclusive", "not-comparable", "new")
 """What fails a test in addition where a comparison has to be made."""
+HeldTo = Literal["prediction", "published"]
+"""What stands in for the baseline of a device that has none yet."""
 MetricName = Literal[
     "step_seconds",
     "peak_allocated_bytes",
@@ -156,8 +158,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """Of ``gpu_limit``."""
     before: Status | None = None
     """The verdict on the figures of a ``recorded`` case, had they not been recorded."""
-    by_prediction: bool = False
-    """Whether a measured case without a baseline was compared with the prediction for its platform."""
+    held_to: HeldTo | None = None
+    """What a measured case without a baseline was compared with instead."""
 
     def metric(self, name: MetricName) -> MetricVerdict | None:
         return next((metric for metric in self.metrics if metric.metric == name), None)

@@ -17,6 +17,7 @@ from pytest_gputrain.gate.memory import PHASES
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import (
+    Case,
     Environment,
     HistoryLine,
     Measured,
@@ -30,7 +31,7 @@ from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.utils.git import RunInfo
-from pytest_gputrain.utils.units import format_topology
+from pytest_gputrain.utils.units import format_nics, format_topology
 
 
 class _LineIdentity(msgspec.Struct, frozen=True):
@@ -120,7 +121,7 @@ def _line_of(result: Measured | Predicted, session: RunInfo) -> HistoryLine:
         **_machine(environment),
         version_gputrain=_own_version(),
         **{f"version_{name}": packages.get(name) for name in LIBRARIES},  # type: ignore[arg-type]
-        **_knobs(result),
+        **knobs(result.case),
         changed_variables=",".join(result.variables) or None,
         outcome=outcome,
         verdict=verdict.status if verdict else None,
@@ -201,22 +202,26 @@ def _compared(result: Result, metric: MetricName, field: str) -> float | int | N
 def _machine(environment: Environment | None) -> dict[str, Any]:
     if environment is None:
         return dict.fromkeys(_MACHINE)
-    facts = {name: getattr(environment, field) for name, field in _MACHINE.items()}
-    return {**facts, "topology": format_topology(environment.topology) if environment.topology else None}
+    known = {name: getattr(environment, field) for name, field in _MACHINE.items()}
+    facts = {name: None if fact is msgspec.UNSET else fact for name, fact in known.items()}
+    return facts | {
+        "topology": format_topology(environment.topology) if environment.topology else None,
+        "nics": None if environment.nics is msgspec.UNSET else format_nics(environment.nics),
+    }
 
 
 _SAME: Final = ("device_name", "device_type", "device_count", "device_memory_bytes", "topology", "host", "cpu_model", "os")
 _MACHINE: Final = {
-    **{name: name for name in (*_SAME, "threads")},
-    **{f"version_{name}": name for name in ("python", "driver", "runtime")},
+    **{name: name for name in (*_SAME, "threads", "cores", "host_memory_bytes", "nics")},
+    **{f"version_{name}": name for name in ("python", "driver", "runtime", "cudnn", "nccl")},
 }
 """Fields of `Environment` by the key of a line."""
 
 
-def _knobs(result: Result) -> dict[str, Any]:
+KNOBS: Final = tuple(name for name in Case.__struct_fields__ if name not in ("named", "platforms"))
+
+
+def knobs(case: Case) -> dict[str, Any]:
     """Return the knobs of the case, each always as one type."""
-    case = result.case
-    names = [name for name in case.__struct_fields__ if name not in ("named", "platforms")]
-    knobs = {name: getattr(case, name) for name in names}
-    floats = ("activation_checkpointing", "learning_rate", "max_grad_norm")
-    return knobs | {name: float(knobs[name]) for name in floats}
+    values = {name: getattr(case, name) for name in KNOBS}
+    return values | {name: float(values[name]) for name in ("activation_checkpointing", "learning_rate", "max_grad_norm")}

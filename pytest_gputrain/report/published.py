@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pytest_gputrain.records import Measured, Measurement, Published, Result
+from pytest_gputrain.records import Case, Measured, Measurement, Published, Result
 from pytest_gputrain.records.published import Figure
 from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.report import rich_text
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FRAMEWORKS: Final = {"pytorch": "PyTorch", "paddle": "Paddle"}
-_OUTCOMES: Final = {"out_of_memory": FAILURES["out_of_memory"], "error": "error"}
+OUTCOMES: Final = {"out_of_memory": FAILURES["out_of_memory"], "error": "error"}
 
 
 class Metric(NamedTuple):
@@ -55,7 +55,8 @@ def _peak(field: str) -> Callable[[Result], float | None]:
     return median_peak
 
 
-def _update_seconds(result: Result) -> float | None:
+def update_seconds(result: Result) -> float | None:
+    """The measured time of an optimizer update: the median over the runs of each one's median."""
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     seconds = [run.update_seconds(result.case.gradient_accumulation) for run in measured]
     measured_seconds = [value for value in seconds if value is not None]
@@ -64,7 +65,7 @@ def _update_seconds(result: Result) -> float | None:
 
 def _samples_per_second(result: Result, parts: int = 1) -> float | None:
     """Over whole updates, as tables count: of accumulated micro-batches only some have the optimizer's time."""
-    seconds, accumulation = _update_seconds(result), result.case.gradient_accumulation
+    seconds, accumulation = update_seconds(result), result.case.gradient_accumulation
     if result.summary is None or seconds is None:
         return None
     samples = result.summary.samples_per_second * result.summary.median_step_seconds
@@ -73,7 +74,7 @@ def _samples_per_second(result: Result, parts: int = 1) -> float | None:
 
 METRICS: Final = (
     Metric("step_seconds", "sec/step", lambda result: result.summary.median_step_seconds if result.summary else None),
-    Metric("update_seconds", "sec/update", _update_seconds),
+    Metric("update_seconds", "sec/update", update_seconds),
     Metric("samples_per_second", "samples/s", _samples_per_second),
     Metric("samples_per_second_per_gpu", "samples/s a GPU", lambda result: _samples_per_second(result, result.case.gpus)),
     Metric("peak_allocated_bytes", "peak allocated", _peak("peak_allocated_bytes")),
@@ -82,13 +83,18 @@ METRICS: Final = (
     Metric("model_bytes", "model memory", _peak("model_bytes")),
     Metric("peak_host_bytes", "host memory", _peak("peak_host_bytes")),
 )
-"""In the order of display. The time of an epoch is kept with the tables only: nothing here measures one."""
+"""In the order of display. Nothing here measures the time of an epoch; see `epoch_seconds`."""
+
+
+def epoch_seconds(case: Case, samples: int, update_seconds: float) -> float:
+    """Derive the time of an epoch of so many samples from that of one optimizer update of ``case``."""
+    return samples * update_seconds / (case.batch_size * case.gpus * case.gradient_accumulation)
 
 
 def compared_figures(row: Published, result: Result | None) -> Iterator[ComparedFigure]:
     """What ``row`` prints, beside what ``result`` measured of it."""
-    if row.outcome in _OUTCOMES:
-        yield ComparedFigure("sec/step", "", _OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
+    if row.outcome in OUTCOMES:
+        yield ComparedFigure("sec/step", "", OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
     for metric in METRICS:
         for framework, figures in row.figures.items():
             figure: Figure | None = getattr(figures, metric.field)

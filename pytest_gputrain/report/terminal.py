@@ -99,11 +99,9 @@ def explain(results: Sequence[Result]) -> list[str]:
         if any(isinstance(reply, Measurement) and reply.uncompiled for reply in result.replies):
             uncompiled[str(result.case)] = None
         if result.verdict:
-            held = result.verdict.by_prediction and result.verdict.status == "new"
+            held_to = result.verdict.held_to if result.verdict.status == "new" else None
             accepted = result.verdict.before == "regressed"  # what fails without a baseline is worse than none
-            doubts["accepted" if accepted else "predicted" if held else result.verdict.status].append(
-                result.verdict.sentence
-            )
+            doubts["accepted" if accepted else held_to or result.verdict.status].append(result.verdict.sentence)
         for metric in result.verdict.metrics if result.verdict else ():
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
                 reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
@@ -158,7 +156,8 @@ def _environments(results: Sequence[Result]) -> Iterator[str]:
 _DOUBTS: Final = {
     "accepted": "recorded although worse than the baseline before",
     "inconclusive": "in doubt",
-    "predicted": "without a baseline held to its prediction",
+    "prediction": "without a baseline held to its prediction",
+    "published": "without a baseline or prediction held to its published memory",
     "new": "without a baseline",
     "not-comparable": "not comparable with the baseline",
     "improved": "better than the baseline",

@@ -10,7 +10,7 @@ from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.gate.judge import Criteria
 from pytest_gputrain.gate.step_times import PRIOR_SD
 from pytest_gputrain.gate.suite_noise import prior_of
-from pytest_gputrain.records import Baseline, Host, Task
+from pytest_gputrain.records import Baseline, Case, Host, Published, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
@@ -71,6 +71,7 @@ class CriteriaLookup:
         self._store = BaselineStore(settings.baseline_dir)
         published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
         self._published = PublishedStore.beside(settings.baseline_dir) if published else None
+        self._fallback: PublishedStore | None = None
         self._report = ReportStore(Path(settings.baseline)) if report else None
         self._priors: dict[tuple[str, str], float] = {}
         self._forecasts: dict[str, Forecast] = {}
@@ -92,6 +93,8 @@ class CriteriaLookup:
         if compares_stored and baseline is None and self._report is None and host.gpus and task.scale == "full":
             prediction = self._forecast(host.platform).of(suite, case)
         row, published_for = None, None
+        if compares_stored and baseline is None and prediction is None and self._report is None and host.gpus:
+            row = self._fallback_row(host.platform, suite, case)
         if self._published is not None:
             row = self._published.get(host.platform, suite, str(case))
             published_for = tuple(self._published.platforms_of(suite, str(case)))
@@ -112,6 +115,15 @@ class CriteriaLookup:
             wanted=wanted,
             most=max(wanted, 1 + self.settings.reruns),
         )
+
+    def _fallback_row(self, platform: str, suite: str, case: Case) -> Published | None:
+        """Return the published row of a case that has neither baseline nor prediction; None where there is none."""
+        if self._fallback is None:
+            try:
+                self._fallback = PublishedStore.beside(self.settings.baseline_dir)
+            except BaselineError:  # --gpu-baseline=published tells of it; a comparison with baselines can do without
+                return None
+        return self._fallback.get(platform, suite, str(case))
 
     def _forecast(self, platform: str) -> Forecast:
         if platform not in self._forecasts:

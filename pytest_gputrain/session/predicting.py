@@ -82,6 +82,7 @@ class PredictingRunner:
             raise CannotRun("runs inline, but a prediction takes a process of its own")
         self._declared.refuse_same_id(request.suite, case)
         task = self._tasks.make(case, request.module)
+        case = task.case
         recorded = self._recorded(request, task) if request.judged else None
         self._declared.refuse_namesake(request.suite, case, recorded.case if recorded else None)
         reply, verdict, helps = self._reply(task), None, ""
@@ -138,5 +139,8 @@ class PredictingRunner:
 
     def _predicted(self, task: Task, changed: Case) -> Prediction | None:
         """The prediction of a changed case; None where there is none."""
-        reply = self._reply(self._tasks.make(changed, task.module))
+        try:
+            reply = self._reply(self._tasks.make(changed, task.module))
+        except BadCase:  # which its file of options for DeepSpeed contradicts
+            return None
         return reply if isinstance(reply, Prediction) else None

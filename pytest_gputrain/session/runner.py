@@ -124,7 +124,7 @@ class Runner:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
         if self._is_study:
             raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
-        processes = self._tasks.processes(case.gpus) + self._tasks.processes(case.servers)
+        processes = self._tasks.processes(case.gpus) + self._tasks.processes(case.servers) + case.loader_workers
         if processes > 1:
             raise BadCase(f"the case {case} has {processes} processes, so it cannot run inline; leave inline out")
         if case.parallel != "single":

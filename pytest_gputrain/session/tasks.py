@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from pytest_gputrain.cases.deepspeed_config import with_config
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.scaling import one_worker
+from pytest_gputrain.hardware.targets import allowing_tf32
 from pytest_gputrain.records import Case, Host, Scale, Target, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
@@ -62,8 +64,10 @@ class TaskMaker:
             prefetched: no test has asked for it yet.
 
         Raises:
-            BadCase: a variable that the test has changed is no text, which is how it travels.
+            BadCase: a variable that the test has changed is no text, which is how it travels, or the case's file of options
+                for DeepSpeed is not what it should be.
         """
+        case, further = with_config(case, self._settings.root) if case.deepspeed_config else (case, {})
         task = Task(
             case=case,
             scale=self.scale(),
@@ -75,8 +79,9 @@ class TaskMaker:
             root=str(self._settings.root),
             module=module,
             import_paths=tuple(path for path in sys.path if path),
+            deepspeed=further,
             growth_bytes=growth_bytes,
-            target=self._target,
+            target=allowing_tf32(self._target) if self._target and case.tf32 else self._target,
         )
         variables = self._environment.changes(task, inline=inline, prefetched=prefetched)
         for name, value in variables.items():

@@ -63,6 +63,15 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return f"{versions} on {self.hardware}" if versions else self.hardware
 
 
+class Epoch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a table prints of whole epochs."""
+
+    samples: int
+    """In one epoch, over all GPUs."""
+    column: str
+    """Header of the column that has its time."""
+
+
 class _Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     suite: str
     platform: str
@@ -86,6 +95,8 @@ class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     columns: tuple[Column, ...]
     platforms: dict[str, Setup]
     """By catalog marker."""
+    epoch: Epoch | None = None
+    """None where the table prints no time of an epoch."""
     rows: tuple[_Row, ...]
 
     def published(self, platform: str | None = None) -> tuple[Published, ...]:
@@ -158,6 +169,8 @@ def load(path: Path) -> PublishedTable:
     if table.name != path.stem:
         raise BaselineError(f"says that it is {table.name}", _REMEDY, path=path)
     headers = [column.header for column in table.columns]
+    if table.epoch is not None and (table.epoch.samples < 1 or table.epoch.column not in headers):
+        raise BaselineError("has no such epoch or no column for its time", _REMEDY, path=path)
     for row in table.rows:
         if trouble := _trouble(row, f"{row.case} on {row.platform}", headers, table.platforms):
             raise BaselineError(trouble, _REMEDY, path=path, place=row.platform)

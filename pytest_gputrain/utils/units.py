@@ -80,6 +80,11 @@ def format_topology(rows: Sequence[Sequence[str]]) -> str:
     return ", ".join(f"{count} x {path}" for path, count in sorted(pairs.items(), key=lambda pair: (pair[1], pair[0])))
 
 
+def format_nics(ports: Sequence[str]) -> str:
+    """``2 x ixgbe 10 Gb/s, 8 x mlx5_core 400 Gb/sec (4X NDR)``."""
+    return ", ".join(ports) or "none"
+
+
 def parse_bytes(text: str) -> int:
     """Bytes in ``"512MiB"``, ``"2 GiB"`` or ``"1e9 B"``.
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,14 @@ _CHUNK: Final = 2**24
 
 class CheckFailed(Exception):
     """The run is not what its case says; the message is one sentence."""
+
+
+def ended(name: str, taken: int) -> CheckFailed:
+    """Return what to raise for a loop that ended while more steps were asked for."""
+    return CheckFailed(
+        f"the loop of {name} ended after {taken} {'step' if taken == 1 else 'steps'}, and more were to be measured; let it "
+        "go on for as long as it is asked to, as `while True:` around its epochs does"
+    )
 
 
 def check_parameters(model: nn.Module, name: str, expected: int | None) -> int:
@@ -137,6 +145,11 @@ class Movement:
             return hook
 
         hooks = [value.register_post_accumulate_grad_hook(note_gradient_of(name)) for name, value in self._trained.items()]
+        for value in self._trained.values():
+            # Behind this one, because the others may take the gradient away. torch calls them as a plain dict orders them.
+            others: dict[int, Any] = value._post_accumulate_grad_hooks
+            for number in [*others][:-1]:
+                others[number] = others.pop(number)
         try:
             yield
         finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
 
 import torch
+from msgspec import UNSET, UnsetType
 
 from pytest_gputrain.cases.libraries import versions
 from pytest_gputrain.records import Environment
+from pytest_gputrain.utils.host import network_cards, usable_cores, usable_memory_bytes
 from pytest_gputrain.worker.device import Device
 from pytest_gputrain.worker.group import Group
 
@@ -30,7 +33,30 @@ def environment_of(device: Device, group: Group) -> Environment:
         packages=versions(),
         runtime=torch.version.hip or torch.version.cuda if on_gpu else None,
         threads=device.threads,
+        cudnn=_cudnn() if on_gpu else UNSET,
+        nccl=_nccl() if on_gpu else UNSET,
+        cores=len(usable_cores()),
+        host_memory_bytes=usable_memory_bytes(),
+        nics=network_cards(),
     )
+
+
+def _cudnn() -> str | UnsetType:
+    """Return the version of cuDNN, or of MIOpen, which is numbered otherwise."""
+    number = None
+    with contextlib.suppress(RuntimeError):  # another cuDNN than torch was built with, which a case without it never meets
+        number = torch.backends.cudnn.version()
+    if number is None:
+        return UNSET
+    # cuDNN 9.10.2 is 91002, 8.9.2 was 8902; MIOpen 3.5.0 is 3005000.
+    size, major_size = (1000, 1_000_000) if torch.version.hip else (100, 10_000 if number >= 90_000 else 1000)
+    return f"{number // major_size}.{number % major_size // size}.{number % size}"
+
+
+def _nccl() -> str | UnsetType:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return UNSET
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _cpu_model() -> str:

@@ -146,11 +146,12 @@ def formulas() -> dict[Any, Callable[..., int]]:
 
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """Return the contexts for ``context_fn`` of `torch.utils.checkpoint.checkpoint`: the second counts recomputation."""
-    return contextlib.nullcontext(), _recomputing()
+    return contextlib.nullcontext(), recomputing()
 
 
 @contextlib.contextmanager
-def _recomputing() -> Iterator[None]:
+def recomputing() -> Iterator[None]:
+    """A context in which what is counted is recomputation."""
     count = _active_counts[-1]() if _active_counts else None
     before = count.total if count else 0
     try:

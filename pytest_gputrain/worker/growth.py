@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +24,7 @@ from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 from pytest_gputrain.worker.allocations import strided_parts, wraps
 from pytest_gputrain.worker.checks import CheckFailed, local
 from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.threads import SharedMode
 from pytest_gputrain.worker.training import Trainable
@@ -77,8 +78,8 @@ class Growth:
         finally:
             hook.remove()
 
-    def count(self, training: Trainable, allocated: Callable[[], int], begin_step: Callable[[], None]) -> None:
-        """Run the counted rounds: the first makes the optimizer's states, the second finds them there.
+    def count(self, training: Trainable, allocated: Callable[[], int], begin_step: Callable[[], None]) -> Steps:
+        """Have the counted rounds run: the first makes the optimizer's states, the second finds them there.
 
         Two more tell whether tensors are left over. Garbage is collected between these, so that it adds nothing to the peak.
 
@@ -90,13 +91,16 @@ class Growth:
             CheckFailed: more tensors live after each round.
         """
         self._begin_step = begin_step
-        first = [self._round(training, allocated) for _ in range(2)]
+        first = []
+        for _ in range(2):
+            first.append((yield from self._round(training, allocated)))
         if self._curve:  # whose steps all count
             return
         later = [self._collected(training, allocated)]
         training.losses.clear()  # of further rounds they would add to the peak
-        later += [self._round(training, allocated, collect=True) for _ in range(2)]
-        self._look_closer(first[1] > first[0] and self._grows(later), training, allocated)
+        for _ in range(2):
+            later.append((yield from self._round(training, allocated, collect=True)))
+        yield from self._look_closer(first[1] > first[0] and self._grows(later), training, allocated)
 
     def begin_step(self) -> None:
         """Take notice that a timed step is to begin."""
@@ -113,7 +117,7 @@ class Growth:
         if allocated is not None:
             self._ends.append(allocated - self._expected(training))
 
-    def check(self, training: Trainable, allocated: Callable[[], int | None]) -> str:
+    def check(self, training: Trainable, allocated: Callable[[], int | None]) -> Generator[bool, None, str]:
         """What the timed steps kept, as a sentence where it is remarkable.
 
         Raises:
@@ -123,7 +127,7 @@ class Growth:
             return ""
         if self._ends:
             ends = self._ends[self._steps - 1 :: self._steps]
-            self._look_closer(len(ends) > _ROUNDS and self._grows(ends), training, lambda: allocated() or 0)
+            yield from self._look_closer(len(ends) > _ROUNDS and self._grows(ends), training, lambda: allocated() or 0)
         most = max(PROCESS, self._allowed)
         growing = [growth for growth in self._process if growth > most]
         mean = sum(self._process) / max(1, len(self._process))
@@ -137,11 +141,13 @@ class Growth:
             return f"the process grew by {format_bytes(mean)} a step on average, beside the tensors that are counted"
         return ""
 
-    def _round(self, training: Trainable, allocated: Callable[[], int], *, collect: bool = False) -> int:
+    def _round(
+        self, training: Trainable, allocated: Callable[[], int], *, collect: bool = False
+    ) -> Generator[bool, None, int]:
         """The bytes in tensors after one more round."""
         for _ in range(self._steps):
             self._begin_step()
-            training.step(True)
+            yield True
         return self._collected(training, allocated) if collect else allocated() - self._expected(training)
 
     def _collected(self, training: Trainable, allocated: Callable[[], int]) -> int:
@@ -167,8 +173,8 @@ class Growth:
         growth = [later - earlier for earlier, later in itertools.pairwise(ends)]
         return min(growth) > 0 and sum(growth) > max(TENSORS, self._allowed) * len(growth)
 
-    def _look_closer(self, suspicious: bool, training: Trainable, allocated: Callable[[], int]) -> None:
-        """Run further rounds if any process of the case is suspicious, and find out what they keep.
+    def _look_closer(self, suspicious: bool, training: Trainable, allocated: Callable[[], int]) -> Steps:
+        """Have further rounds run if any process of the case is suspicious, and find out what they keep.
 
         Raises:
             CheckFailed: they do.
@@ -180,7 +186,7 @@ class Growth:
         with _Makers(OwnLines(self._folders)) as makers:
             for _ in range(_ROUNDS):
                 makers.begin_round()
-                ends.append(self._round(training, allocated, collect=True))
+                ends.append((yield from self._round(training, allocated, collect=True)))
         if not self._grows(ends):
             return
         mean = (ends[-1] - ends[0]) / _ROUNDS

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from pytest_gputrain.records import Case
-from pytest_gputrain.worker.loop import schedule
+from pytest_gputrain.worker.loop import lead_in, schedule, timed_steps
 
 
 def is_scheduled(case: Case) -> bool:
@@ -31,6 +31,7 @@ def factor(case: Case, update: int) -> float:
         return (update + 1) / case.lr_warmup_steps
     if case.lr_scheduler == "constant":
         return 1.0
-    updates = sum(schedule(case.warmup, case.gradient_accumulation)) + sum(schedule(case.steps, case.gradient_accumulation))
+    parts = (case.warmup, lead_in(case), timed_steps(case))
+    updates = sum(sum(schedule(steps, case.gradient_accumulation)) for steps in parts)
     done = min(1.0, (update - case.lr_warmup_steps) / max(1, updates - case.lr_warmup_steps))
     return 1 - done if case.lr_scheduler == "linear" else (1 + math.cos(math.pi * done)) / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Final, NamedTuple
 
 from pytest_gputrain.records import Task
@@ -57,7 +57,9 @@ class OwnCode:
         """A context for the step whose FLOPs are counted."""
         return self._witness.watching()
 
-    def check(self, flops: FlopCount, training: Trainable, allocated: Callable[[], int | None]) -> Checked:
+    def check(
+        self, flops: FlopCount, training: Trainable, allocated: Callable[[], int | None]
+    ) -> Generator[bool, None, Checked]:
         """Ask it of the timed steps and the witnessed one.
 
         Args:
@@ -87,6 +89,6 @@ class OwnCode:
             _BLIND if flops.threads and self._witness.was_blind else "",
             f"FLOPs are not known, because a step {missed}; a pool of concurrent.futures is counted" if missed else "",
             _PROCESSES if self._processes else "",
-            self.growth.check(training, allocated),
+            (yield from self.growth.check(training, allocated)),
         ]
         return Checked(tuple(filter(None, notes)), not missed)

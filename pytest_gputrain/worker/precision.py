@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,6 +50,21 @@ PRECISIONS: Final = {
     "bf16-amp": Precision(weights=torch.float32, autocast=torch.bfloat16),
     "fp16-amp": Precision(weights=torch.float32, autocast=torch.float16, scaled=True),
 }
+
+
+@contextlib.contextmanager
+def tf32_allowed(allowed: bool | None) -> Iterator[None]:
+    """A context in which products and convolutions of fp32 may be computed in TF32, or may not; None changes nothing."""
+    # Not looked at for nothing: torch refuses to tell where own code has set its newer switches.
+    switches: list[Any] = [] if allowed is None else [torch.backends.cuda.matmul, torch.backends.cudnn]
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = allowed
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
 
 
 _MOST: Final = 0.9

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Final, Protocol
 
 import torch
@@ -20,7 +21,11 @@ from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
 from pytest_gputrain.worker.compiling import compile_in_place
+from pytest_gputrain.worker.device import is_gpu
 from pytest_gputrain.worker.group import ALONE, Group
+from pytest_gputrain.worker.loader import Loader
+from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.loops import loop_of
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
@@ -29,15 +34,22 @@ from pytest_gputrain.worker.precision import PRECISIONS, Precision
 class Trainable(Protocol):
     """A training that the loop steps and the checks look at."""
 
-    model: nn.Module | None
-    trainable_parameters: int | None
     samples: int
     sequence_length: int
+    tokens: int | None
     idle: tuple[str, ...]
     """Regular expressions for whole names of trained parameters that get no gradient by construction."""
     remote_tensors: int
     """Trained tensors that other processes hold, and check."""
     losses: list[Tensor | float]
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What trains; None where own code does not let the worker watch it. Known when the first step is asked for."""
+
+    @property
+    def trainable_parameters(self) -> int | None:
+        """Parameters that train; None like the model."""
 
     @property
     def parameters(self) -> int | None:
@@ -47,8 +59,15 @@ class Trainable(Protocol):
     def updates(self) -> int:
         """Optimizer updates so far; for own code, calls of its step."""
 
-    def step(self, update: bool) -> None:
-        """Train on one micro-batch; ``update`` lets the optimizer act at its end."""
+    def run(self, steps: Steps) -> None:
+        """Train on one micro-batch after the other, and resume ``steps`` before each and after the last one."""
+
+    def drain(self) -> None:
+        """Let go of batches that were loaded ahead of their steps."""
+
+    @property
+    def input_waits(self) -> Sequence[float]:
+        """Seconds that each step waited for its batch; none where batches are not loaded."""
 
     def leave(self) -> None:
         """No more steps will come."""
@@ -65,11 +84,13 @@ class Training:
         group: Group = ALONE,
         own_work_done: Callable[[], None] = lambda: None,
         architecture: Architecture | None = None,
+        deepspeed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """
         Args:
             own_work_done: is called in each step before it first needs another process.
             architecture: instead of the model's own.
+            deepspeed: further options of that engine.
         """
         architecture = architecture or architectures()[case.model]
         precision = PRECISIONS[case.precision]
@@ -89,7 +110,7 @@ class Training:
         adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
-        blocks = [block for path in architecture.blocks for block in self._workload.model.get_submodule(path).children()]
+        blocks = self._workload.blocks
         self._workload.model = adapted
         if case.compile != "off":
             compile_in_place(blocks or [adapted], case.compile, device)
@@ -102,6 +123,7 @@ class Training:
             # Fewer repetitions are no smaller scale.
             shrinkage=1.0 if scale == "full" else self.parameters / architecture.trained_part.parameters["full"],
             blocks=blocks,
+            deepspeed=deepspeed,
             make_optimizer=lambda parameters: optimizer(list(parameters), case.learning_rate),
         )
         self._engine = ENGINES[case.parallel](adapted, engine_options)
@@ -115,9 +137,13 @@ class Training:
             torch.manual_seed(seed + group.rank)
         with _default_dtype(precision.weights):
             batch = self._workload.batch(device)
+        self._loader: Loader | None = None
         self._inputs = batch.inputs
+        if case.loader_workers:
+            self._loader = self._loading(case, device, precision, seed + group.rank)
         self.samples = batch.samples
         self.sequence_length = batch.sequence_length
+        self.tokens = batch.tokens
         self.idle = architecture.idle.get(scale, ())
         self.losses: list[Tensor | float] = []
 
@@ -125,17 +151,43 @@ class Training:
     def updates(self) -> int:
         return self._engine.updates
 
+    def run(self, steps: Steps) -> None:
+        for update in steps:
+            self.step(update)
+
     def step(self, update: bool) -> None:
         self.losses.append(self._engine.step(self._loss, update).clone())
 
+    def _loading(self, case: Case, device: torch.device, precision: Precision, seed: int) -> Loader:
+        """Have batches like this one loaded instead."""
+
+        def draw() -> dict[str, Tensor]:
+            torch.manual_seed(seed)
+            with _default_dtype(precision.weights):
+                return self._workload.batch(torch.device("cpu")).inputs
+
+        moved = {name for name, value in self._inputs.items() if value.device == device}
+        self._inputs = {}
+        return Loader(draw, case.loaders(beside_gpu=is_gpu(device)), device, moved)
+
+    def drain(self) -> None:
+        if self._loader:
+            self._loader.drain()
+
+    @property
+    def input_waits(self) -> Sequence[float]:
+        return self._loader.waits if self._loader else ()
+
     def _loss(self) -> Tensor:
-        loss = self._workload.loss(self._inputs)
+        loss = self._workload.loss(self._loader.next() if self._loader else self._inputs)
         if self._engine.forward_is_local:
             self._own_work_done()
         return loss
 
     def leave(self) -> None:
         self._engine.leave()
+        if self._loader:
+            self._loader.close()
 
 
 OPTIMIZERS: Final[dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]]] = {
@@ -176,8 +228,9 @@ class Setup:
         self.watched.append(model)
 
 
-StepBuilder = Callable[[Setup], Callable[[], Any]]
-"""The user's function: builds everything and returns one step, which may return its loss."""
+StepBuilder = Callable[[Setup], Any]
+"""The user's function: builds everything and returns one step, which may return its loss; or owns the loop, as a generator
+that yields after each step; or returns a framework's trainer."""
 
 
 class OwnCodeTraining:
@@ -202,30 +255,37 @@ class OwnCodeTraining:
             own_work_done=own_work_done,
         )
         self._name = case.model
-        self._step = builder(setup)
-        if not callable(self._step):
-            raise CheckFailed(
-                f"{case.model} returned {type(self._step).__name__}; it must build everything and return a function that "
-                "runs one step"
-            )
-        if len(setup.watched) > 1:
-            raise CheckFailed(f"{case.model} called setup.watch() {len(setup.watched)} times; wrap the models in one")
-        self.model: nn.Module | None = setup.watched[0] if setup.watched else None
-        self.parameters: int | None = None
-        self.trainable_parameters: int | None = None
-        if self.model is not None:
-            counts = [(value.numel(), value.requires_grad) for value in self.model.parameters()]
-            self.parameters = sum(count for count, _ in counts)
-            self.trainable_parameters = sum(count for count, trained in counts if trained)
+        self._watched = setup.watched
+        self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note)
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
+        self.tokens: int | None = None
         self.idle: tuple[str, ...] = ()
         self.remote_tensors = 0
         self.updates: int = 0
         self.losses: list[Tensor | float] = []
 
-    def step(self, update: bool) -> None:
-        loss = self._step()
+    @functools.cached_property
+    def model(self) -> nn.Module | None:
+        """What the user's code lets the worker watch, once that has been asked for its first step."""
+        if len(self._watched) > 1:
+            raise CheckFailed(f"{self._name} called setup.watch() {len(self._watched)} times; wrap the models in one")
+        return self._watched[0] if self._watched else None
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.model is None else sum(value.numel() for value in self.model.parameters())
+
+    @property
+    def trainable_parameters(self) -> int | None:
+        if self.model is None:
+            return None
+        return sum(value.numel() for value in self.model.parameters() if value.requires_grad)
+
+    def run(self, steps: Steps) -> None:
+        self._loop.run(steps)
+
+    def _note(self, loss: Any) -> None:
         self.updates += 1
         if loss is None:
             return
@@ -239,6 +299,11 @@ class OwnCodeTraining:
             raise CheckFailed(
                 f"a step of {self._name} returned {type(loss).__name__}; it must return its loss as one number, or nothing"
             ) from None
+
+    def drain(self) -> None:
+        """Own code loads for itself."""
+
+    input_waits: Sequence[float] = ()
 
     def leave(self) -> None:
         """Nobody waits for it."""

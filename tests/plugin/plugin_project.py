@@ -183,7 +183,7 @@ class Project:
 
     def spawn(self, *arguments: str) -> pytest.RunResult:
         """In a process of its own."""
-        return self.pytester.runpytest_subprocess(*arguments, timeout=120)
+        return self.pytester.runpytest_subprocess(*arguments, timeout=300)
 
     def baseline_file(self, suite: str, device: str = "cpu") -> Path:
         return self.path / "baselines" / device / f"{suite}.json"

@@ -185,6 +185,32 @@ def test_a_regression_names_what_the_test_changes(project: Project) -> None:
     assert "since then: TOKEN changed by this test, WIDTH changed by this test" in sentence
 
 
+def test_a_regression_names_what_changed_beside_the_libraries_that_train(suite: Project) -> None:
+    before = {"cudnn": "9.8.0", "nccl": "2.26.2", "cores": 16, "nics": ["2 x mlx5_core 400 Gb/sec (4X NDR)"]}
+    after = {"cudnn": "9.10.2", "nccl": "2.26.2", "cores": 8, "nics": ["1 x mlx5_core 400 Gb/sec (4X NDR)"]}
+    suite.answer(recorded(device_name=H100, **before))
+    suite.run("--gpu-baseline-update")
+    suite.answer(recorded(device_name=H100, slower=1.5, **after))
+    sentence = failures(suite.run("-k", GEMMA))[f"test_tuning[{GEMMA}]"]
+    assert (
+        "since then: cuDNN 9.8.0 -> 9.10.2, CPU cores 16 -> 8, network cards 2 x mlx5_core 400 Gb/sec (4X NDR) -> "
+        "1 x mlx5_core 400 Gb/sec (4X NDR)"
+    ) in sentence
+
+
+def test_a_baseline_of_an_earlier_version_is_of_the_same_environment(suite: Project) -> None:
+    suite.answer(recorded(device_name=H100))
+    suite.run("--gpu-baseline-update")
+    path = suite.baseline_file("tuning", H100_FOLDER)
+    document = json.loads(path.read_text())
+    for environment in document["environments"].values():
+        for name in ("cudnn", "nccl", "cores", "host_memory_bytes", "nics"):
+            environment.pop(name, None)
+    path.write_text(json.dumps(document))
+    suite.answer(recorded(device_name=H100, slower=1.5, cudnn="9.10.2", cores=8, nics=[], host_memory_bytes=2**38))
+    assert "; same environment" in failures(suite.run("-k", GEMMA))[f"test_tuning[{GEMMA}]"]
+
+
 def test_two_other_environments_are_not_both_recorded(suite: Project) -> None:
     suite.write(
         test_tuning="""

@@ -8,9 +8,12 @@ would read it: test_ab.py, tests/worker/test_several_nodes.py and test_benchmark
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
@@ -94,6 +97,8 @@ def command_project(project: Project, monkeypatch: pytest.MonkeyPatch) -> Comman
     prediction = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
     monkeypatch.setattr(launcher, "predict", lambda task, **others: prediction)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for folder in ("CHECKPOINT", "SAMPLES"):  # which docs/convergence.md skips without
+        monkeypatch.setenv(folder, folder)
     stand_in(monkeypatch)
     return CommandProject(project)
 
@@ -183,6 +188,20 @@ def check_tox(command: Command, command_project: CommandProject) -> None:
         assert f"[testenv:{environment}]" in text
 
 
+def check_docker(command: Command, command_project: CommandProject) -> None:
+    """Nothing is built here: the Dockerfile is there, and what runs in the image is a command that works."""
+    subcommand, *words = command.arguments
+    if subcommand == "build":
+        assert (ROOT / words[words.index("--file") + 1]).is_file()
+        return
+    assert subcommand == "run"
+    images = {f"gputrain-{path.stem}" for path in (ROOT / "docker").glob("*.Dockerfile")}
+    (image,) = (number for number, word in enumerate(words) if word in images)
+    if inside := words[image + 1 :]:
+        assert inside[0] == "pytest"
+        check_pytest(Command(command.page, tuple(inside)), command_project)
+
+
 def check_mutmut(command: Command, command_project: CommandProject) -> None:
     """Takes an hour: what it is told to mutate, and the tests that it runs, are there."""
     assert command.arguments[0] == "run"
@@ -198,6 +217,7 @@ def check_pytest_benchmark(command: Command, command_project: CommandProject) ->
 
 TOOLS: Final = {path.name for path in ROOT.glob("tools/*.py")}
 RULES: Final[dict[str, Callable[[Command, CommandProject], None]]] = {
+    "docker": check_docker,
     "gputrain": check_gputrain,
     "mutmut": check_mutmut,
     "pip": check_pip,
@@ -223,7 +243,12 @@ def test_commands_were_found() -> None:
 
 PROGRAMS: Final = {f"{page}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
 ZOO: Final = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
-OWN: Final = [name for name in PROGRAMS if name not in ZOO]
+CONVERGENCE: Final = "docs/convergence.md-0"
+"""Trains a checkpoint and samples of the reader's own."""
+LOOPS: Final = "docs/own-loops.md"
+OWN: Final = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
+TRAINERS: Final = [name for name in OWN if "transformers" in PROGRAMS[name]]
+"""Own code that trains by a library, whose import alone takes long."""
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -237,10 +262,64 @@ def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
 
 def test_programs_of_own_code_train(project: Project) -> None:
     """In one pytest, in processes as on any machine without a GPU."""
-    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(OWN)})
-    assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating"}
-    tests = sum(PROGRAMS[name].count("\ndef test_") for name in OWN)
+    own = [name for name in OWN if name not in TRAINERS]
+    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(own)})
+    assert {name.partition("-")[0] for name in own} >= {"README.md", "docs/gating"}
+    tests = sum(PROGRAMS[name].count("\ndef test_") for name in own)
     project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_programs_that_compare_trainers_train(project: Project, name: str) -> None:
+    project.write(test_program=PROGRAMS[name])
+    result = project.spawn("--gpu-platform=cpu", "--gpu-json=report.json")
+    result.assert_outcomes(passed=PROGRAMS[name].count("\ndef test_"))
+    by_hand, by_library = (reply for entry in project.report()["results"][:2] for reply in entry["replies"])
+    assert by_hand["flops_per_step"] == by_library["flops_per_step"] > 0
+    assert 0.99 < by_library["peak_allocated_bytes"] / by_hand["peak_allocated_bytes"] < 1.02
+
+
+def test_a_page_compares_trainers() -> None:
+    assert [name.partition(".")[0] for name in TRAINERS] == ["docs/comparing-trainers"]
+
+
+@pytest.mark.slow
+def test_programs_that_own_their_loop_train(project: Project) -> None:
+    programs = {name: text for name, text in PROGRAMS.items() if name.startswith(LOOPS)}
+    if importlib.util.find_spec("lightning") is None:
+        programs = {name: text for name, text in programs.items() if "import lightning" not in text}
+    project.write(**{f"test_program_{number}": text for number, text in enumerate(programs.values())})
+    project.spawn("--gpu-platform=cpu").assert_outcomes(passed=len(programs))
+
+
+A_SMALL_FLUX: Final = """
+import torch
+from diffusers import FluxTransformer2DModel
+
+torch.manual_seed(0)
+sizes = dict(in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2)
+widths = dict(joint_attention_dim=32, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8))
+FluxTransformer2DModel(**sizes, **widths, guidance_embeds=True).save_pretrained("checkpoint")
+for number in range(8):
+    sample = {"latents": 1 + torch.randn(64, 16) / 10, "text": torch.randn(8, 32), "pooled": torch.randn(16)}
+    torch.save(sample, f"samples/{number}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_learns_from_files(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project.path / "samples").mkdir()
+    subprocess.run([sys.executable, "-c", A_SMALL_FLUX], cwd=project.path, check=True, timeout=300)
+    monkeypatch.setenv("CHECKPOINT", str(project.path / "checkpoint"))
+    monkeypatch.setenv("SAMPLES", str(project.path / "samples"))
+    project.write(test_convergence=PROGRAMS[CONVERGENCE])
+    result = project.spawn("--gpu-platform=cpu", "--gpu-loss=40", "--gpu-set=learning_rate=1e-3", "--gpu-json=report.json")
+    result.assert_outcomes(passed=1)
+    (study,) = project.report()["results"]
+    assert {curve["precision"]: curve["trend"] for curve in study["loss_curves"]} == dict.fromkeys(
+        ("fp32", "bf16-amp", "fp16-amp"), "converging"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)

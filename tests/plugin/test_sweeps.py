@@ -17,6 +17,12 @@ def test_it(gputrain):
 """
 
 
+PARAMETRIZED = """@pytest.mark.parametrize("case", [CASE], ids=str)
+def test_it(gputrain, case):
+    gputrain.check(case)
+"""
+
+
 def test_each_combination_is_a_test_a_launch_and_a_result(h100: Project) -> None:
     h100.write(test_one=ONE)
     result = h100.run("--gpu-set=batch_size=2,4", "--gpu-set=lora_rank=0,8", "--gpu-json=report.json", "-v")
@@ -40,6 +46,18 @@ def test_parametrized_ids_end_in_the_knobs(suite: Project) -> None:
 
 def test_the_knob_is_the_setting_of_its_row(suite: Project) -> None:
     suite.run("--gpu-set=batch_size=4", "-k", "gemma").stdout.fnmatch_lines(["Gemma 7B *bf16-batch_size=4*new*"])
+
+
+def test_platforms_of_the_command_line_replace_those_of_the_file(h100: Project) -> None:
+    parametrized = ONE.replace("def test_it(gputrain):\n    gputrain.check(CASE)", PARAMETRIZED)
+    h100.write(test_two=parametrized.replace("batch_size=2)", 'batch_size=2, platforms=("a100",))'))
+    h100.run("-m", "h100").assert_outcomes(deselected=1)
+    h100.run("-m", "h100", "--gpu-set=platforms=h100,h200", "--gpu-baseline-update").assert_outcomes(passed=1)
+    assert list(h100.baselines("two", H100_FOLDER)) == [GEMMA]
+
+
+def test_an_unknown_platform_is_refused(suite: Project) -> None:
+    assert_refused(suite, "*the platform 'h10' is unknown (did you mean 'h100'[?])*", "--gpu-set=platforms=h10")
 
 
 def test_baselines_are_apart(suite: Project) -> None:

@@ -586,3 +586,17 @@ def test_a_baseline_file_is_no_report(tmp_path: Path) -> None:
     path = MEASURED.update(tmp_path, {KEY: baseline()})
     with pytest.raises(BaselineError, match="not a report of --gpu-json"):
         ReportStore(path)
+
+
+def test_an_environment_of_an_earlier_version_is_stored_again_as_it_was(tmp_path: Path) -> None:
+    """Else an update of one case would change the reference of every other in the diff."""
+    source = next((Path(__file__).parents[2] / "baselines" / "cpu").glob("*.json"))
+    (tmp_path / "cpu").mkdir()
+    copy = tmp_path / "cpu" / source.name
+    copy.write_bytes(source.read_bytes())
+    store = BaselineStore(tmp_path)
+    key = next(iter(json.loads(copy.read_text())["cases"]))
+    record = store.get("cpu", source.stem, key)
+    assert record is not None
+    store.update("cpu", source.stem, {key: record})
+    assert copy.read_bytes() == source.read_bytes()

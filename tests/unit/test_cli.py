@@ -131,9 +131,48 @@ def test_markdown_cells_are_the_published_ones(capsys: pytest.CaptureFixture[str
     table = STORE.tables[-1]
     assert len(tables(out)) == len(table.platforms)
     for platform, (headers, *rows) in zip(table.platforms, tables(out), strict=True):
-        assert headers[:3] == ["Model", "Total time/epoch", "Time per sample"]
+        assert headers[:4] == ["Model", "Total time/epoch", "Derived from its sec/update", "Time per sample"]
         for cells, row in zip(rows, table.published(platform), strict=True):
+            del cells[2]
             assert cells[: len(row.cells)] == [" ".join(cell.split()) for cell in row.cells.values()]
+
+
+ZERO = _row(
+    "v100", "deepspeed_zero", "pangu-350m-full-fp16-amp-zero3-offload_optimizer=false-offload_param=false-"
+    "overlap_comm=false-allgather_bucket_size=1000000000"
+)  # fmt: skip
+
+
+def updates(seconds: float) -> Result:
+    """Two whole updates of eight micro-batches each."""
+    return measured(ZERO, replies=(measurement(step_seconds=(seconds / 8,) * 16),), seconds=seconds / 8)
+
+
+def test_the_time_of_an_epoch_is_derived_beside_its_column(capsys: pytest.CaptureFixture[str], written: Any) -> None:
+    _, out, _ = run(capsys, "--published", "pangu-deepspeed", "--format", "markdown")
+    v100, a100 = ([dict(zip(headers, cells, strict=True)) for cells in rows] for headers, *rows in tables(out))
+    printed = [(row["Total time/epoch"], row["Derived from its sec/update"]) for row in v100]
+    assert printed[2:5] == [("7.5min", "7.6min"), ("6.5min", "7.3min"), ("14min", "14.6min")]
+    assert (printed[9], printed[10]) == (("47min", "46.9min"), ("3.3h", "3.4h"))
+    assert printed[15] == ("-", ""), "it ran out of memory"
+    assert (a100[6]["Time per sample"], a100[6]["Derived from its sec/update"]) == ("9-11s/it", "3.1-3.8h")
+    _, out, _ = run(capsys, written(updates(5.4)), "--published", "pangu-deepspeed", "--format", "markdown")
+    headers, *rows = tables(out)[0]
+    assert headers[1:5] == [
+        "Total time/epoch",
+        "Derived from its sec/update",
+        "Derived from measured sec/update",
+        "Ratio time/epoch",
+    ]
+    assert [cells[1:5] for cells in rows if cells[3]] == [["47min", "46.9min", "37.5min", "0.80"]]
+
+
+def test_the_time_of_an_epoch_is_in_csv_too(capsys: pytest.CaptureFixture[str], written: Any) -> None:
+    _, out, _ = run(capsys, written(updates(5.4)), "--published", "--format", "csv")
+    (mine,) = (row for row in csv_rows(out) if row["measured"])
+    names = ("published_epoch_seconds", "epoch_seconds_from_published_update", "epoch_seconds_from_measured_update")
+    assert [float(mine[name]) for name in names] == [47 * 60, 10_000 / 24 * 6.75, pytest.approx(10_000 / 24 * 5.4)]
+    assert {row["table"] for row in csv_rows(out) if row[names[1]]} == {"pangu-deepspeed"}
 
 
 def test_measured_figures_stand_beside_the_published_ones(capsys: pytest.CaptureFixture[str], written: Any) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, report, result, timed_out
 
+from pytest_gputrain import Case
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Report, Result, Summary, Verdict
 from pytest_gputrain.records.study import Search, Try
@@ -312,6 +313,29 @@ def test_csv_has_a_row_for_every_case_and_no_figure_for_failed_ones() -> None:
     some = ("created", "model", "gpus", "batch_size", "processes", "samples_per_second", "tokens_per_second", "model_bytes")
     model_bytes = str(measurement().model_bytes)
     assert [rows[0][name] for name in some] == [RUN.created, "llama-3.1-8b", "1", "2", "3", "2.0", "", model_bytes]
+
+
+def test_csv_has_a_column_for_every_knob_in_the_order_of_the_case() -> None:
+    tuned = CASE.replace(
+        model="gemma-7b", activation_checkpointing=0.5, pin_memory=True, overlap_comm=False, reduce_bucket_size=10**6
+    )
+    header, *rows = csv.reader(io.StringIO(text_of("csv", report(measured("llama-3.1-8b", (0.5,)), result(tuned)))))
+    assert len(set(header)) == len(header)
+    knobs = [name for name in Case.__struct_fields__ if name not in ("platforms", "named")]
+    first = ["model", "method", "precision", "parallel", "gpus", "batch_size"]
+    assert [name for name in header if name in knobs] == first + [name for name in knobs if name not in first]
+    plain, other = (dict(zip(header, row, strict=True)) for row in rows)
+    some = (
+        "activation_checkpointing",
+        "pin_memory",
+        "overlap_comm",
+        "reduce_bucket_size",
+        "resolution",
+        "code",
+        "optimizer",
+    )
+    assert [other[name] for name in some] == ["0.5", "true", "false", "1000000", "", "", "adamw"]
+    assert [plain[name] for name in some] == ["0.0", "false", "", "0", "", "", "adamw"]
 
 
 def test_markdown_has_a_row_for_every_case() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from unit_examples import CASE, baseline, baseline_run, crashed, measurement, oom_run, out_of_memory
 
 from pytest_gputrain.gate.judge import Criteria, Judgement, comparable_row, judge
 from pytest_gputrain.records import Baseline, Holder, Measurement, Published, Reply
-from pytest_gputrain.records.published import Figures
+from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.records.tolerance import Cap, MemoryTolerance, Tolerance
+from pytest_gputrain.utils.units import GiB
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
 TIGHT = (Cap(metric="step_seconds", most=0.5, stated="gpu_limit on test_it"),)
@@ -136,10 +138,22 @@ def test_a_published_row_counts_instead_of_a_baseline() -> None:
 
 
 def test_a_row_is_shown_beside_a_case_only_if_the_two_can_be_compared() -> None:
-    held_to = {"scale": "full", "judged": True, "tolerance": TOLERANCE, "row": ROW}
+    held_to = {"scale": "full", "judged": True, "tolerance": TOLERANCE, "row": ROW, "published_for": ("h100",)}
+    assert comparable_row(Criteria(case=CASE, **{**held_to, "published_for": None})) is None  # type: ignore[arg-type]
     assert comparable_row(Criteria(case=CASE, **held_to)) is ROW  # type: ignore[arg-type]
     assert comparable_row(Criteria(case=CASE.replace(batch_size=7), **held_to)) is None  # type: ignore[arg-type]
     assert comparable_row(Criteria(case=CASE, **{**held_to, "scale": "tiny"})) is None  # type: ignore[arg-type]
+
+
+def test_a_new_case_without_a_prediction_is_held_to_the_memory_of_its_row() -> None:
+    row = msgspec.structs.replace(
+        ROW, figures={"pytorch": Figures(peak_allocated_bytes=Figure(low=GiB, high=GiB, rounding=1))}
+    )
+    far_above = measurement(peak_allocated_bytes=3 * GiB)
+    assert _status(_judge(far_above, row=row)) == "regressed"
+    assert _status(_judge(measurement(peak_allocated_bytes=GiB), row=row)) == "new"
+    assert _status(_judge(far_above, row=row, baseline=BASE)) != "new"
+    assert _status(_judge(far_above, row=msgspec.structs.replace(row, case=CASE.replace(batch_size=7)))) == "new"
 
 
 def test_a_baseline_that_did_not_fit_passes_what_does_not() -> None:

@@ -93,7 +93,7 @@ def test_the_imports_were_found() -> None:
 def test_the_root_holds_packages_and_data_only() -> None:
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert folders == set(LAYERS)
-    assert {path.name for path in ROOT.iterdir() if path.is_file()} == {"__init__.py", "py.typed"}
+    assert {path.name for path in ROOT.iterdir() if path.is_file()} == {"__init__.py", "adapters.py", "py.typed"}
 
 
 def test_packages_hold_a_docstring_only() -> None:

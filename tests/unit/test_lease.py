@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pytest_gputrain.hardware import lease as module
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
-from pytest_gputrain.hardware.lease import lease, usable_cores
+from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.utils.host import usable_cores
 
 PRELUDE = """
 import os, sys, time
@@ -237,13 +237,3 @@ def test_cores_are_lent_in_turn(start: Start) -> None:
 def test_as_many_cases_as_cores_run_at_once(start: Start) -> None:
     holders = [start(CORES, gpus=0) for _ in usable_cores()]
     assert [(holder.line(), holder.line()) for holder in holders] == [("asking", "held")] * len(holders)
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("nonsense", 8)])
-def test_a_container_s_quota_limits_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
-) -> None:
-    (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(module, "_CPU_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
-    assert len(usable_cores()) == cores

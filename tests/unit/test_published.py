@@ -16,6 +16,7 @@ from pytest_gputrain import Case, GiB, MiB
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.records import Published
 from pytest_gputrain.records.published import Figure, Figures
+from pytest_gputrain.report.published import epoch_seconds
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore
 
@@ -121,6 +122,22 @@ def test_pangu_figures_and_knobs_are_those_of_their_cells(row: Published) -> Non
     assert case.reduce_bucket_size == {"2": case.allgather_bucket_size, "3": hidden**2}.get(stage, 0)
 
 
+def test_pangu_epochs_take_as_long_as_their_updates() -> None:
+    """On three GPUs within 13 %; those on one GPU were shorter than 10,000 samples take."""
+    epoch = TABLES["pangu-deepspeed"].epoch
+    assert epoch is not None
+    assert "10,000 samples" in TABLES["pangu-deepspeed"].platforms["v100"].conditions[1]
+    ratios: dict[int, list[float]] = {1: [], 3: []}
+    for row in TABLES["pangu-deepspeed"].published():
+        figures = row.figures.get("pytorch", Figures())
+        if figures.epoch_seconds and figures.update_seconds:
+            derived = epoch_seconds(row.case, epoch.samples, figures.update_seconds.middle)
+            ratios[row.case.gpus].append(derived / figures.epoch_seconds.middle)
+    assert {gpus: len(of_gpus) for gpus, of_gpus in ratios.items()} == {1: 2, 3: 17}
+    assert all(0.94 < ratio < 1.13 for ratio in ratios[3])
+    assert all(1.12 < ratio < 1.23 for ratio in ratios[1])
+
+
 def _fits(figure: Figure | None, size: float) -> bool:
     return figure is not None and any(abs(figure.rounding / size - unit) < 1e-6 for unit in (1, 0.1))
 
@@ -218,6 +235,8 @@ def _damage(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     [
         (lambda it: it.update(name="other"), "amd-diffusion.json says that it is other; restore it from git"),
         (lambda it: it["platforms"].clear(), "has flux.1-dev-full-bf16-amp-fsdp-batch_size=1 on mi300x, of which it says"),
+        (lambda it: it.update(epoch={"samples": 0, "column": "Precision"}), "has no such epoch or no column for its time"),
+        (lambda it: it.update(epoch={"samples": 10, "column": "Time"}), "has no such epoch or no column for its time"),
         (lambda it: it["rows"][1]["cells"].pop("Precision"), "batch_size=10 on mi300x in other columns than its own"),
         (lambda it: _speed(it).update(low=3), "holds impossible figures for flux.1-dev-full-bf16-amp-fsdp-batch_size=1"),
         (lambda it: _speed(it).update(low=0.001), "holds impossible figures for"),

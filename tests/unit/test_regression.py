@@ -597,6 +597,49 @@ def test_a_changed_topology_is_told_in_words() -> None:
     assert verdict.sentence.endswith("since then: topology NV18 -> SYS")
 
 
+HOST = {
+    "cudnn": "9.10.2",
+    "nccl": "2.27.3",
+    "cores": 48,
+    "host_memory_bytes": 512 * GiB,
+    "nics": ("8 x mlx5_core 400 Gb/sec (4X NDR)",),
+}
+
+
+def test_changed_libraries_of_the_gpu_and_a_changed_host_are_told_in_words() -> None:
+    weaker = {
+        "cudnn": "9.8.0",
+        "nccl": "2.26.2",
+        "cores": 16,
+        "host_memory_bytes": 256 * GiB,
+        "nics": ("1 x mlx5_core down", "7 x mlx5_core 400 Gb/sec (4X NDR)"),
+    }
+    recorded = baseline(baseline_run(environment=gpu_environment(**HOST)))
+    verdict = _judge(_took(2.0, environment=gpu_environment(**weaker)), recorded)
+    assert verdict.sentence.endswith(
+        "since then: cuDNN 9.10.2 -> 9.8.0, NCCL 2.27.3 -> 2.26.2, CPU cores 48 -> 16, host memory 512 GiB -> 256 GiB, "
+        "network cards 8 x mlx5_core 400 Gb/sec (4X NDR) -> 1 x mlx5_core down, 7 x mlx5_core 400 Gb/sec (4X NDR)"
+    )
+    on_amd = {"device_type": "rocm", "cudnn": "3.5.0", "nccl": "2.26.6"}
+    recorded = baseline(baseline_run(environment=gpu_environment(device_type="rocm", cudnn="3.4.0", nccl="2.22.3")))
+    verdict = _judge(_took(2.0, environment=gpu_environment(**on_amd)), recorded)
+    assert verdict.sentence.endswith("since then: MIOpen 3.4.0 -> 3.5.0, RCCL 2.22.3 -> 2.26.6")
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        pytest.param({}, HOST, id="a baseline of an earlier version"),
+        pytest.param(HOST, {**HOST, "host_memory_bytes": 512 * GiB - 4096}, id="another kernel on the same host"),
+        pytest.param(HOST, {**HOST, "nics": msgspec.UNSET}, id="a host that does not tell"),
+    ],
+)
+def test_what_is_not_known_of_a_host_is_no_change(there: dict[str, Any], here: dict[str, Any]) -> None:
+    recorded = baseline(baseline_run(environment=gpu_environment(**there)))
+    verdict = _judge(_took(2.0, environment=gpu_environment(**here)), recorded)
+    assert verdict.sentence.endswith("; same environment")
+
+
 def test_a_larger_case_is_told_with_all_that_matters() -> None:
     stored = baseline(baseline_run(peak_allocated_bytes=40 * GiB))
     verdict = _judge(measurement(peak_allocated_bytes=50 * GiB), stored)

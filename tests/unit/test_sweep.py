@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from unit_examples import CASE, values_of
 
 from pytest_gputrain.cases.sweep import combinations, override, parse_axes, shown
+from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.records import Case
 
 KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "named", "code")]
@@ -35,7 +36,7 @@ KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "n
     ],
 )
 def test_values_have_the_type_of_their_field(text: str, values: tuple[Any, ...]) -> None:
-    ((_, knob_values),) = parse_axes(text)
+    ((_, knob_values),) = parse_axes(text, MARKERS)
     assert knob_values == values
     assert list(map(type, knob_values)) == list(map(type, values))
 
@@ -44,7 +45,8 @@ def test_values_have_the_type_of_their_field(text: str, values: tuple[Any, ...])
     ("text", "sentence"),
     [
         ("batchsize=1", "'batchsize' is no knob of a case (did you mean 'batch_size'?); known: model, "),
-        ("platforms=h100", "'platforms' is no knob of a case"),
+        ("platforms=h100,h10", "the platform 'h10' is unknown (did you mean 'h100'?); known: "),
+        ("platforms=h100,h100", "'platforms=h100,h100' gives a value twice"),
         ("named=batch_size", "'named' is no knob of a case"),
         ("code=a.py::b", "'code' is no knob of a case"),
         ("batch_size", "'batch_size' is not a knob with its values; write it as batch_size=1,2,4"),
@@ -67,14 +69,14 @@ def test_values_have_the_type_of_their_field(text: str, values: tuple[Any, ...])
 )
 def test_what_cannot_be_is_told_in_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
-        parse_axes(text)
+        parse_axes(text, MARKERS)
     assert len(str(caught.value).splitlines()) == 1
 
 
 @given(st.sampled_from(KNOBS), st.text())
 def test_any_value_is_of_its_type_or_refused(knob: str, text: str) -> None:
     try:
-        axes = parse_axes(f"{knob}={text}")
+        axes = parse_axes(f"{knob}={text}", MARKERS)
     except ValueError:
         return
     for parsed_knob, values in axes:
@@ -84,12 +86,20 @@ def test_any_value_is_of_its_type_or_refused(knob: str, text: str) -> None:
 
 
 def test_combinations_are_the_product_with_the_last_knob_fastest() -> None:
-    assert combinations(parse_axes("batch_size=1,2\ncpu_offload=true,false")) == [
+    assert combinations(parse_axes("batch_size=1,2\ncpu_offload=true,false", MARKERS)) == [
         {"batch_size": 1, "cpu_offload": True},
         {"batch_size": 1, "cpu_offload": False},
         {"batch_size": 2, "cpu_offload": True},
         {"batch_size": 2, "cpu_offload": False},
     ]
+
+
+def test_platforms_are_one_list_that_changes_no_id() -> None:
+    (knobs,) = combinations(parse_axes("platforms=l40s, h200", MARKERS))
+    assert shown(knobs) == "platforms=l40s+h200"
+    declared = CASE.replace(platforms=("h100",))
+    assert override(declared, knobs).platforms == ("l40s", "h200")
+    assert str(override(declared, knobs)) == str(declared)
 
 
 def test_a_combination_is_shown_as_ids_show_knobs() -> None:

@@ -87,6 +87,18 @@ def test_a_change_is_told_with_its_commits_and_what_changed_with_it(trend: Run) 
     assert (memory.changes, memory.level, memory.since.commit) == ((), 40_000_000_000, "c0000")
 
 
+def test_what_lines_of_earlier_versions_lack_is_no_difference(trend: Run) -> None:
+    facts = {"cores": 8, "host_memory_bytes": 2**38, "nics": "none", "version_cudnn": "9.10.2", "version_nccl": "2.27.3"}
+    lines = slower(60, at=40)
+    lines[40:] = [msgspec.structs.replace(history_line, **facts) for history_line in lines[40:]]
+    (change,) = trends_of(trend, lines).courses[0].changes
+    assert change.differences == ()
+    before = facts | {"cores": 16, "host_memory_bytes": 2**37, "version_cudnn": "9.8.0"}
+    lines[:40] = [msgspec.structs.replace(history_line, **before) for history_line in lines[:40]]
+    (change,) = trends_of(trend, lines).courses[0].changes
+    assert set(change.differences) == {"cores 16 -> 8", "host memory 128 GiB -> 256 GiB", "cudnn 9.8.0 -> 9.10.2"}
+
+
 def test_the_terminal_has_a_line_for_each_change_and_each_series(trend: Run) -> None:
     code, out, err = trend(slower(60, 40))
     assert (code, err) == (1, "")

@@ -7,6 +7,7 @@ import preloaded_worker
 import pytest
 import torch
 from one_process import losses_of_one_process
+from test_parallel import _engine
 from zoo_examples import EXAMPLES, measured, run
 
 from pytest_gputrain import Case
@@ -84,9 +85,9 @@ def test_lists_of_blocks_are_compiled_block_by_block():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_compiled_blocks_train_in_several_processes(parallel):
-    case = LLAMA.replace(parallel=parallel, gpus=2, compile="default")
+@pytest.mark.parametrize("knobs", [_engine(name) for name in ("ddp", "fsdp", "zero0", "zero1", "zero2")])
+def test_compiled_blocks_train_in_several_processes(knobs):
+    case = LLAMA.replace(**knobs, gpus=2, compile="default")
     plain = losses_of_one_process(case.replace(compile="off"), [True] * (2 + case.warmup + case.steps))  # two counted
     assert preloaded_worker.measured(case).losses == pytest.approx(plain, rel=1e-4)
 

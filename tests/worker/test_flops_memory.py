@@ -12,7 +12,8 @@ from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.compiling import uncompiled
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.libraries import load
-from pytest_gputrain.worker.run import SEED, build
+from pytest_gputrain.worker.measuring import build
+from pytest_gputrain.worker.run import SEED
 
 
 @pytest.mark.parametrize("case", [case for _, case in CASES], ids=str)

@@ -23,6 +23,28 @@ def clock(monkeypatch):
     return fake
 
 
+class Idle:
+    """A device that waits as it is told."""
+
+    type = "cpu"
+
+    def __init__(self, synchronize=lambda: None):
+        self.synchronize = synchronize
+
+    def stamp(self):
+        return None
+
+
+def times(step, updates, *others):
+    """The seconds of steps that are taken when they are asked for."""
+    timing = timed(updates, *others)
+    while True:
+        try:
+            step(next(timing))
+        except StopIteration as end:
+            return list(end.value.seconds)
+
+
 def test_a_step_lasts_until_the_device_is_idle(clock):
     def synchronize():
         nonlocal pending
@@ -35,7 +57,7 @@ def test_a_step_lasts_until_the_device_is_idle(clock):
         pending += 4.0
 
     pending = 100.0  # work from before the window belongs to no step
-    assert timed(step, [False] * 3, synchronize) == [5.0, 5.0, 5.0]
+    assert times(step, [False] * 3, Idle(synchronize)) == [5.0, 5.0, 5.0]
 
 
 def test_what_happens_between_steps_is_not_timed(clock):
@@ -45,12 +67,12 @@ def test_what_happens_between_steps_is_not_timed(clock):
     def step(update):
         clock.now += 1.0
 
-    assert timed(step, [False] * 3, lambda: None, after) == [1.0, 1.0, 1.0]
+    assert times(step, [False] * 3, Idle(), after) == [1.0, 1.0, 1.0]
 
 
 def test_steps_are_told_when_to_update():
     seen = []
-    timed(seen.append, [False, True, False], lambda: None)
+    times(seen.append, [False, True, False], Idle())
     assert seen == [False, True, False]
 
 

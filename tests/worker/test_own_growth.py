@@ -14,6 +14,8 @@ from pytest_gputrain import Case
 from pytest_gputrain.records import Crashed, Measurement, Task
 from pytest_gputrain.utils.units import KiB, MiB
 from pytest_gputrain.worker import run as worker_run
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.growth import Growth, resident_bytes
 from pytest_gputrain.worker.progress import Progress
 
@@ -280,11 +282,20 @@ class Steps:
         self.kept.append(torch.ones(LARGE))
         self.bytes += next(self.more)
 
+    def check(self, growth):
+        """What the check says, having had its further steps run."""
+        checking = growth.check(self, lambda: self.bytes)
+        while True:
+            try:
+                self.step(next(checking))
+            except StopIteration as end:
+                return end.value
+
 
 def timed(grown, steps=6):
     """The growth of timed steps that take such bytes."""
     training = Steps(iter(grown))
-    growth = Growth(Task(case=MINE, scale="tiny", device_type="gpu", root="."), worker_run.ALONE)
+    growth = Growth(Task(case=MINE, scale="tiny", device_type="gpu", root="."), ALONE)
     for _ in range(steps):
         growth.begin_step()
         training.step(True)
@@ -294,16 +305,14 @@ def timed(grown, steps=6):
 
 def test_on_a_gpu_the_timed_steps_tell():
     growth, training = timed([MiB] * 9)
-    with pytest.raises(
-        worker_run.CheckFailed, match=r"mine keeps 1\.00 MiB more of tensors after every step, most of it float32"
-    ):
-        growth.check(training, lambda: training.bytes)
+    with pytest.raises(CheckFailed, match=r"mine keeps 1\.00 MiB more of tensors after every step, most of it float32"):
+        training.check(growth)
 
 
 @pytest.mark.parametrize("grown", [[MiB, 0] * 9, [MiB] * 6 + [0] * 3, [64] * 9])
 def test_on_a_gpu_what_does_not_go_on_passes(grown):
     growth, training = timed(grown)
-    assert growth.check(training, lambda: training.bytes) == ""
+    assert training.check(growth) == ""
 
 
 def test_growth_of_a_case_of_the_zoo_is_its_own():

@@ -153,7 +153,10 @@ def test_where_an_allocator_counts_memory_only_products_of_other_threads_matter(
         own = OwnCode(Task(case=MINE, scale="tiny", device_type="gpu", root="."), ALONE, counts_memory=False)
         with own.running(), own.witnessed(), count_flops() as flops:
             step()
-        return own.check(flops, SimpleNamespace(model=None, losses=[]), lambda: None)
+        checking = own.check(flops, SimpleNamespace(model=None, losses=[]), lambda: None)
+        with pytest.raises(StopIteration) as end:  # without further steps
+            next(checking)
+        return end.value.value
 
     copying = checked(in_a_loop("copier", lambda: torch.ones(8) + 1))
     multiplying = checked(in_a_loop("looper"))

@@ -111,26 +111,34 @@ def test_latents_are_drawn_from_the_posterior_shifted_and_scaled(model, scaling,
     torch.testing.assert_close(seen, [inputs["signal"] * latents + inputs["spread"] * inputs["noise"]])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("share", [True, False, 0.5, 0.75])
 @pytest.mark.parametrize("model", UNETS)
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_unet_recomputes_all_its_blocks_or_none(model, checkpointing):
-    trained = training(model, activation_checkpointing=checkpointing)
+def test_a_unet_recomputes_the_first_of_its_stages(model, share, reentrant):
+    knobs = {"reentrant_checkpointing": True} if share and reentrant else {}
+    trained = training(model, activation_checkpointing=share, **knobs)
     unet = trained.model["unet"] if "unet" in trained.model._modules else trained.model
+    stages = [f"{path}.{index}." for path in ("down_blocks", "up_blocks") for index in range(len(getattr(unet, path)))]
+    stages.insert(len(unet.down_blocks), "mid_block.")
+    recomputed = tuple(stages[: int(len(stages) * share)])
     # The first layers of residual and of transformer blocks. diffusers leaves one block out.
     firsts = {name: module for name, module in unet.named_modules() if name.endswith((".conv1", ".attn1"))}
     del firsts["mid_block.resnets.0.conv1"]
     calls = calls_in_a_step(trained, firsts)
     assert len(calls) > 8
-    assert set(calls.values()) == {2 if checkpointing else 1}
+    assert calls == {name: 2 if name.startswith(recomputed) else 1 for name in firsts}
 
 
-def test_a_share_of_a_unet_is_told():
-    with pytest.raises(CheckFailed, match=r"sdxl cannot recompute a share .*to true or false"):
-        training("sdxl", activation_checkpointing=0.5)
+def test_a_share_of_a_unet_that_is_none_of_its_stages_is_told():
+    with pytest.raises(CheckFailed, match=r"sdxl-full-fp32 recomputes 0.1 of 7 blocks, which is none; set at least 0.143"):
+        training("sdxl", activation_checkpointing=0.1)
 
 
-@pytest.mark.parametrize(("share", "expected"), [(False, [1, 1, 1, 1]), (0.5, [2, 1, 1, 1]), (True, [2, 2, 2, 2])])
-def test_a_share_of_flux_is_of_its_double_stream_blocks(share, expected):
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(False, [1, 1, 1, 1]), (0.25, [2, 1, 1, 1]), (0.5, [2, 2, 1, 1]), (0.75, [2, 2, 2, 1]), (True, [2, 2, 2, 2])],
+)
+def test_a_share_of_flux_is_of_its_blocks_of_both_kinds(share, expected):
     trained = training("flux.1-dev", activation_checkpointing=share)
     blocks = {name: module for name, module in trained.model.named_modules() if re.search(r"blocks\.\d+\.attn$", name)}
     assert list(calls_in_a_step(trained, blocks).values()) == expected

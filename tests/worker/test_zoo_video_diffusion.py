@@ -274,12 +274,13 @@ def recomputed(name, share):
         ("mochi-1", True, {"transformer_blocks": 48}),
         ("mochi-1", 0.5, {"transformer_blocks": 24}),
         ("hunyuan-video", True, {"transformer_blocks": 20, "single_transformer_blocks": 40}),
-        ("hunyuan-video", 0.33, {"transformer_blocks": 6}),
+        ("hunyuan-video", 0.33, {"transformer_blocks": 19}),
+        ("hunyuan-video", 0.5, {"transformer_blocks": 20, "single_transformer_blocks": 10}),
         ("wan2.1-i2v", True, {"blocks": 40}),
         ("wan2.1-i2v", 0.5, {"blocks": 20}),
     ],
 )
-def test_recomputed_blocks_are_all_or_the_first_of_the_first_list(name, share, expected):
+def test_recomputed_blocks_are_the_first_as_they_run(name, share, expected):
     assert recomputed(name, share) == [f"{path}.{index}" for path, count in expected.items() for index in range(count)]
 
 

@@ -70,7 +70,7 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lora: Lora | None = None
     """Absent where no method adapts."""
     blocks: tuple[str, ...] = ()
-    """Paths of the lists of blocks that activation checkpointing recomputes. A share takes from the first list only."""
+    """Paths of the lists of blocks that activation checkpointing recomputes, in the order in which they run."""
     step: dict[str, Any] = {}
     """Facts of the training step that the family's module reads."""
     parts: dict[str, Part]

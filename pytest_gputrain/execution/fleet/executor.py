@@ -136,13 +136,14 @@ class FleetExecutor(Executor[Reply]):
     def _order(self, task: Task) -> Order:
         # Figures are shared by what a task is; so must the runs be, by whichever of its names it is asked for.
         task = self._firsts.setdefault(identity_of(task), task)
-        processes = math.ceil((task.processes + task.servers) / task.nodes)
         gpus = min(task.case.gpus, self._requested.gpus)
         return Order(
             task=task,
             conditions=self._conditions,
             gpus=gpus,
-            cpus=gpus * CPUS_OF_A_GPU + math.ceil(task.servers / task.nodes) if gpus else processes,
+            cpus=gpus * max(CPUS_OF_A_GPU, 1 + task.case.loader_workers) + math.ceil(task.servers / task.nodes)
+            if gpus
+            else math.ceil(task.cores / task.nodes),
         )
 
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.records import FAILING, Predicted, Report, Result
+from pytest_gputrain.records.case import knob_text
 from pytest_gputrain.report import studies, summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
 from pytest_gputrain.report.export.points import Point, file_names, points
 from pytest_gputrain.report.github import Failure
+from pytest_gputrain.report.history_lines import KNOBS, knobs
 from pytest_gputrain.report.results import latest, verdict_of
 from pytest_gputrain.report.tables import csv_text
 from pytest_gputrain.utils import console
@@ -78,11 +80,12 @@ _OF_RUN: Final = ("peak_reserved_bytes", "model_bytes", "peak_host_bytes")
 CSV_HEADERS: Final = (
     *(*_OF_REPORT, "suite", "case", "device", "scale", *_OF_CASE, "verdict", "processes"),
     *("step_seconds", *_OF_SUMMARY, "peak_allocated_bytes", *_OF_RUN),
+    *(name for name in KNOBS if name not in _OF_CASE),
 )
 
 
 def _csv(reports: Sequence[Report]) -> str:
-    """Return a row for each case and report; figures in seconds, bytes, samples and tokens per second."""
+    """Return a row for each case and report: figures in seconds, bytes, samples and tokens per second, and every knob."""
     rows = []
     for report in reports:
         figures = {id(point.result): point for point in points(report.results)}
@@ -93,15 +96,17 @@ def _csv(reports: Sequence[Report]) -> str:
 def _csv_row(report: Report, result: Result, point: Point | None) -> list[object]:
     run = point.runs[0] if point and point.runs else None
     figures = run or result.figures
+    case = {name: knob_text(value) if isinstance(value, bool) else value for name, value in knobs(result.case).items()}
     return [
         *(getattr(report, name) for name in _OF_REPORT),
         *(result.suite, result.key, result.device, result.scale),
-        *(getattr(result.case, name) for name in _OF_CASE),
+        *(case[name] for name in _OF_CASE),
         *(verdict_of(result), len(result.replies)),
         point.median_step_seconds if point and run else None,
         *(getattr(result.summary, name) if run else None for name in _OF_SUMMARY),
         point.peak_allocated_bytes if point else None,
         *(getattr(figures, name, None) for name in _OF_RUN),
+        *(value for name, value in case.items() if name not in _OF_CASE),
     ]
 
 

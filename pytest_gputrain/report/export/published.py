@@ -13,17 +13,25 @@ from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.records import Published, Result
 from pytest_gputrain.records.published import Figure, Figures
-from pytest_gputrain.report.published import FRAMEWORKS, METRICS, ComparedFigure, compared_figures, outcome
+from pytest_gputrain.report.published import (
+    FRAMEWORKS,
+    METRICS,
+    ComparedFigure,
+    compared_figures,
+    epoch_seconds,
+    outcome,
+    update_seconds,
+)
 from pytest_gputrain.report.tables import Form, TextTable, csv_text, render
-from pytest_gputrain.storage.published import PublishedTable
+from pytest_gputrain.storage.published import GATED, Epoch, PublishedTable
 
-_ByRow = Mapping[tuple[str, str, str], Result]
+_ByRow = Mapping[tuple[str, str, str, str], Result]
 """Results by what a row is found by, see `_row`."""
 
 
-def _row(of: Published | Result) -> tuple[str, str, str]:
-    """Return platform, suite and key; at tiny scale a case has another key, which no table has."""
-    return of.platform, of.suite, of.key if isinstance(of, Result) else str(of.case)
+def _row(of: Published | Result) -> tuple[str, str, str, str]:
+    """Return platform, suite, key and knobs: at tiny scale a case has another key, changed under its id other knobs."""
+    return of.platform, of.suite, of.key if isinstance(of, Result) else str(of.case), repr(of.case.identity())
 
 
 def _by_row(results: Sequence[Result]) -> _ByRow:
@@ -76,6 +84,13 @@ def _text_table(table: PublishedTable, platform: str, results: _ByRow) -> TextTa
                 own = [row_lines.get((metric.title, framework)) for framework in of_metric]
                 either = next((line for line in own if line), row_lines.get((metric.title, "")))
                 printed += [either.measured if either else "", *(line.ratio if line else "" for line in own)]
+    if table.epoch is not None:
+        at = [column.header for column in table.columns].index(table.epoch.column) + 1
+        derived = [_epoch_cells(row, result, table.epoch.samples) for row, result in zip(rows, measured, strict=True)]
+        shown = len(_EPOCH_HEADERS) if any(measured) else 1
+        headers[at:at] = _EPOCH_HEADERS[:shown]
+        for printed, epoch_cells in zip(cells, derived, strict=True):
+            printed[at:at] = epoch_cells[:shown]
     known_platform = PLATFORMS.get(platform)
     return TextTable(
         title=f"{table.name} on {known_platform.title if known_platform else platform.upper()}: {table.title}",
@@ -84,6 +99,28 @@ def _text_table(table: PublishedTable, platform: str, results: _ByRow) -> TextTa
         about=(f"{table.source.document} of {table.source.repository}, {table.source.url}", str(setup), *setup.conditions),
         notes=(*table.notes, f"Memory: {table.memory}", *setup.topology),
     )
+
+
+_EPOCH_HEADERS: Final = ("Derived from its sec/update", "Derived from measured sec/update", "Ratio time/epoch")
+
+
+def _epoch_cells(row: Published, result: Result | None, samples: int) -> list[str]:
+    """Return the time of an epoch as the published and the measured time of an update make it, and its published ratio."""
+    figures = row.figures.get(GATED, Figures())
+    printed, update, epoch = "", figures.update_seconds, figures.epoch_seconds
+    if update is not None:
+        printed = _epoch_text(*(epoch_seconds(row.case, samples, end) for end in (update.low, update.high)))
+    seconds = update_seconds(result) if result else None
+    if seconds is None:
+        return [printed, "", ""]
+    here = epoch_seconds(row.case, samples, seconds)
+    return [printed, _epoch_text(here, here), f"{here / epoch.middle:.2f}" if epoch else ""]
+
+
+def _epoch_text(low: float, high: float) -> str:
+    """Return an epoch's time as documents print it: ``47min``, ``3.1-3.8h``."""
+    size, unit = (3600, "h") if high >= 3600 else (60, "min")
+    return f"{'-'.join(dict.fromkeys(f'{end / size:.1f}' for end in (low, high)))}{unit}"
 
 
 def _key(line: ComparedFigure) -> tuple[str, str]:
@@ -98,17 +135,18 @@ def _plain(cell: str) -> str:
 CSV_HEADERS: Final = (
     *("table", "platform", "suite", "case", "framework", "published", "measured"),
     *(f"{side}_{metric.field}" for metric in METRICS for side in ("published", "measured", "ratio")),
+    *("published_epoch_seconds", "epoch_seconds_from_published_update", "epoch_seconds_from_measured_update"),
 )
 
 
 def _csv(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
     """Return a row for each case and framework; figures in seconds, bytes and samples a second, of a range the middle."""
     by_row = _by_row(results)
-    rows = (row for table in tables for row in table.published())
-    return csv_text(CSV_HEADERS, [cells for row in rows for cells in _csv_rows(row, by_row.get(_row(row)))])
+    rows = [(row, table.epoch) for table in tables for row in table.published()]
+    return csv_text(CSV_HEADERS, [cells for row, epoch in rows for cells in _csv_rows(row, by_row.get(_row(row)), epoch)])
 
 
-def _csv_rows(row: Published, result: Result | None) -> Iterator[list[object]]:
+def _csv_rows(row: Published, result: Result | None, epoch: Epoch | None) -> Iterator[list[object]]:
     measured = "" if result is None else "measured" if result.summary else outcome(result)
     for framework, figures in (row.figures or {"": Figures()}).items():
         cells: list[object] = [row.table, row.platform, row.suite, str(row.case), framework, row.outcome, measured]
@@ -116,11 +154,29 @@ def _csv_rows(row: Published, result: Result | None) -> Iterator[list[object]]:
             figure: Figure | None = getattr(figures, metric.field)
             printed, value = figure and figure.middle, metric.measured(result) if result else None
             cells += [printed, value, value / printed if printed and value is not None else None]
+        cells.append(figures.epoch_seconds and figures.epoch_seconds.middle)
+        updates = (figures.update_seconds and figures.update_seconds.middle, update_seconds(result) if result else None)
+        cells += [epoch_seconds(row.case, epoch.samples, update) if epoch and update else None for update in updates]
         yield cells
+
+
+def _html(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
+    """Return a page of bars for every figure of the tables.
+
+    Raises:
+        ValueError: what draws them is not installed.
+    """
+    from pytest_gputrain.report.html import page
+
+    if missing := page.missing():
+        raise ValueError(missing)
+    by_row = _by_row(results)
+    return page.page_of_tables(tables, lambda row: by_row.get(_row(row)))
 
 
 FORMATS: Final[dict[str, Callable[[Sequence[PublishedTable], Sequence[Result]], str]]] = {
     "terminal": functools.partial(_text, form="terminal"),
     "markdown": functools.partial(_text, form="markdown"),
     "csv": _csv,
+    "html": _html,
 }

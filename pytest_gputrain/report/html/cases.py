@@ -31,6 +31,7 @@ from pytest_gputrain.utils.units import (
     format_bytes,
     format_flops,
     format_joules,
+    format_nics,
     format_percent,
     format_rate,
     format_seconds,
@@ -280,10 +281,15 @@ def _measured_summary(results: Sequence[Result]) -> EnvironmentSummary:
         ),
         "Driver": first.driver or "",
         "Runtime": first.runtime or "",
+        "MIOpen" if first.device_type == "rocm" else "cuDNN": first.cudnn or "",
+        "RCCL" if first.device_type == "rocm" else "NCCL": first.nccl or "",
         "Host": ", ".join(
             dict.fromkeys(host for environment in environments for host in (environment.hosts or (environment.host,)))
         ),
         "CPU": first.cpu_model,
+        "Cores": str(first.cores or ""),
+        "Host memory": format_bytes(first.host_memory_bytes) if first.host_memory_bytes else "",
+        "Network": "" if first.nics is msgspec.UNSET else format_nics(first.nics),
         "Threads": _several(environment.threads for environment in environments),
         "System": first.os,
         "Python": first.python,

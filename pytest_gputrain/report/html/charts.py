@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ class Colour:
     RULE: Final = "#000103"
     BAD: Final = "#000104"
     GOOD: Final = "#000105"
-    SERIES: Final = ("#000111", "#000112", "#000113", "#000114", "#000115")
+    SERIES: Final = ("#000111", "#000112", "#000113", "#000114", "#000115", "#000116")
 
 
 _VARIABLES: Final = {
@@ -50,7 +51,7 @@ _VARIABLES: Final = {
     Colour.GOOD: "--good",
     **{colour: f"--series-{number}" for number, colour in enumerate(Colour.SERIES, 1)},
 }
-_DASHES: Final = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)), "solid")
+_DASHES: Final = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)), "solid", (0, (1, 1)))
 """One for each colour of a series, for eyes and printers that do not tell colours apart."""
 
 _SVG: Final = "http://www.w3.org/2000/svg"
@@ -240,13 +241,16 @@ class Charts:
         """
         rows = sum(len(bars) for _, bars in groups)
         top = 16 if limit else 4
-        height = top + 4 + _BAR * rows + _NAME * len(groups)
+        names = [textwrap.wrap(_printable(name), _NAME_LETTERS) or [""] for name, _ in groups]
+        height = top + 4 + _BAR * rows + sum(_NAME + _NAME_LINE * (len(lines) - 1) for lines in names)
         longest = max(sum(length for length, _ in bar.parts) for _, bars in groups for bar in bars)
         with self._axes(height, left=2, bottom=4, top=top) as (figure, axes):
             y = 0.0
-            for name, bars in groups:
-                axes.text(0, y + _NAME * 0.55, _printable(name), va="center")
-                y += _NAME
+            for lines, (_, bars) in zip(names, groups, strict=True):
+                for line in lines:
+                    axes.text(0, y + _NAME * 0.55, line, va="center")
+                    y += _NAME_LINE
+                y += _NAME - _NAME_LINE
                 for bar in bars:
                     start = 0.0
                     for length, colour in bar.parts:
@@ -358,6 +362,9 @@ class Charts:
 _FEW_POINTS: Final = 12
 _BAR: Final = 17
 _NAME: Final = 20
+_NAME_LINE: Final = 14
+_NAME_LETTERS: Final = 50
+"""As many as fit the width; longer names take several lines."""
 
 
 def axis_unit(kind: str, most: float) -> tuple[float, str]:

@@ -6,21 +6,25 @@ import base64
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.records import Course, Report
+from pytest_gputrain.records import Course, Published, Report, Result
 from pytest_gputrain.report import studies, terminal
 from pytest_gputrain.report.trend.reading import Filter, History, Subject
 from pytest_gputrain.report.trend.series import analyse
 from pytest_gputrain.storage.baselines import BaselineError
-from pytest_gputrain.storage.published import PublishedStore
+from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+    from pytest_gputrain.report.html.charts import Charts
+    from pytest_gputrain.report.html.sections import CaptionedChart
 
 _NEEDED: Final = ("jinja2", "matplotlib")
 _METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
@@ -69,7 +73,7 @@ def write(path: Path, reports: Sequence[Report], history_trends: HistoryTrends |
 
 def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None, *, baseline_dir: Path) -> str:
     """The page as text; see `write`."""
-    from pytest_gputrain.report.html import cases, sections, trends
+    from pytest_gputrain.report.html import cases, published, sections, trends
     from pytest_gputrain.report.html.charts import Charts
 
     reports = sorted(reports, key=lambda report: report.created)
@@ -77,7 +81,7 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
     notes = [*terminal.explain(results), *studies.explain(results), *(note for report in reports for note in report.notes)]
     charts = Charts()
     figures = {
-        "published": tuple(sections.published(results, _tables(baseline_dir, notes.append), charts)),
+        "published": tuple(published.beside_measured(results, _tables(baseline_dir, notes.append), charts)),
         "scaling": tuple(sections.scaling(results, charts)),
         "losses": tuple(sections.losses(results, charts)),
         "memory": tuple(sections.memory(results, charts)),
@@ -88,6 +92,40 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
         if history_trends
         else []
     )
+    return _rendered(
+        charts,
+        figures,
+        report_headers=cases.report_headers(reports),
+        cases=cases.gathered(results),
+        tones=cases.TONES,
+        environments=cases.environment_summaries(results),
+        cards=cards,
+        notes=list(dict.fromkeys(notes)),
+    )
+
+
+def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Published], Result | None]) -> str:
+    """The page of published tables, with what was measured of their rows."""
+    from pytest_gputrain.report.html import cases, published
+    from pytest_gputrain.report.html.charts import Charts
+
+    charts = Charts()
+    figures = {"tables": tuple(published.whole_tables(tables, measured, charts))}
+    without = [table.name for table in tables if not any(row.figures for row in table.rows)]
+    return _rendered(
+        charts,
+        figures,
+        report_headers=[],
+        cases=cases.gathered([]),
+        tones=cases.TONES,
+        environments=[],
+        cards=[],
+        notes=[f"{name} prints no figures, so nothing of it is drawn" for name in without],
+    )
+
+
+def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], **others: Any) -> str:
+    """Fill the template in, with the styles of the charts drawn so far."""
     templates = _templates()
     css = f"{_source(templates, 'page.css')}\n{charts.css}\n"
     script = _source(templates, "page.js")
@@ -95,13 +133,8 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
         css=css,
         script=script,
         hash_of=_hash,
-        report_headers=cases.report_headers(reports),
-        cases=cases.gathered(results),
-        tones=cases.TONES,
-        environments=cases.environment_summaries(results),
-        cards=cards,
-        figures=figures,
-        notes=list(dict.fromkeys(notes)),
+        figures=defaultdict(tuple, figures),
+        **others,
         count=count,
     )
 

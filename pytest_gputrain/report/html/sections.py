@@ -11,13 +11,11 @@ from typing import Final
 from pytest_gputrain.gate.memory import in_phase
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.scaling import one_worker
-from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
-from pytest_gputrain.records import LossStudy, Measured, Measurement, Predicted, Prediction, Published, Result, TrainingPhase
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.records import LossStudy, Measured, Measurement, Predicted, Prediction, Result, TrainingPhase
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
-from pytest_gputrain.report.published import FRAMEWORKS, METRICS, Metric, printed
 from pytest_gputrain.report.results import latest, of_kind
-from pytest_gputrain.storage.published import PublishedStore
-from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate, format_seconds
+from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,76 +40,6 @@ class CaptionedChart:
     """A table below the chart, folded away."""
     table: str = ""
     """The title of the table."""
-
-
-_HERE: Final = "measured here"
-_COLOURS: Final = {"paddle": 2, "pytorch": 1}
-
-
-def published(results: Sequence[Result], store: PublishedStore | None, charts: Charts) -> Iterator[CaptionedChart]:
-    """Prepare, for every published table and figure in it, the bars of what was printed and of what was measured.
-
-    Args:
-        store: rows for reports that were not compared with them; None for none.
-    """
-    pairs_by_table: defaultdict[tuple[str, str], list[tuple[Published, Result]]] = defaultdict(list)
-    for result in latest(of_kind(results, Measured)):
-        row = result.published
-        if row is None and store is not None and result.scale == "full":
-            row = store.get(result.platform, result.suite, str(result.case))
-            row = row if row is not None and row.case.identity() == result.case.identity() else None
-        if row is not None and result.summary is not None:
-            pairs_by_table[row.table, row.platform].append((row, result))
-    for (table, platform), pairs in pairs_by_table.items():
-        for metric in METRICS:
-            groups = [group for row, result in pairs if (group := _bars_of(metric, row, result))]
-            if not groups:
-                continue
-            catalog_entry = PLATFORMS.get(platform)
-            colours = {part[1] for _, bars in groups for bar in bars for part in bar.parts}
-            title = f"{table} on {catalog_entry.title if catalog_entry else platform}: {metric.title}"
-            about = "Longer is faster." if metric.field.startswith("samples") else "Shorter is better."
-            yield CaptionedChart(
-                title=title,
-                about=about,
-                chart=charts.bars(groups, title=title, description=_description(groups)),
-                legend=tuple(
-                    entry
-                    for entry in (
-                        LegendEntry(text=_HERE, colour=0),
-                        *(LegendEntry(text=f"{name}, published", colour=_COLOURS[key]) for key, name in FRAMEWORKS.items()),
-                    )
-                    if entry.colour in colours
-                ),
-            )
-
-
-def _bars_of(metric: Metric, row: Published, result: Result) -> tuple[str, list[Bar]] | None:
-    value = metric.measured(result)
-    printed_by = ((name, row.figures.get(name)) for name in FRAMEWORKS)
-    figures = {
-        name: figure
-        for name, framework_figures in printed_by
-        if framework_figures is not None and (figure := getattr(framework_figures, metric.field)) is not None
-    }
-    if value is None or not figures:
-        return None
-    bars = [
-        Bar(parts=((figure.middle, _COLOURS[name]),), text=f"{printed(metric, figure)} {FRAMEWORKS[name]}")
-        for name, figure in figures.items()
-    ]
-    ratios = ", ".join(
-        f"{value / figure.middle:.2f} x{f' {FRAMEWORKS[name]}' if len(figures) > 1 else ''}"
-        for name, figure in figures.items()
-        if figure.middle
-    )
-    shown = format_bytes(value) if metric.field.endswith("_bytes") else f"{value:,.3g}"
-    shown = format_seconds(value) if metric.field.endswith("_seconds") else shown
-    return str(result.case), [*bars, Bar(parts=((value, 0),), text=f"{shown} here ({ratios})")]
-
-
-def _description(groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
-    return "; ".join(f"{name}: {', '.join(bar.text for bar in bars)}" for name, bars in groups)
 
 
 def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:

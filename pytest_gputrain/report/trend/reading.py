@@ -212,6 +212,6 @@ METRICS: Final = tuple(
     for name in HistoryLine.__struct_fields__
     if name.endswith(_ENDINGS)
     and name not in Case.__struct_fields__
-    and not name.startswith(("baseline_", "limit_", "device_memory_"))
+    and not name.startswith(("baseline_", "limit_", "device_memory_", "host_memory_"))
 )
 """Keys of figures that may have a trend."""

@@ -80,18 +80,26 @@ def _moment(line: dict[str, Any]) -> Moment:
     return Moment(date=str(line["date"]), commit=str(line.get("commit", "")), session=str(line.get("session", "")))
 
 
+_YOUNGER: Final = ("cores", "host_memory_bytes", "nics", "version_cudnn", "version_nccl")
+"""Keys that lines of earlier versions lack, which is no change."""
 _CIRCUMSTANCES: Final = tuple(
     name
     for name in HistoryLine.__struct_fields__
     if name.startswith("version_")
     or name in Case.__struct_fields__
     or name in ("device_name", "device_count", "device_memory_bytes", "topology", "host", "cpu_model", "os", "threads")
+    or name in _YOUNGER
 )
 
 
 def _differences(base: dict[str, Any], first: dict[str, Any]) -> Iterator[str]:
     for name in _CIRCUMSTANCES:
         before, after = base.get(name), first.get(name)
-        if before != after:
-            shown = (("absent" if value is None else str(value)) for value in (before, after))
-            yield f"{name.removeprefix('version_').replace('_', ' ')} {' -> '.join(shown)}"
+        if before == after or (name in _YOUNGER and None in (before, after)):
+            continue
+        texts = [
+            "absent" if value is None else format_bytes(value) if name.endswith("memory_bytes") else str(value)
+            for value in (before, after)
+        ]
+        if texts[0] != texts[1]:
+            yield f"{name.removeprefix('version_').removesuffix('_bytes').replace('_', ' ')} {' -> '.join(texts)}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class EngineOptions:
     """Parameters of the model over those at full size: communication buffers shrink with it."""
     blocks: list[nn.Module]
     """The model's repeated blocks, first to last: what sharding treats as units."""
+    deepspeed: Mapping[str, Any]
+    """Further options of the engines of DeepSpeed."""
     make_optimizer: MakeOptimizer
     """From the parameters that train."""
 

@@ -30,8 +30,10 @@ class FullySharded(Single):
         )
         # The middle of a UNet is lists of blocks, which FSDP cannot wrap.
         blocks = [inner for block in options.blocks for inner in (block if isinstance(block, nn.ModuleList) else [block])]
+        reshard = options.case.reshard_after_forward
+        asked: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
         for unit in (*blocks, model):
-            fully_shard(unit, mp_policy=policy, offload_policy=offload)
+            fully_shard(unit, mp_policy=policy, offload_policy=offload, **asked)
         if options.case.cpu_offload:
             for buffer in model.buffers():  # which FSDP leaves where they were built
                 buffer.data = buffer.to(options.device)

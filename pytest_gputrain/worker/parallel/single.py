@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pytest_gputrain.worker.learning_rate import is_scheduled, scheduler
 from pytest_gputrain.worker.parallel.engine import Engine, EngineOptions
+from pytest_gputrain.worker.parallel.master_weights import MasterWeights
 
 
 class Single(Engine):
@@ -22,7 +23,9 @@ class Single(Engine):
         self._precision = options.precision
         self._device = options.device
         self._accumulation = options.case.gradient_accumulation
-        self._optimizer = options.make_optimizer(value for value in self.model.parameters() if value.requires_grad)
+        trained = [value for value in self.model.parameters() if value.requires_grad]
+        self._masters = MasterWeights(trained) if options.case.master_weights else None
+        self._optimizer = options.make_optimizer(self._masters.parameters if self._masters else trained)
         self._scaler = self.scaler(options)
         self._rate = scheduler(options.case, self._optimizer) if is_scheduled(options.case) else None
         self._most_norm = options.case.max_grad_norm
@@ -57,6 +60,8 @@ class Single(Engine):
             # The scaler shrinks its scale when it had to drop an update.
             acted = self._scaler.get_scale() >= scale
             self.updates += acted
+            if self._masters:
+                self._masters.round()
             if acted and self._rate is not None:
                 self._rate.step()
             self._optimizer.zero_grad(set_to_none=True)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from torch import Tensor, nn
 
+from pytest_gputrain.cases.deepspeed_config import merge
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import is_gpu
@@ -23,6 +25,19 @@ _DEFAULT_BUCKET_ELEMENTS: Final = 500_000_000
 _DEFAULT_PREFETCH_ELEMENTS: Final = 50_000_000
 _DEFAULT_PERSISTENT_ELEMENTS: Final = 100_000
 """DeepSpeed's own for stage 3: a parameter with fewer elements stays whole: all of a tiny model's would."""
+
+_SIZES: Final = frozenset(
+    {
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+    }
+)
+"""Options of ``zero_optimization`` that are numbers of elements."""
 
 _ALIGNMENT: Final = 64
 
@@ -47,7 +62,7 @@ class Zero(Engine):
         trained = [value for value in model.parameters() if value.requires_grad]
         self._precision = options.precision
         self._device = options.device
-        configuration = configure(options.case, options.shrinkage, on_gpu=on_gpu)
+        configuration = configure(options.case, options.shrinkage, options.deepspeed, on_gpu=on_gpu)
         client = None if "optimizer" in configuration else options.make_optimizer(trained)
         if not on_gpu:
             # A shortcut around gloo that DeepSpeed would compile now, for minutes, and hang on the lock of a killed build.
@@ -80,11 +95,14 @@ class Zero(Engine):
         return contextlib.nullcontext() if self._engine.fp16_enabled() else self._precision.casting(self._device)
 
 
-def configure(case: Case, shrinkage: float, *, on_gpu: bool) -> dict[str, Any]:
+def configure(
+    case: Case, shrinkage: float, further: Mapping[str, Any] = MappingProxyType({}), *, on_gpu: bool
+) -> dict[str, Any]:
     """The case as DeepSpeed's configuration.
 
     Args:
         shrinkage: what sizes of buffers are multiplied by: a tiny model's would otherwise be nothing but gigabytes of them.
+        further: options that the case does not decide; they replace what is set here for all cases.
     """
     zero: dict[str, Any] = {
         "stage": int(case.parallel.removeprefix("zero")),
@@ -117,6 +135,9 @@ def configure(case: Case, shrinkage: float, *, on_gpu: bool) -> dict[str, Any]:
     if case.optimizer in ("adamw", "adamw-fused"):
         parameters = {"lr": case.learning_rate, "weight_decay": 0.01, "torch_adam": not on_gpu, "adam_w_mode": True}
         configuration["optimizer"] = {"type": "AdamW", "params": parameters}
+    merge(configuration, dict(further))
+    for name in _SIZES & further.get("zero_optimization", {}).keys():
+        zero[name] = zero[name] and _sized(round(zero[name]), shrinkage)
     return configuration
 
 

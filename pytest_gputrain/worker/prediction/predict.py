@@ -13,6 +13,8 @@ from pytest_gputrain.cases.architectures.facts import Architecture, architecture
 from pytest_gputrain.cases.libraries import library_versions
 from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.measuring import build, counted_steps, is_own_code, model_bytes, typical_step
 from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.precision import check_precision, weights_by_type
@@ -25,7 +27,7 @@ from pytest_gputrain.worker.prediction.refusals import refusal
 from pytest_gputrain.worker.prediction.repetition import ALL, Observed, extrapolate
 from pytest_gputrain.worker.prediction.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.run import SEED, build, counted_steps, is_own_code, model_bytes, typical_step
+from pytest_gputrain.worker.run import SEED
 from pytest_gputrain.worker.trace import peaks
 from pytest_gputrain.worker.training import StepBuilder, Trainable
 
@@ -102,14 +104,8 @@ class PredictionRun:
             with joined, self._fakes, patched(self._target, self._device), tracker, placement:
                 self._progress.enter("build")
                 training = build(task, self._device, self._builder, self._group, architecture=architecture)
-                # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
-                gc.collect(0)
-                self._progress.enter("count")
-                works = []
-                for update in counted_steps(task.case):
-                    tracker.begin_step()
-                    training.step(update)
-                    works.append(tracker.work)
+                works: list[Work] = []
+                training.run(self._steps(works))
                 placement.check(training.model, task.case, self._device, tracker.trace, tracker.host)
                 if is_own_code(task.case, self._builder):
                     stored = {} if training.model is None else weights_by_type(training.model)
@@ -118,6 +114,16 @@ class PredictionRun:
         finally:
             gc.enable()
         return _observed(tracker, works[typical_step(task.case)], training, weights)
+
+    def _steps(self, works: list[Work]) -> Steps:
+        """Have the counted steps run, and add what each computes to ``works``."""
+        # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
+        gc.collect(0)
+        self._progress.enter("count")
+        for update in counted_steps(self._task.case):
+            self._tracker.begin_step()
+            yield update
+            works.append(self._tracker.work)
 
 
 def _observed(tracker: Tracker, typical: Work, training: Trainable, weights: int | None) -> Observed:

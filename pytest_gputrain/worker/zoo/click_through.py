@@ -5,13 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pytest_gputrain.worker.zoo.samples import zipf
 from pytest_gputrain.worker.zoo.workload import Batch, Workload
+
+SLOTS: Final[tuple[int, ...]] = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+"""Categories in each slot of the Criteo Display Advertising Challenge, as in facebookresearch/dlrm."""
 
 
 class Deep(nn.Module):
@@ -60,15 +67,26 @@ class ClickThroughModel(Workload):
     own = (Deep, WideAndDeep)
 
     def batch(self, device: torch.device) -> Batch:
-        """``ids`` (batch, slots), one a slot, ``dense`` (batch, features) in the default dtype, and ``clicks`` (batch,)."""
+        """``ids`` (batch, slots), one a slot, ``dense`` (batch, features) in the default dtype, and ``clicks`` (batch,).
+
+        By ``zipf`` a slot has as many categories as in Criteo's data (`SLOTS`), which share the table's rows where there are
+        more than rows; that the n-th is an n-th as frequent as the first is an assumption.
+        """
         facts = self.architecture.trained_part.facts(self.scale)
         size = self.case.batch_size
         inputs = {
-            "ids": torch.randint(0, facts["hashed_ids"], (size, facts["slots"]), device=device),
+            "ids": self._ids(size, facts, device),
             "dense": torch.rand(size, facts["dense_features"], device=device),
             "clicks": torch.randint(0, 2, (size,), device=device),
         }
         return Batch(inputs=inputs, samples=size)
+
+    def _ids(self, size: int, facts: dict[str, Any], device: torch.device) -> Tensor:
+        if self.case.ids == "uniform":
+            return torch.randint(0, facts["hashed_ids"], (size, facts["slots"]), device=device)
+        firsts = itertools.accumulate(SLOTS[:-1], initial=0)
+        slots = [first + zipf(count, (size,), 1, device) for first, count in zip(firsts, SLOTS, strict=True)]
+        return torch.stack(slots, dim=1) % int(facts["hashed_ids"])
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Cross entropy over click and no click; of a model with one output, the binary one."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.zoo.workload import Batch, Workload, checkpointed
+from pytest_gputrain.worker.zoo.workload import Batch, Workload, share_of
 
 TINY_PIXELS: Final = 80
 """Side of a tiny image. With 64 the innermost self-attention of Stable Diffusion 1.5 would have one token, and its queries
@@ -145,16 +145,15 @@ class UNet(ImageDiffusion):
     def checkpoint_activations(self, share: float) -> None:
         """Recompute residual and transformer blocks as diffusers does: all but the first block in the middle.
 
-        Raises:
-            CheckFailed: a share is asked for; the order of a UNet's blocks gives none a meaning.
+        A share is one of the stages, those on the way down first, then the middle, then those on the way up.
         """
-        if share < 1:
-            raise CheckFailed(
-                f"{self.case.model} cannot recompute a share of its activations: a UNet is no list of blocks; "
-                "set activation_checkpointing to true or false"
-            )
         model: Any = self.model
-        model.enable_gradient_checkpointing(checkpointed)
+        model.enable_gradient_checkpointing(self.checkpointed)
+        stages = [*model.down_blocks, model.mid_block, *model.up_blocks]
+        for stage in stages[share_of(len(stages), share, str(self.case)) :]:
+            for module in stage.modules():
+                if hasattr(module, "gradient_checkpointing"):
+                    module.gradient_checkpointing = False
 
     def conditions(self) -> dict[str, Tensor]:
         if "addition_embed_type" not in self.facts:

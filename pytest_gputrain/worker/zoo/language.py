@@ -13,6 +13,7 @@ from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.flops import checkpoint_contexts
 from pytest_gputrain.worker.zoo.pangu import PanGu
+from pytest_gputrain.worker.zoo.samples import packed_positions, real_tokens, spread_lengths
 from pytest_gputrain.worker.zoo.workload import Batch, Workload, checkpointed
 
 TINY_SEQUENCE_LENGTH: Final = 128
@@ -34,7 +35,9 @@ class LanguageModel(Workload):
             head.forward = self._loss_in_place_of_logits(head.forward)
 
     def checkpoint_activations(self, share: float) -> None:
-        if share < 1 or self._is_own or self.case.compile != "off":  # see `checkpointed`
+        if (
+            share < 1 or self._is_own or self.case.compile != "off" or self.case.reentrant_checkpointing
+        ):  # see `checkpointed`
             super().checkpoint_activations(share)
             return
         model: Any = self.model
@@ -42,7 +45,10 @@ class LanguageModel(Workload):
         enable({"use_reentrant": False, "context_fn": checkpoint_contexts})
 
     def batch(self, device: torch.device) -> Batch:
-        """Random token ids and, shifted by one, their labels: both (batch, sequence) int64, no padding."""
+        """Random token ids and, shifted by one, their labels: both (batch, sequence) int64.
+
+        With samples of several lengths ``attention_mask`` tells padding, or ``position_ids`` where packed samples begin.
+        """
         if self._is_own:
             length = self.table_limited_length()
         else:
@@ -50,20 +56,29 @@ class LanguageModel(Workload):
             if self.scale == "tiny":
                 length = min(length, TINY_SEQUENCE_LENGTH)
         vocabulary: int = self.architecture.trained_part.facts(self.scale)["vocab_size"]
-        ids = torch.randint(0, vocabulary, (self.case.batch_size, length), device=device)
-        return Batch(
-            inputs={"input_ids": ids, "labels": next_token_labels(ids)}, samples=ids.shape[0], sequence_length=length
-        )
+        samples = self.case.batch_size
+        ids = torch.randint(0, vocabulary, (samples, length), device=device)
+        inputs = {"input_ids": ids, "labels": next_token_labels(ids)}
+        tokens = None
+        if self.case.lengths == "padded":
+            lengths = spread_lengths(length, samples)
+            inputs |= padded(inputs["labels"], lengths)
+            tokens = sum(lengths)
+        elif self.case.lengths == "packed":
+            positions = packed_positions(samples, length, device)
+            inputs["position_ids"] = positions
+            # The token after the last one of a sample is another sample's first.
+            inputs["labels"].masked_fill_(positions.roll(-1, dims=1) == 0, IGNORED_LABEL)
+        return Batch(inputs=inputs, samples=samples, sequence_length=length, tokens=tokens)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Cross entropy of the next tokens."""
-        ids = inputs["input_ids"]
         self._labels = inputs["labels"]
-        if self.case.loss_chunks > 1:
-            value: Tensor = self.model(input_ids=ids, use_cache=False).logits
-            return value
-        logits = self.model(ids) if self._is_own else self.model(input_ids=ids, use_cache=False).logits
-        return next_token_loss(logits, inputs["labels"])
+        if self._is_own:
+            return next_token_loss(self.model(inputs["input_ids"]), inputs["labels"])
+        model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        logits: Tensor = self.model(**model_inputs, use_cache=False).logits
+        return logits if self.case.loss_chunks > 1 else next_token_loss(logits, inputs["labels"])
 
     def _loss_in_place_of_logits(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """The model's head and the loss, over one chunk of the tokens after the other; backward makes the logits anew.
@@ -74,15 +89,15 @@ class LanguageModel(Workload):
         def total_loss(hidden: Tensor) -> Tensor:
             assert self._labels is not None, "a loss is of labels"
             tokens, labels = hidden.flatten(0, 1), self._labels.flatten()
-            # Of two tokens one at least has a label: it is a sequence's last that has none.
-            chunks = min(self.case.loss_chunks, len(labels) // 2)
+            chunks = min(self.case.loss_chunks, len(labels))
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for part, part_labels in zip(tokens.tensor_split(chunks), labels.tensor_split(chunks), strict=True):
-                total = total + checkpointed(mean_loss, part, part_labels).float() * (part_labels != IGNORED_LABEL).sum()
+                total = total + checkpointed(sum_of_losses, part, part_labels).float()
             return total / (labels != IGNORED_LABEL).sum()
 
-        def mean_loss(part: Tensor, labels: Tensor) -> Tensor:
-            return functional.cross_entropy(head(part), labels, ignore_index=IGNORED_LABEL)
+        def sum_of_losses(part: Tensor, labels: Tensor) -> Tensor:
+            # No mean: a chunk of padding alone has none.
+            return functional.cross_entropy(head(part), labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
         return total_loss
 
@@ -96,6 +111,14 @@ def next_token_labels(ids: Tensor) -> Tensor:
     labels = torch.roll(ids, -1, dims=1)
     labels[:, -1] = IGNORED_LABEL
     return labels
+
+
+def padded(labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """Return what a batch has whose samples are padded from these lengths: the mask, and labels that end with a sample."""
+    mask = real_tokens(lengths, labels.shape[1], labels.device)
+    # The last real token has none either: what follows it is padding.
+    has_label = mask.roll(-1, dims=1) & mask
+    return {"attention_mask": mask.long(), "labels": labels.masked_fill(~has_label, IGNORED_LABEL)}
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pytest_gputrain.records import Scale
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.zoo.language import IGNORED_LABEL, next_token_labels, next_token_loss
+from pytest_gputrain.worker.zoo.language import IGNORED_LABEL, next_token_labels, next_token_loss, padded
+from pytest_gputrain.worker.zoo.samples import spread_lengths
 from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
 TINY_SHRINK: Final = 6
@@ -25,7 +26,7 @@ LEAD: Final = 1
 
 
 class VisionLanguageModel(Workload):
-    """Random weights, sdpa attention; every sample is one image and the text that follows it.
+    """Random weights, sdpa attention; every sample is one image and the text that follows it, of the lengths of the case.
 
     All methods freeze the vision tower, where the forward pass begins, so autograd never records it. It stays so because
     only the language model's blocks are wrapped for recomputation: transformers' own switch, and peft where that is on, let
@@ -53,11 +54,14 @@ class VisionLanguageModel(Workload):
         ids[:, LEAD : LEAD + image.tokens] = image.placeholder
         labels = next_token_labels(ids)
         labels[labels == image.placeholder] = IGNORED_LABEL
-        return Batch(
-            inputs={"input_ids": ids, "labels": labels, **image.inputs(samples, text, device)},
-            samples=samples,
-            sequence_length=ids.shape[1],
-        )
+        inputs = {"input_ids": ids, "labels": labels, **image.inputs(samples, text, device)}
+        tokens = None
+        if self.case.lengths == "padded":
+            # The image is as large in every sample: it is the text behind it that is short.
+            lengths = [image.tokens + LEAD + after for after in spread_lengths(text - LEAD, samples)]
+            inputs |= padded(labels, lengths)
+            tokens = sum(lengths)
+        return Batch(inputs=inputs, samples=samples, sequence_length=ids.shape[1], tokens=tokens)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Cross entropy of the tokens that follow the image."""

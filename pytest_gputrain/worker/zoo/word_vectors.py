@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.zoo.samples import zipf
 from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
 
@@ -38,6 +39,9 @@ class WordVectorModel(Workload):
     def batch(self, device: torch.device) -> Batch:
         """``words`` (batch,), ``candidates`` (batch, 1 + negatives) with the true context first, and what is true of them.
 
+        By ``zipf`` words and contexts are as frequent as in natural language (Zipf's law, exponent 1), and negatives are
+        drawn by the power of 0.75 of the frequencies, as in the paper.
+
         Raises:
             CheckFailed: the case's optimizer takes no sparse gradients.
         """
@@ -50,11 +54,17 @@ class WordVectorModel(Workload):
         size, candidates = self.case.batch_size, 1 + int(self.architecture.step["negatives"])
         truth = torch.zeros(size, candidates, device=device)
         truth[:, 0] = 1
-        inputs = {
-            "words": torch.randint(0, vocabulary, (size,), device=device),
-            "candidates": torch.randint(0, vocabulary, (size, candidates), device=device),
-            "truth": truth,
-        }
+        if self.case.ids == "zipf":
+            words = zipf(vocabulary, (size,), 1, device)
+            contexts = zipf(vocabulary, (size, 1), 1, device)
+            negatives = zipf(vocabulary, (size, candidates - 1), 0.75, device)
+            inputs = {"words": words, "candidates": torch.cat([contexts, negatives], dim=1), "truth": truth}
+        else:
+            inputs = {
+                "words": torch.randint(0, vocabulary, (size,), device=device),
+                "candidates": torch.randint(0, vocabulary, (size, candidates), device=device),
+                "truth": truth,
+            }
         return Batch(inputs=inputs, samples=size)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.flops import checkpoint_contexts
+from pytest_gputrain.worker.flops import checkpoint_contexts, recomputing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,9 @@ class Batch:
     """By the names that the family's loss knows."""
     samples: int
     sequence_length: int = 0
-    """Tokens per sample; 0 where samples are not token sequences."""
+    """Tokens per sample, padding included; 0 where samples are not token sequences."""
+    tokens: int | None = None
+    """Tokens of all samples without padding; None where none is padding."""
 
 
 class Workload(abc.ABC):
@@ -72,17 +76,18 @@ class Workload(abc.ABC):
         return next(module_class for module_class in self.own if module_class.__name__ == part.model_class)(**facts)
 
     def checkpoint_activations(self, share: float) -> None:
-        """Recompute all blocks in backward, or the first ``share`` of the first list of them."""
-        lists = [list(self.model.get_submodule(path).children()) for path in self.architecture.blocks]
-        if share < 1:
-            count = int(len(lists[0]) * share)
-            if count == 0:
-                raise CheckFailed(
-                    f"{self.case} recomputes {share:g} of {len(lists[0])} blocks, which is none; set at least "
-                    f"{1 / len(lists[0]):.3g}, or false"
-                )
-            lists = [lists[0][:count]]
-        recompute([block for blocks in lists for block in blocks])
+        """Recompute the blocks in backward, or the first ``share`` of them."""
+        for block in self.blocks[: share_of(len(self.blocks), share, str(self.case))]:
+            block.forward = _recomputed(block.forward, self.checkpointed)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The model's repeated blocks, in the order in which they run."""
+        return [block for path in self.architecture.blocks for block in self.model.get_submodule(path).children()]
+
+    def checkpointed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)``, recomputed in backward by the case's variant."""
+        return (reentrant if self.case.reentrant_checkpointing else checkpointed)(forward, *args, **kwargs)
 
     def table_limited_length(self) -> int:
         """The case's sequence length for a model with a table of positions; at tiny scale no more than the tiny table has.
@@ -108,13 +113,20 @@ class Workload(abc.ABC):
         """Scalar loss of a batch, by ``self.model``."""
 
 
-def recompute(blocks: Sequence[nn.Module]) -> None:
-    """Let backward recompute the activations of ``blocks`` (non-reentrant; the FLOP counter tells it apart)."""
-    for block in blocks:
-        block.forward = _recomputed(block.forward)
+def share_of(count: int, share: float, case: str) -> int:
+    """The share of ``count`` blocks, rounded down.
+
+    Raises:
+        CheckFailed: that is none, told with the name of the case.
+    """
+    if not int(count * share):
+        raise CheckFailed(
+            f"{case} recomputes {share:g} of {count} blocks, which is none; set at least {1 / count:.3g}, or false"
+        )
+    return int(count * share)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], checkpointed: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -124,8 +136,28 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``forward(*args, **kwargs)``, recomputed in backward."""
+    """``forward(*args, **kwargs)``, recomputed in backward by saved-tensor hooks (``use_reentrant=False``)."""
     if torch.compiler.is_compiling():
         # With a context of its own torch.compile takes the recomputation for any other work, and keeps the activations.
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs)
+
+
+def reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The same by torch's older variant: autograd sees one function, whose backward runs the whole forward pass anew.
+
+    It differentiates by tensors that are arguments of their own, so those in tuples become such. Where none wants a
+    gradient, as behind a frozen embedding, it differentiates nothing; the first tensor is then asked for one, as
+    transformers and peft do by ``enable_input_require_grads``.
+    """
+    values, structure = tree_flatten((args, kwargs))
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        first = next(index for index, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point())
+        values[first] = values[first].detach().requires_grad_()
+
+    def run(*given: Any) -> Any:
+        args, kwargs = tree_unflatten(given, structure)
+        with recomputing() if torch.is_grad_enabled() else contextlib.nullcontext():
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *values, use_reentrant=True)

@@ -1,0 +1,164 @@
+"""Reads a case's file of further options of DeepSpeed, and refuses those that the case itself decides otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.utils.errors import BadCase
+
+Options = dict[str, Any]
+"""As DeepSpeed's JSON has them: sections in sections."""
+
+_FOREIGN: Final = {
+    "optimizer": "which optimizer and learning_rate of the case decide",
+    "scheduler": "which lr_scheduler and lr_warmup_steps of the case decide",
+    "amp": "which precision of the case decides",
+    "torch_autocast": "which precision of the case decides",
+    "activation_checkpointing": "which is DeepSpeed's own, where activation_checkpointing of the case is torch's",
+    "compile": "which parallel='zero0' to 'zero3' do not do",
+}
+"""Sections that are refused, and the rest of a sentence about each."""
+
+_ADAMW: Final = ("Adam", "AdamW")
+"""What DeepSpeed calls it: its Adam decays weights as AdamW does, unless told otherwise."""
+
+_OFFLOADED: Final = ("offload_optimizer", "offload_param")
+"""Sections of ``zero_optimization`` and knobs of the case."""
+
+_SECTIONS: Final = (
+    "zero_optimization",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    *(f"zero_optimization.{section}" for section in _OFFLOADED),
+)
+
+
+def with_config(case: Case, root: Path) -> tuple[Case, Options]:
+    """Return the case with the digest of its file, and what the file sets that the case does not decide.
+
+    Args:
+        case: one that has such a file, with or without a digest from before.
+        root: folder that the file is relative to.
+
+    Raises:
+        BadCase: there is no such file, it is not what DeepSpeed takes, or it contradicts the case; one sentence.
+    """
+    name = re.sub(r"#[0-9a-f]{12}$", "", case.deepspeed_config)
+    try:
+        further = dict(_further(case, _read(root / name, name)))
+    except _Wrong as error:
+        raise BadCase(f"the case {case} asks for deepspeed_config, but {name} {error}") from None
+    options: Options = {}
+    for path, value in further.items():
+        section = options
+        *above, key = path
+        for part in above:
+            section = section.setdefault(part, {})
+        section[key] = value
+    digest = hashlib.sha256(msgspec.json.encode(options, order="deterministic")).hexdigest()[:12]
+    return case.replace(deepspeed_config=f"{name}#{digest}"), options
+
+
+class _Wrong(Exception):
+    """What is wrong with a file, as the rest of a sentence."""
+
+
+def _read(file: Path, name: str) -> Options:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise _Wrong("does not lie below the root of the project; give a path that is relative to it")
+    try:
+        content: Any = msgspec.json.decode(file.read_bytes())
+    except OSError as error:
+        raise _Wrong(
+            f"cannot be read ({error.strerror}); give a file relative to {file.parents[len(path.parts) - 1]}"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise _Wrong(f"is not JSON ({error}); write it as DeepSpeed's own configuration") from None
+    if not isinstance(content, dict):
+        raise _Wrong("is not a JSON object; write it as DeepSpeed's own configuration")
+    return content
+
+
+def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each option that the case does not decide, by its path."""
+    decided = _decided(case)
+    is_adamw = case.optimizer in ("adamw", "adamw-fused")
+    unused = [f"zero_optimization.{section}" for section in _OFFLOADED if not getattr(case, section)]
+    for path, value in _leaves(content):
+        key = ".".join(path)
+        if path[0] == "optimizer" and (value == "auto" or (key == "optimizer.type" and value in _ADAMW and is_adamw)):
+            continue
+        if path[0] in _FOREIGN:
+            raise _Wrong(f"has the section {path[0]!r}, {_FOREIGN[path[0]]}; leave it out")
+        if key in _SECTIONS:
+            raise _Wrong(f"has {key}={_shown(value)}, which is a section; write it as a JSON object, or leave it out")
+        if key not in decided and any(key.startswith(f"{section}.") for section in unused):
+            continue
+        if key not in decided:
+            if value == "auto":
+                raise _Wrong(f"has {key}='auto', which transformers fills in and nobody does here; write its value")
+            yield path, value
+        elif value not in ("auto", decided[key][1]):
+            knob, expected = decided[key]
+            raise _Wrong(
+                f"has {key}={_shown(value)}, which contradicts the case, whose {knob} makes it {_shown(expected)}; change "
+                "the case, or leave it out of the file"
+            )
+
+
+def _decided(case: Case) -> dict[str, tuple[str, Any]]:
+    """Options that fields of the case decide, each with the fields' names and the value that follows from them."""
+    zero = "zero_optimization"
+    samples = case.batch_size * case.gradient_accumulation
+    options: dict[str, tuple[str, Any]] = {
+        "train_micro_batch_size_per_gpu": ("batch_size", case.batch_size),
+        "gradient_accumulation_steps": ("gradient_accumulation", case.gradient_accumulation),
+        "train_batch_size": ("batch_size x gradient_accumulation x gpus", samples * case.gpus),
+        "gradient_clipping": ("max_grad_norm", case.max_grad_norm),
+        "bf16.enabled": ("precision", case.precision == "bf16"),
+        "bfloat16.enabled": ("precision", case.precision == "bf16"),
+        "fp16.enabled": ("precision", case.precision == "fp16-amp"),
+        f"{zero}.stage": ("parallel", int(case.parallel.removeprefix("zero"))),
+        f"{zero}.cpu_offload": ("offload_optimizer", case.offload_optimizer),
+        f"{zero}.cpu_offload_param": ("offload_param", case.offload_param),
+    }
+    for section in _OFFLOADED:
+        if getattr(case, section):
+            options[f"{zero}.{section}.pin_memory"] = ("pin_memory", case.pin_memory)
+        options[f"{zero}.{section}.device"] = (section, "cpu" if getattr(case, section) else "none")
+    if case.overlap_comm is not None:
+        options[f"{zero}.overlap_comm"] = ("overlap_comm", case.overlap_comm)
+    for knob in ("allgather_bucket_size", "reduce_bucket_size", "stage3_max_live_parameters"):
+        if getattr(case, knob):
+            options[f"{zero}.{knob}"] = (knob, getattr(case, knob))
+    return options
+
+
+def _leaves(options: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in options.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def merge(options: Options, further: Options) -> None:
+    """Put ``further`` options into those of the same sections, in place of the same."""
+    for key, value in further.items():
+        if isinstance(value, dict) and isinstance(options.get(key), dict):
+            merge(options[key], value)
+        else:
+            options[key] = value

@@ -1,0 +1,71 @@
+"""Reads the cores and the memory that Linux lets this process use, and the network cards of the host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+CGROUP: Final = Path("/sys/fs/cgroup")
+"""The limits of this container."""
+_SYS: Final = Path("/sys")
+
+
+def usable_cores(cgroup: Path = CGROUP) -> list[int]:
+    """Return the numbers of as many cores as the affinity of this process and the CPU quota of its container allow."""
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        # Microseconds that may be computed in each period, and the period; "max" where there is no limit.
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return cores[: max(1, int(quota) // int(period))]
+    return cores
+
+
+def usable_memory_bytes(cgroup: Path = CGROUP) -> int:
+    """Return the memory of the host, or the limit of the container where that is lower."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        return min(memory, int((cgroup / "memory.max").read_text()))
+    return memory
+
+
+def network_cards(sys: Path = _SYS) -> tuple[str, ...]:
+    """Return how many ports of which kind and rate this host has: ``8 x mlx5_core 400 Gb/sec (4X NDR)``.
+
+    Bridges, tunnels and the interfaces of containers are no cards. A port without a link says so instead of a rate: one that
+    was there before is why communication got slower.
+    """
+    ports = Counter([*_infiniband(sys), *_ethernet(sys)])
+    return tuple(f"{number} x {port}" for port, number in sorted(ports.items()))
+
+
+def _infiniband(sys: Path) -> Iterator[str]:
+    for port in sorted(sys.glob("class/infiniband/*/ports/*")):
+        rate = _text(port / "rate") if "ACTIVE" in _text(port / "state") else "down"
+        yield f"{_driver(port.parents[1])} {rate}".strip()
+
+
+def _ethernet(sys: Path) -> Iterator[str]:
+    named_already = {(path / "device").resolve() for path in sys.glob("class/infiniband/*")}
+    for interface in sorted(sys.glob("class/net/*")):
+        device = interface / "device"
+        if not device.exists() or device.resolve() in named_already:
+            continue
+        speed = _text(interface / "speed")  # of a virtual card -1, and of one without a link an error
+        megabits = int(speed) if speed.isdecimal() else 0
+        rate = "down" if _text(interface / "operstate") == "down" else f"{megabits / 1000:g} Gb/s" if megabits else ""
+        yield f"{_driver(interface)} {rate}".strip()
+
+
+def _driver(entry: Path) -> str:
+    driver = entry / "device" / "driver"
+    return driver.resolve().name if driver.exists() else entry.name
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""

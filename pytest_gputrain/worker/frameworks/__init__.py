@@ -1,0 +1,1 @@
+"""Trainers of frameworks, whose own loops run while their steps are measured. One module for each framework."""

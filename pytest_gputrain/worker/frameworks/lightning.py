@@ -1,0 +1,93 @@
+"""Runs the loop of Lightning's Trainer, of the package lightning or pytorch_lightning."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.worker.checks import CheckFailed, ended
+from pytest_gputrain.worker.loop import Steps
+
+_LEFT_OUT: Final = ("Checkpoint", "ProgressBar", "ModelSummary", "DeviceStatsMonitor")
+"""Callbacks that do no training; classes that derive from them count, too."""
+
+
+class TrainerLoop:
+    """Has a Trainer take steps until no more are asked for. A step is one micro-batch.
+
+    Args:
+        fit: a `pytest_gputrain.adapters.LightningFit`.
+    """
+
+    def __init__(self, fit: Any, case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None]) -> None:
+        self._fit, self._case, self._watch, self._note = fit, case, watch, note
+        theirs = fit.trainer.accumulate_grad_batches
+        if theirs != case.gradient_accumulation:
+            raise CheckFailed(
+                f"{case.model} returned a Trainer with accumulate_grad_batches={theirs}, and its case has "
+                f"gradient_accumulation={case.gradient_accumulation}; give check() gradient_accumulation={theirs}"
+            )
+
+    def run(self, steps: Steps) -> None:
+        trainer = self._fit.trainer
+        self._silence(trainer)
+        trainer.fit_loop.max_epochs = -1
+        trainer.fit_loop.epoch_loop.max_steps = -1
+        callback = _stepping(trainer, self._case, steps, self._watch, self._note)
+        trainer.callbacks.append(callback)
+        trainer.fit(*self._fit.arguments, **self._fit.keywords)
+        if callback.wants_more:
+            raise ended(self._case.model, callback.taken)
+
+    @staticmethod
+    def _silence(trainer: Any) -> None:
+        """Leave out what is no training: logs, checkpoints, validation and progress bars."""
+        trainer.loggers = []
+        trainer.limit_val_batches = 0
+        trainer.num_sanity_val_steps = 0
+        trainer.callbacks[:] = [
+            callback
+            for callback in trainer.callbacks
+            if not any(kind.__name__ in _LEFT_OUT for kind in type(callback).__mro__)
+        ]
+
+
+def _stepping(
+    trainer: Any, case: Case, steps: Steps, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
+) -> Any:
+    """Return a callback, of the package that the trainer is of."""
+    package = type(trainer).__module__.partition(".")[0]
+    module = "lightning.pytorch" if package == "lightning" else "pytorch_lightning"
+    base: Any = importlib.import_module(module).Callback
+
+    class Stepping(base):  # type: ignore[misc]  # which is known when the trainer is
+        """Resumes the measurement after each micro-batch, and ends the training when it is over."""
+
+        wants_more = True
+        taken = 0
+
+        def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+            theirs = getattr(trainer.train_dataloader, "batch_size", None)
+            if theirs not in (None, case.batch_size):
+                raise CheckFailed(
+                    f"the loader of {case.model} has batches of {theirs}, and its case has "
+                    f"batch_size={case.batch_size}; give check() batch_size={theirs}"
+                )
+            watch(pl_module)
+            self._resume(trainer)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.taken += 1
+            note(outputs.get("loss") if isinstance(outputs, dict) else outputs)
+            self._resume(trainer)
+
+        def _resume(self, trainer: Any) -> None:
+            if self.wants_more and next(steps, None) is None:
+                self.wants_more = False
+                trainer.should_stop = True
+
+    return Stepping()

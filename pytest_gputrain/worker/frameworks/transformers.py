@@ -1,0 +1,99 @@
+"""Runs the loop of transformers' Trainer, and so those of TRL, which derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.worker.checks import CheckFailed, ended
+from pytest_gputrain.worker.loop import Steps
+
+_ROUNDS_OF_CHECKS: Final = 12
+"""Rounds of the accumulation that are taken beside those of the warm-up and the timed steps, at most: counted ones, and
+those that look for memory that is kept."""
+_SILENCED: Final = ("logging_strategy", "save_strategy", "eval_strategy")
+
+
+class TrainerLoop:
+    """Has a Trainer take steps until no more are asked for. A step is one micro-batch."""
+
+    def __init__(
+        self, trainer: Trainer, case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
+    ) -> None:
+        self._trainer, self._case, self._watch, self._note = trainer, case, watch, note
+        arguments = trainer.args
+        for knob, theirs in (
+            ("gradient_accumulation", arguments.gradient_accumulation_steps),
+            ("batch_size", arguments.per_device_train_batch_size),
+        ):
+            if getattr(case, knob) != theirs:
+                raise CheckFailed(
+                    f"{case.model} returned a Trainer with {knob} {theirs}, and its case has {knob}={getattr(case, knob)}; "
+                    f"give check() {knob}={theirs}"
+                )
+
+    def run(self, steps: Steps) -> None:
+        trainer, case = self._trainer, self._case
+        self._silence()
+        updates = -(-(case.warmup + case.steps) // case.gradient_accumulation) + _ROUNDS_OF_CHECKS
+        trainer.args.max_steps = max(trainer.args.max_steps, updates)
+        callback = _Stepping(trainer, steps, self._watch, self._note)
+        trainer.add_callback(callback)
+        trainer.train()
+        if callback.wants_more:
+            raise ended(case.model, callback.taken)
+
+    def _silence(self) -> None:
+        """Leave out what is no training: logs, checkpoints, evaluation, progress bars, and reports to other services."""
+        trainer = self._trainer
+        for strategy in _SILENCED:
+            setattr(trainer.args, strategy, "no")
+        trainer.args.load_best_model_at_end = False
+        for callback in tuple(trainer.callback_handler.callbacks):
+            reports = type(callback).__module__.startswith("transformers.integrations")
+            if reports or isinstance(callback, (PrinterCallback, ProgressCallback)):
+                trainer.remove_callback(callback)
+
+
+class _Stepping(TrainerCallback):  # type: ignore[misc]  # of a library without types
+    """Resumes the measurement after each micro-batch, and ends the training when it is over."""
+
+    def __init__(
+        self, trainer: Trainer, steps: Steps, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
+    ) -> None:
+        self._trainer, self._steps, self._watch, self._note = trainer, steps, watch, note
+        self._loss: Any = None
+        self.wants_more = True
+        self.taken = 0
+        take_step = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            self._loss = take_step(*args, **kwargs)
+            return self._loss
+
+        trainer.training_step = training_step
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **others: Any) -> None:
+        self._watch(self._trainer.model)
+        self._resume(control)
+
+    def on_substep_end(self, args: Any, state: Any, control: TrainerControl, **others: Any) -> None:
+        self._stepped(control)
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **others: Any) -> None:
+        self._stepped(control)
+
+    def _stepped(self, control: TrainerControl) -> None:
+        self.taken += 1
+        loss, self._loss = self._loss, None
+        self._note(loss)
+        self._resume(control)
+
+    def _resume(self, control: TrainerControl) -> None:
+        if self.wants_more and next(self._steps, None) is None:
+            self.wants_more = False
+            control.should_training_stop = True

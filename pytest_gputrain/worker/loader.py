@@ -1,0 +1,98 @@
+"""Loads batches by processes of torch's DataLoader, as a training on a data set does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, IterableDataset
+
+from pytest_gputrain.utils.linux import PARENT, die_with_parent
+
+_AHEAD: Final = 2
+"""Batches that each process loads ahead: torch's default."""
+
+
+class Loader:
+    """The same batch for every step, drawn anew in a process of its own, pinned, and copied to the device.
+
+    What decoding and tokenising a data set costs is not in it: a batch takes as long as it takes to draw its random numbers.
+
+    Args:
+        draw: makes a batch on the host.
+        workers: processes.
+        moved: inputs that are copied to the device; the others stay on the host.
+
+    Attributes:
+        waits: seconds that each step waited for its batch.
+    """
+
+    def __init__(self, draw: Callable[[], dict[str, Tensor]], workers: int, device: torch.device, moved: set[str]) -> None:
+        self._device = device
+        self._moved = moved
+        self._ahead = _AHEAD * workers
+        self.waits: list[float] = []
+        loader: DataLoader[Any] = DataLoader(
+            _Endless(draw),
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=_AHEAD,
+            pin_memory=device.type != "cpu",
+            worker_init_fn=_DieWith(os.getpid()),
+            # The model is in this process, and the one that loads need not have it.
+            multiprocessing_context="fork",
+        )
+        # Those that count see a batch arrive before its turn, or not, as it happens. A prediction loads by itself, on fakes.
+        self._uncounted = _disable_current_modes if loader.num_workers else contextlib.nullcontext
+        self._batches: Iterator[dict[str, Tensor]] | None = iter(loader)
+
+    def next(self) -> dict[str, Tensor]:
+        """Wait for the next batch, and begin to copy it."""
+        start = time.perf_counter()
+        batch = self._take()
+        self.waits.append(time.perf_counter() - start)
+        return {
+            # A copy on a CPU, too: what other processes hold, nobody counts.
+            name: value.to(self._device, non_blocking=True, copy=True) if name in self._moved else value
+            for name, value in batch.items()
+        }
+
+    def drain(self) -> None:
+        """Let go of all batches that were loaded ahead while nothing trained: steps that find them wait for none."""
+        for _ in range(self._ahead):
+            self._take()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._batches = None
+
+    def _take(self) -> dict[str, Tensor]:
+        assert self._batches is not None, "closed"
+        with self._uncounted():
+            return next(self._batches)
+
+
+class _Endless(IterableDataset[dict[str, Tensor]]):
+    def __init__(self, draw: Callable[[], dict[str, Tensor]]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            yield self._draw()
+
+
+class _DieWith:
+    """Ends a process of the DataLoader with the one that trains, which torch's own does only when it next looks."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, number: int) -> None:
+        os.environ[PARENT] = str(self._parent)
+        die_with_parent()

@@ -1,0 +1,113 @@
+"""Runs the loops of own code: a function that takes one step, a generator that yields after each, a framework's trainer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Generator
+from inspect import isgenerator
+from typing import Any, Final, Protocol
+
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.worker.checks import CheckFailed, ended
+from pytest_gputrain.worker.loop import Steps
+
+FRAMEWORKS: Final = {
+    "transformers.trainer.Trainer": "transformers",
+    "pytest_gputrain.adapters.LightningFit": "lightning",
+}
+"""Trainers by the full names of their classes, whose subclasses count too, and the module of `frameworks` that runs them."""
+
+Note = Callable[[Any], None]
+"""Called after each step with its loss, or with None."""
+
+
+class Loop(Protocol):
+    """Takes steps for as long as they are asked for."""
+
+    def run(self, steps: Steps) -> None:
+        """Resume ``steps`` before each step and after the last one.
+
+        Raises:
+            CheckFailed: the loop ends before ``steps`` does.
+        """
+
+
+def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Module], None], note: Note) -> Loop:
+    """Return the loop of what a user's function has built.
+
+    Args:
+        processes: of the case.
+        watch: lets the worker know the model of a framework's trainer.
+
+    Raises:
+        CheckFailed: there is no way to train with it.
+    """
+    name = case.model
+    if isgenerator(built):
+        return GeneratorLoop(built, name, note)
+    if framework := _framework_of(built):
+        if processes > 1:
+            raise CheckFailed(
+                f"{name} returned {type(built).__name__}, which spreads its training by itself; measure one process of it, "
+                "or write the loop with torch.distributed"
+            )
+        module = importlib.import_module(f"pytest_gputrain.worker.frameworks.{framework}")
+        loop: Loop = module.TrainerLoop(built, case, watch, note)
+        return loop
+    if not callable(built):
+        raise CheckFailed(
+            f"{name} returned {type(built).__name__}; it must build everything and return a function that runs one step, "
+            f"yield after each step of its own loop, or return a trainer of {', '.join(FRAMEWORKS.values())}"
+        )
+    return FunctionLoop(built, note)
+
+
+def _framework_of(built: object) -> str:
+    """Return the framework whose trainer was built; empty for anything else. Imports none."""
+    names = (FRAMEWORKS.get(f"{kind.__module__}.{kind.__qualname__}") for kind in type(built).__mro__)
+    return next(filter(None, names), "")
+
+
+class FunctionLoop:
+    """Calls a function that takes one step."""
+
+    def __init__(self, step: Callable[[], object], note: Note) -> None:
+        self._step, self._note = step, note
+
+    def run(self, steps: Steps) -> None:
+        for _ in steps:
+            self._note(self._step())
+
+
+class GeneratorLoop:
+    """Resumes a generator that yields after each of its steps. All up to its first yield is its build and a first step."""
+
+    def __init__(self, generator: Generator[object, Any, Any], name: str, note: Note) -> None:
+        self._generator, self._name, self._note = generator, name, note
+        self._taken = 0
+
+    def run(self, steps: Steps) -> None:
+        self._take()
+        for _ in steps:
+            self._note(self._take())
+        self._generator.close()
+
+    def _take(self) -> object:
+        modes = _get_current_dispatch_mode_stack()
+        try:
+            loss = next(self._generator)
+        except StopIteration:
+            if not self._taken:
+                raise CheckFailed(f"the loop of {self._name} never yields; write `yield` after each step") from None
+            raise ended(self._name, self._taken) from None
+        opened = [mode for mode in _get_current_dispatch_mode_stack() if not any(mode is other for other in modes)]
+        if opened:
+            raise CheckFailed(
+                f"the loop of {self._name} yields inside of {type(opened[-1]).__name__}, which would see what the "
+                "measurement does; leave that context before the yield"
+            )
+        self._taken += 1
+        return loss

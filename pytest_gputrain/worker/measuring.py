@@ -1,0 +1,329 @@
+"""Measures a training: builds it, counts, warms up, times and checks its steps, whoever runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pytest_gputrain.cases.architectures.facts import Architecture
+from pytest_gputrain.records import Case, Measurement, Served, Task
+from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.checks import Movement, check_losses, check_peak, finite_losses, local
+from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
+from pytest_gputrain.worker.device import Device, peak_host_bytes
+from pytest_gputrain.worker.environment import environment_of
+from pytest_gputrain.worker.flops import FlopCount, count_flops
+from pytest_gputrain.worker.group import ALONE, Group
+from pytest_gputrain.worker.loop import Steps, lead_in, levelled, schedule, timed, timed_steps
+from pytest_gputrain.worker.own_code import Checked, OwnCode
+from pytest_gputrain.worker.own_lines import OwnLines
+from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.straggler_clock import StragglerClock
+from pytest_gputrain.worker.training import OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
+
+Keep = Callable[[Measurement | Served], None]
+"""Called with the figures as soon as the last timed step is over, so that nothing that fails afterwards loses them."""
+
+
+class Measuring:
+    """The measurement of one case.
+
+    A training may own its loop, as a generator or a framework's trainer does. So this calls no step: `steps` is a generator
+    that the training resumes before each of its steps and after the last one.
+
+    Args:
+        own: where the case is of own code.
+    """
+
+    def __init__(
+        self, task: Task, progress: Progress, device: Device, group: Group, keep: Keep, own: OwnCode | None
+    ) -> None:
+        self._task, self._case = task, task.case
+        self._progress = progress
+        self._device = device
+        self._group = group
+        self._keep = keep
+        self._own = own
+        self._own_work = StragglerClock(device)
+        self._figures: Measurement | None = None
+
+    def run(self, builder: StepBuilder | None) -> Measurement:
+        """Build the case, and have its training run to its last check.
+
+        Args:
+            builder: the user's function itself, for a run inside the pytest process.
+
+        Raises:
+            CheckFailed: the case does not train as it says, or ends before it is measured.
+        """
+        compile_calls = CompileCalls()
+        self._progress.enter("build")
+        self._device.reset_peaks()
+        with contextlib.ExitStack() as counting:
+            counter = counting.enter_context(self._device.counting(own_lines(self._task, builder).current))
+            if self._own:
+                counting.enter_context(compile_calls.noted())
+            training = build(self._task, self._device.torch_device, builder, self._group, self._own_work.done)
+            training.run(self._steps(training, counting, counter, compile_calls))
+        training.leave()
+        assert self._figures is not None, "a training runs until it has no more steps to run"
+        return self._figures
+
+    def _steps(
+        self,
+        training: Trainable,
+        counting: contextlib.ExitStack,
+        counter: AllocationCounter | None,
+        compile_calls: CompileCalls,
+    ) -> Steps:
+        task, case, device, group, own = self._task, self._case, self._device, self._group, self._own
+        # A curve may end in weights that are NaN, of which nothing can be checked.
+        movement = None if training.model is None or task.curve else _movement(training.model, training.idle, own)
+        # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
+        gc.collect()
+        device.reset_peaks()
+        if counter is not None:
+            yield from self._count(training, counter)
+        counting.close()
+        counted = None if counter is None else counter.peaks()
+        # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
+        gc.collect()
+        gc.freeze()
+
+        # Asynchronous workers meet once: how far one runs ahead of another is their own affair.
+        meet = _nobody if case.asynchronous else group.barrier
+
+        def report(step: int, seconds: float) -> bool:
+            self._progress.stepped(step, seconds, device.allocated_bytes())
+            # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of
+            # several processes none may end before the others.
+            last = training.losses[-1:]
+            return task.curve and group.size == 1 and bool(last) and not math.isfinite(float(last[0]))
+
+        def begin_step() -> None:
+            meet()
+            if own:
+                own.growth.begin_step()
+            self._own_work.begin()
+
+        def end_step(step: int, seconds: float) -> bool:
+            self._own_work.note()
+            if own:
+                own.growth.end_step(training, device.allocated_bytes())
+            return report(step, seconds)
+
+        self._progress.enter("warmup")
+        warmup_seconds = yield from self._warm_up(training, report, meet)
+        group.barrier()
+        self._progress.enter("measure")
+        updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
+        measured = yield from timed(updates, device, end_step, begin_step)
+
+        peaks, host = device.peaks(), peak_host_bytes()
+        losses = tuple(float(loss) for loss in training.losses)
+        figures = Measurement(
+            step_seconds=levelled(measured.seconds, case.loader_workers),
+            device_step_seconds=levelled(measured.on_device, case.loader_workers),
+            input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(measured.seconds) :]) else None,
+            warmup_seconds=warmup_seconds,
+            losses=tuple(itertools.takewhile(math.isfinite, losses)),
+            batch_size=training.samples,
+            sequence_length=training.sequence_length,
+            tokens=training.tokens,
+            updates=training.updates,
+            parameters=training.parameters,
+            trainable_parameters=training.trainable_parameters,
+            model_bytes=None if training.model is None else model_bytes(training.model),
+            peak_allocated_bytes=known(peaks.allocated if counted is None else counted.bytes),
+            phase_peak_bytes=counted.by_phase if counted else {},
+            largest=counter.trace.largest_at_peaks(counted) if counter and counted else {},
+            peak_reserved_bytes=peaks.reserved,
+            device_used_bytes=peaks.used,
+            peak_host_bytes=host,
+            own_seconds=tuple(self._own_work.seconds) if group.size > 1 else (),
+            uncompiled=compile_calls.any and counter is not None,
+            counted_threads=max(1, len(counter.threads)) if own and counter is not None else 1,
+            environment=environment_of(device, group),
+        )
+        self._keep(figures)
+        self._progress.enter("check")
+        check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
+        steps = len(warmup_seconds) + len(measured.seconds)
+        if task.curve:
+            all_steps = (0 if counter is None else len(counted_steps(case))) + steps
+            losses = finite_losses(losses, case.model, steps=all_steps)[: case.steps]
+        else:
+            check_losses(losses)
+        # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator kept.
+        device.reset_peaks()
+        flops = yield from self._watched(training, movement, steps=steps + 1)
+        checked = Checked(())
+        if own:
+            checked = yield from own.check(flops, training, device.allocated_bytes)
+        self._figures = msgspec.structs.replace(
+            figures,
+            losses=losses,
+            flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
+            recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
+            notes=checked.notes,
+        )
+
+    def _warm_up(
+        self, training: Trainable, report: Callable[[int, float], bool], meet: Callable[[], None]
+    ) -> Generator[bool, None, tuple[float, ...]]:
+        """Have the steps run that come before the timed ones; return their seconds."""
+        case = self._case
+        updates = schedule(self._whole(case.warmup), case.gradient_accumulation)
+        warmup = yield from timed(updates, self._device, report, meet)
+        if not case.loader_workers or self._task.curve:
+            return warmup.seconds
+        # Batches that were loaded while nothing trained would hide that the loader is too slow.
+        training.drain()
+        last = yield from timed(schedule(lead_in(case), case.gradient_accumulation), self._device, report, meet)
+        return warmup.seconds + last.seconds
+
+    def _whole(self, steps: int) -> int:
+        """Return the steps of whole rounds of the accumulation: own code updates when it will, and not in the last step."""
+        if self._own is None or self._task.curve:
+            return steps
+        return -(-steps // self._case.gradient_accumulation) * self._case.gradient_accumulation
+
+    def _count(self, training: Trainable, counter: AllocationCounter) -> Steps:
+        """Have steps run for the tensors that live in them."""
+        self._progress.enter("count")
+        counter.threads.clear()
+        with uncompiled(self._case):  # what has run while tensors are counted is never compiled afterwards
+            if self._own:
+                yield from self._own.growth.count(training, lambda: counter.live_bytes, counter.begin_step)
+                return
+            for update in counted_steps(self._case):
+                counter.begin_step()
+                yield update
+
+    def _watched(self, training: Trainable, movement: Movement | None, *, steps: int) -> Generator[bool, None, FlopCount]:
+        """Have a further step run, whose operations are counted and whose gradients are checked.
+
+        Args:
+            steps: how many there are with it.
+
+        Raises:
+            CheckFailed: the model does not train.
+        """
+        own = self._own
+        with (
+            uncompiled(self._case),
+            own.witnessed() if own else contextlib.nullcontext(),
+            count_flops() as flops,
+            movement.watching() if movement else contextlib.nullcontext(),
+        ):
+            yield True
+        moved, reached = self._group.union(movement.changes() if movement else (set(), set()))
+        if movement is not None:
+            # A step of own code may train but a part, as one of two players or the experts that are chosen.
+            reached = (reached | moved) if own else reached
+            movement.check(moved, reached, steps=steps, remote_tensors=training.remote_tensors)
+        return flops
+
+
+def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
+    """How many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
+    if not task.curve:
+        training.losses.clear()
+        return timed_steps(task.case)
+    # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
+    finite = all(math.isfinite(float(loss)) for loss in training.losses)
+    return max(1, task.case.steps - len(training.losses)) if finite or group.size > 1 else 1
+
+
+def _movement(model: nn.Module, idle: Sequence[str], own: OwnCode | None) -> Movement:
+    """Return that of the model. Its look at the weights is no part of the build that is counted."""
+    with _disable_current_modes():
+        return Movement(model, idle, accepts_zeros=own is not None)
+
+
+def own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:
+    """Make the finder of own lines: of files below the root, and in the folder of a function that was given as itself."""
+    file = getattr(getattr(builder, "__code__", None), "co_filename", None)
+    return OwnLines([Path(task.root), *([Path(file).parent] if file else [])])
+
+
+def _nobody() -> None:
+    """Whom asynchronous workers meet before a step."""
+
+
+def counted_steps(case: Case) -> list[bool]:
+    """The steps under the allocation counter, by whether the optimizer updates.
+
+    The first makes its states. With them live, a step without gradients from before, and for accumulation one with them.
+    Own code updates when it will: two whole rounds of the accumulation that its case declares.
+    """
+    if case.code:
+        return [True] * (2 * case.gradient_accumulation)
+    return [True, True] if case.gradient_accumulation == 1 else [True, False, True]
+
+
+def typical_step(case: Case) -> int:
+    """Tell which of the counted steps is like most: it finds the optimizer's states, and updates only if all do."""
+    return case.gradient_accumulation if case.code else 1
+
+
+def is_own_code(case: Case, builder: StepBuilder | None) -> bool:
+    """Tell if a case trains the user's own code, and not a model of the zoo."""
+    return bool(case.code) or builder is not None
+
+
+def build(
+    task: Task,
+    device: torch.device,
+    builder: StepBuilder | None = None,
+    group: Group = ALONE,
+    own_work_done: Callable[[], None] = lambda: None,
+    architecture: Architecture | None = None,
+) -> Trainable:
+    """What the task's case steps, on ``device``.
+
+    Args:
+        architecture: of the model of the zoo, instead of its own.
+    """
+    case = task.case
+    if not is_own_code(case, builder):
+        return Training(case, task.scale, device, group, own_work_done, architecture, task.deepspeed)
+    builder = builder or load_builder(case.code, Path(task.root), task.module)
+    return OwnCodeTraining(case, task.scale, device, builder, group, own_work_done)
+
+
+def known(count: int | None) -> int:
+    assert count is not None, "a device either keeps peaks or counts"
+    return count
+
+
+def model_bytes(model: nn.Module, device: torch.device | None = None) -> int:
+    """Bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once.
+
+    Args:
+        device: only of those on it.
+    """
+
+    def tensors() -> Iterable[Tensor]:
+        yield from model.parameters()
+        yield from model.buffers()
+        for parameter in model.parameters():
+            state: Any = getattr(parameter, "quant_state", None)
+            while state is not None:
+                yield from (value for value in vars(state).values() if isinstance(value, Tensor))
+                state = getattr(state, "state2", None)
+
+    on_device = (tensor for tensor in map(local, tensors()) if device is None or tensor.device == device)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in on_device}
+    return sum(storages.values())

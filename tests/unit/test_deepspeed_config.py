@@ -1,0 +1,206 @@
+"""A file of further options of DeepSpeed: what it may set, what it must not, and what tells it from another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_gputrain import Case
+from pytest_gputrain.cases.deepspeed_config import merge, with_config
+from pytest_gputrain.utils.errors import BadCase
+
+FILE = "ds/options.json"
+CASE = Case(
+    model="pangu-350m",
+    parallel="zero2",
+    gpus=2,
+    batch_size=4,
+    gradient_accumulation=8,
+    sequence_length=512,
+    offload_optimizer=True,
+    pin_memory=True,
+    deepspeed_config=FILE,
+)
+
+
+def further(root: Path, content: Any, case: Case = CASE) -> dict[str, Any]:
+    return read(root, content, case)[1]
+
+
+def read(root: Path, content: Any, case: Case = CASE) -> tuple[Case, dict[str, Any]]:
+    (root / "ds").mkdir(exist_ok=True)
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (root / FILE).write_bytes(text)
+    return with_config(case, root)
+
+
+AGREEING: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 0.0,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none", "pin_memory": True},
+    },
+}
+"""What the case decides too."""
+
+
+def test_what_agrees_with_the_case_adds_nothing(tmp_path: Path) -> None:
+    case, options = read(tmp_path, AGREEING)
+    empty, _ = read(tmp_path, {})
+    assert options == {}
+    assert case.deepspeed_config == empty.deepspeed_config
+
+
+def test_a_file_for_transformers_is_taken(tmp_path: Path) -> None:
+    """The one of sunzeyeah/RLHF for stage 2."""
+    scaling = {"auto_cast": False, "loss_scale": 0, "initial_scale_power": 32, "hysteresis": 2, "min_loss_scale": 1}
+    zero = {
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+        "round_robin_gradients": True,
+    }
+    content = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": 100,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": False,
+            "allgather_bucket_size": 5e8,
+            "reduce_bucket_size": 5e8,
+            **zero,
+        },
+        "fp16": {"enabled": "auto", **scaling},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    }
+    case = CASE.replace(overlap_comm=False, allgather_bucket_size=500_000_000, reduce_bucket_size=500_000_000)
+    assert further(tmp_path, content, case) == {"steps_per_print": 100, "zero_optimization": zero, "fp16": scaling}
+    for changed in (case.replace(optimizer="sgd"), case.replace(reduce_bucket_size=1)):
+        with pytest.raises(BadCase, match=r"the section 'optimizer'|reduce_bucket_size=500000000.0, which contradicts"):
+            read(tmp_path, content, changed)
+
+
+def test_the_rest_is_kept(tmp_path: Path) -> None:
+    rest = {
+        "zero_optimization": {"contiguous_gradients": False, "reduce_bucket_size": 2e8, "offload_optimizer": {"ratio": 0.5}},
+        "bf16": {"immediate_grad_update": True},
+        "steps_per_print": 100,
+    }
+    content = {**AGREEING, **rest, "zero_optimization": {**AGREEING["zero_optimization"], **rest["zero_optimization"]}}
+    content["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    assert further(tmp_path, content) == rest
+
+
+def test_another_content_is_another_case_and_another_order_is_not(tmp_path: Path) -> None:
+    first, _ = read(tmp_path, {"steps_per_print": 1, "prescale_gradients": True})
+    same, _ = read(tmp_path, b' {"prescale_gradients": true,\n "steps_per_print": 1}')
+    other, _ = read(tmp_path, {"steps_per_print": 1, "prescale_gradients": False})
+    assert first.identity() == same.identity()
+    assert first.identity() != other.identity()
+    assert first.deepspeed_config.startswith(f"{FILE}#")
+    named = first.replace(named=("deepspeed_config",))
+    assert str(named) == f"pangu-350m-full-bf16-zero2-deepspeed_config={first.deepspeed_config}"
+
+
+def test_a_case_with_a_digest_is_read_anew(tmp_path: Path) -> None:
+    first, options = read(tmp_path, {"prescale_gradients": True})
+    assert with_config(first, tmp_path) == (first, options)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"{", f"{FILE} is not JSON (Input data was truncated); write it as DeepSpeed's own configuration"),
+        ([1], f"{FILE} is not a JSON object"),
+        ({"train_batch_size": 32}, "has train_batch_size=32, which contradicts the case, whose batch_size x gradient_acc"),
+        ({"train_micro_batch_size_per_gpu": 1}, "whose batch_size makes it 4; change the case, or leave it out of the file"),
+        (
+            {"gradient_clipping": 1.0},
+            "has gradient_clipping=1.0, which contradicts the case, whose max_grad_norm makes it 0.0",
+        ),
+        ({"fp16": {"enabled": True}}, "has fp16.enabled=true, which contradicts the case, whose precision makes it false"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            "has zero_optimization.stage=3, which contradicts the case, whose parallel makes",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            'has zero_optimization.offload_optimizer.device="nvme", which contradicts the case, whose offload_optimizer',
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            'offload_param.device="cpu", which contradicts the case, whose offload_param makes it "none"; change the case',
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": None}},
+            "has zero_optimization.offload_optimizer=null, which is a section",
+        ),
+        ({"zero_optimization": True}, "has zero_optimization=true, which is a section; write it as a JSON object"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "has zero_optimization.reduce_bucket_size='auto', which"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
+            "has the section 'optimizer', which optimizer and learning_rate of the case decide",
+        ),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "has the section 'activation_checkpointing', which is Deep",
+        ),
+    ],
+)
+def test_what_contradicts_is_told(tmp_path: Path, content: Any, complaint: str) -> None:
+    with pytest.raises(BadCase) as refused:
+        read(tmp_path, content)
+    sentence = str(refused.value)
+    assert sentence.startswith(f"the case {CASE} asks for deepspeed_config, but {FILE} ")
+    assert complaint in sentence
+    assert len(sentence.splitlines()) == 1
+
+
+def test_knobs_that_are_set_count_before_the_file(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True}}
+    assert further(tmp_path, content) == content
+    assert further(tmp_path, content, CASE.replace(reduce_bucket_size=1000, overlap_comm=True)) == {}
+    for knob in ({"reduce_bucket_size": 2000}, {"overlap_comm": False}):
+        with pytest.raises(BadCase, match=f"which contradicts the case, whose {next(iter(knob))} makes it"):
+            read(tmp_path, content, CASE.replace(**knob))
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("none.json", "cannot be read (No such file or directory); give a file relative to "),
+        ("..", "does not lie below the root"),
+        ("/etc/hosts", "does not lie below the root"),
+        ("a/../../b.json", "does not lie below the root"),
+        ("ds", "cannot be read (Is a directory)"),
+    ],
+)
+def test_a_file_that_is_not_there_is_told(tmp_path: Path, name: str, complaint: str) -> None:
+    (tmp_path / "ds").mkdir()
+    with pytest.raises(BadCase) as refused:
+        with_config(CASE.replace(deepspeed_config=name), tmp_path)
+    assert complaint in str(refused.value)
+
+
+def test_options_replace_those_of_the_same_section() -> None:
+    options = {"a": 1, "zero": {"stage": 2, "x": 1}}
+    merge(options, {"a": 2, "zero": {"x": 3, "y": {"z": 4}}, "b": {"c": 5}})
+    assert options == {"a": 2, "zero": {"stage": 2, "x": 3, "y": {"z": 4}}, "b": {"c": 5}}
+
+
+def test_what_is_kept_travels_in_a_task(tmp_path: Path) -> None:
+    options = further(tmp_path, {"zero_optimization": {"contiguous_gradients": False}})
+    assert msgspec.json.decode(msgspec.json.encode(options)) == options

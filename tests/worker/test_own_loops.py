@@ -1,0 +1,272 @@
+"""Loops that own their steps: generators and trainers of frameworks, measured like a function that takes one step."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from zoo_examples import run
+
+from pytest_gputrain import Case, adapters
+from pytest_gputrain.records import Crashed, Measurement
+
+MINE = Case(model="mine", method="custom", precision="fp32", batch_size=4, steps=3, warmup=1)
+
+
+def small_training(setup):
+    """What both forms train, and its step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    batch = torch.randn(setup.case.batch_size, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    setup.watch(model)
+
+    def step():
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def generator(setup):
+    step = small_training(setup)
+    while True:
+        yield step()
+
+
+def test_a_generator_is_measured_like_a_function():
+    function, loop = run(MINE, builder=small_training), run(MINE, builder=generator)
+    assert isinstance(loop, Measurement)
+    assert loop.peak_allocated_bytes == function.peak_allocated_bytes
+    assert loop.flops_per_step == function.flops_per_step
+    assert loop.parameters == function.parameters
+    assert len(loop.step_seconds) == 3
+    assert loop.updates == function.updates  # its first step, which is part of its build, is not among them
+
+
+def test_more_memory_in_a_step_of_a_generator_is_counted():
+    def hungry(setup):
+        step = small_training(setup)
+        while True:
+            kept = torch.ones(10**6)
+            yield step()
+            del kept
+
+    assert run(MINE, builder=hungry).peak_allocated_bytes >= run(MINE, builder=generator).peak_allocated_bytes + 4 * 10**6
+
+
+def test_a_generator_is_closed_after_its_last_step():
+    closed = []
+
+    def careful(setup):
+        step = small_training(setup)
+        try:
+            while True:
+                yield step()
+        finally:
+            closed.append(True)
+
+    assert isinstance(run(MINE, builder=careful), Measurement)
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        (0, "the loop of mine never yields; write `yield` after each step"),
+        (1, "the loop of mine ended after 1 step, and more were to be measured"),
+        (5, "the loop of mine ended after 5 steps, and more were to be measured"),
+    ],
+)
+def test_a_loop_that_ends_too_early_says_how_many_steps_it_gave(steps, sentence):
+    def short(setup):
+        step = small_training(setup)
+        for _ in range(steps):
+            yield step()
+
+    reply = run(MINE, builder=short)
+    assert isinstance(reply, Crashed)
+    assert reply.sentence.startswith(sentence)
+
+
+def test_a_mode_held_open_across_a_yield_is_refused_by_name():
+    def watched(setup):
+        step = small_training(setup)
+        with FlopCounterMode(display=False):
+            while True:
+                yield step()
+
+    reply = run(MINE, builder=watched)
+    assert isinstance(reply, Crashed)
+    assert "the loop of mine yields inside of" in reply.sentence
+    assert "Flop" in reply.sentence
+
+
+def test_an_error_of_the_loop_is_its_own():
+    def broken(setup):
+        step = small_training(setup)
+        yield step()
+        raise ZeroDivisionError("in my loop")
+
+    assert run(MINE, builder=broken).sentence == "ZeroDivisionError: in my loop"
+
+
+def test_what_cannot_train_is_refused():
+    assert "it must build everything and return a function that runs one step" in run(MINE, builder=lambda setup: 3).sentence
+
+
+@pytest.fixture
+def llama():
+    """Makes a Trainer of a small Llama, as a user's script does."""
+    transformers = pytest.importorskip("transformers")
+
+    def make(folder, *, extra_layers=0, kind=transformers.Trainer, **arguments):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=2 + extra_layers,
+            vocab_size=128,
+        )
+        ids = torch.randint(128, (64, 32))
+        samples = [{"input_ids": row, "labels": row} for row in ids]
+        given = transformers.TrainingArguments(
+            output_dir=str(folder), per_device_train_batch_size=4, use_cpu=True, learning_rate=1e-3, **arguments
+        )
+        return kind(model=transformers.LlamaForCausalLM(config), args=given, train_dataset=samples)
+
+    return make
+
+
+def test_a_trainer_is_measured_by_returning_it(llama, tmp_path):
+    reply = run(MINE, builder=lambda setup: llama(tmp_path / "out"))
+    assert isinstance(reply, Measurement), reply.sentence
+    assert len(reply.step_seconds) == 3
+    assert len(reply.losses) == 3
+    assert reply.parameters == sum(value.numel() for value in llama(tmp_path).model.parameters())
+    assert reply.flops_per_step > 0
+    assert not list((tmp_path / "out").glob("*")), "no checkpoints and logs are written"
+
+
+def test_a_trainer_allocates_as_a_loop_by_hand_does(llama, tmp_path):
+    def by_hand(setup):
+        trainer = llama(tmp_path)
+        model = trainer.model.train()
+        optimizer = trainer.create_optimizer()
+        batches = (batch for _ in range(10) for batch in trainer.get_train_dataloader())
+        setup.watch(model)
+
+        def step():
+            loss = model(**next(batches)).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    trainer = run(MINE, builder=lambda setup: llama(tmp_path)).phase_peak_bytes
+    by_hand = run(MINE, builder=by_hand).phase_peak_bytes
+    for phase in ("forward", "backward", "optimizer"):
+        assert trainer[phase] == pytest.approx(by_hand[phase], rel=0.02), phase
+
+
+def test_a_deeper_model_in_a_trainer_needs_more(llama, tmp_path):
+    small, deep = (
+        run(MINE, builder=lambda setup, extra=extra: llama(tmp_path, extra_layers=extra)).peak_allocated_bytes
+        for extra in (0, 1)
+    )
+    assert deep > 1.2 * small
+
+
+def test_a_trainer_that_accumulates_takes_micro_batches(llama, tmp_path):
+    accumulating = MINE.replace(gradient_accumulation=4, steps=6, warmup=3)
+    reply = run(accumulating, builder=lambda setup: llama(tmp_path, gradient_accumulation_steps=4))
+    assert isinstance(reply, Measurement), reply.sentence
+    assert (len(reply.warmup_seconds), len(reply.step_seconds)) == (4, 8), "whole updates"
+
+
+@pytest.mark.parametrize("knob", ["gradient_accumulation", "batch_size"])
+def test_a_trainer_and_its_case_say_the_same(llama, tmp_path, knob):
+    theirs = getattr(MINE, knob)
+    reply = run(MINE.replace(**{knob: 2 * theirs}), builder=lambda setup: llama(tmp_path))
+    assert reply.sentence.endswith(f"and its case has {knob}={2 * theirs}; give check() {knob}={theirs}")
+
+
+def test_a_trainer_that_stops_by_itself_is_told(llama, tmp_path):
+    import transformers
+
+    class Impatient(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            control.should_training_stop = state.global_step >= 4
+
+    def stopping(setup):
+        trainer = llama(tmp_path)
+        trainer.add_callback(Impatient)
+        return trainer
+
+    assert "the loop of mine ended after 4 steps" in run(MINE, builder=stopping).sentence
+
+
+@pytest.fixture
+def autoencoder():
+    """Makes what Lightning trains, as a user's script does."""
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Autoencoder(lightning.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+
+        def training_step(self, batch, index):
+            (samples,) = batch
+            loss = (self.layers(samples) - samples).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    def make(folder, *, width=64, **arguments):
+        torch.manual_seed(0)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 32)), batch_size=4)
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **arguments)
+        return adapters.lightning(trainer, Autoencoder(width), loader)
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of its own defaults
+def test_lightning_is_measured_past_its_own_end(autoencoder, tmp_path):
+    reply = run(MINE, builder=lambda setup: autoencoder(tmp_path / "out"))
+    assert isinstance(reply, Measurement), reply.sentence
+    assert (len(reply.step_seconds), len(reply.losses)) == (3, 3)
+    assert reply.parameters == 32 * 64 + 64 + 64 * 32 + 32
+    assert reply.flops_per_step == function_flops()
+    assert not (tmp_path / "out").exists(), "no checkpoints and logs are written"
+
+
+def function_flops():
+    return run(MINE, builder=small_training).flops_per_step
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wider_model_in_lightning_needs_more(autoencoder, tmp_path):
+    narrow, wide = (
+        run(MINE, builder=lambda setup, width=width: autoencoder(tmp_path, width=width)).peak_allocated_bytes
+        for width in (64, 128)
+    )
+    assert wide > 1.5 * narrow
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_that_accumulates_takes_micro_batches(autoencoder, tmp_path):
+    builder = lambda setup: autoencoder(tmp_path, accumulate_grad_batches=2)  # noqa: E731
+    assert len(run(MINE.replace(gradient_accumulation=2, steps=4), builder=builder).step_seconds) == 4
+    assert run(MINE, builder=builder).sentence.endswith("give check() gradient_accumulation=2")
+    assert run(MINE.replace(batch_size=2), builder=lambda setup: autoencoder(tmp_path)).sentence.endswith("batch_size=4")

@@ -1,0 +1,76 @@
+"""Recomputation by torch's older variant: the same training as by the newer one, with a block's whole forward pass anew."""
+
+import pytest
+from preloaded_worker import measured as measured_alone
+from test_parallel import _engine
+from test_prediction import compare
+from test_prediction_shards import predicted
+from zoo_examples import METHODS_OF_MODELS, example, measured
+
+from pytest_gputrain.cases.architectures.facts import architectures
+
+# A worker does not fail for what DeepSpeed and FSDP warn of, and neither do these.
+pytestmark = pytest.mark.filterwarnings("default")
+
+RECOMPUTING = [(model, method) for model, method in METHODS_OF_MODELS if architectures()[model].blocks]
+# The quickest of each family.
+SOME = [
+    ("phi-3-mini-128k", "full"),
+    ("pangu-350m", "full"),
+    ("llama-3.1-8b", "lora"),
+    ("llama-3.1-8b", "qlora"),
+    ("bert-large", "full"),
+    ("transformer-big", "full"),
+    ("sd-1.5", "lora"),
+    ("flux.1-dev", "lora"),
+    ("hunyuan-video", "full"),
+    ("mochi-1", "lora"),
+    ("qwen2-vl-2b", "sft"),
+    ("llava-1.6-7b", "pretrain"),
+]
+
+
+def both(model, method, **knobs):
+    fields = {"precision": "fp32", "activation_checkpointing": True, "steps": 2, "warmup": 1, "learning_rate": 1e-3, **knobs}
+    newer = example(model, method, **fields)
+    return newer, newer.replace(reentrant_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [pytest.param(*pair, marks=[] if pair in SOME else [pytest.mark.slow]) for pair in RECOMPUTING],
+)
+def test_it_trains_the_same(model, method):
+    newer, older = (measured(case) for case in both(model, method))
+    assert older.losses == pytest.approx(newer.losses, rel=1e-6)
+    assert older.trainable_parameters == newer.trainable_parameters
+    # In front of frozen blocks the older one computes a gradient that nobody needs, as transformers' own switch does.
+    assert older.flops_per_step == pytest.approx(newer.flops_per_step, rel=0.05 if method == "lora" else 0)
+    # The newer one stops where all that backward wants is there: before the last product of a block, unless dropout follows.
+    assert older.recomputed_flops_per_step >= newer.recomputed_flops_per_step > 0
+    if (model, method) == ("phi-3-mini-128k", "full"):
+        assert older.recomputed_flops_per_step > newer.recomputed_flops_per_step
+        assert older.peak_allocated_bytes != newer.peak_allocated_bytes
+
+
+def test_every_model_with_blocks_is_among_the_quick_ones_by_its_family():
+    families = {architectures()[model].family for model, _ in RECOMPUTING}
+    assert {architectures()[model].family for model, _ in SOME} == families
+    assert set(SOME) <= set(RECOMPUTING)
+
+
+@pytest.mark.parametrize(("model", "method"), SOME)
+def test_a_prediction_is_what_a_worker_counts(model, method):
+    compare(both(model, method, precision="bf16-amp" if method == "lora" else "bf16")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [_engine("ddp"), _engine("fsdp"), _engine("zero1"), _engine("zero2"), _engine("zero3")])
+def test_under_every_engine(knobs):
+    newer, older = both("llama-3.1-8b", "full", gpus=2, sequence_length=32, **knobs)
+    real, prediction = measured_alone(older), predicted(older)
+    assert real.losses == pytest.approx(measured_alone(newer).losses, rel=1e-5)
+    more = real.ranks[0].peak_allocated_bytes - prediction.peak_allocated_bytes
+    assert 0 <= more <= (0.06 if older.parallel == "fsdp" else 0.0001) * prediction.peak_allocated_bytes
+    assert prediction.flops_per_step * 2 == real.flops_per_step
+    assert prediction.recomputed_flops_per_step * 2 == real.recomputed_flops_per_step

@@ -1,0 +1,218 @@
+"""Samples of several lengths, padded or packed, and ids of uneven frequency: what they hold, compute and cost."""
+
+import collections
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import torch
+from preloaded_worker import measured as measured_in_processes
+from zoo_examples import LANGUAGE, built, example, inputs_of, measured
+
+from pytest_gputrain import Case
+from pytest_gputrain.records import Prediction, Target, Task
+from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.prediction.predict import predict
+from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.zoo import language
+from pytest_gputrain.worker.zoo.click_through import SLOTS
+from pytest_gputrain.worker.zoo.language import IGNORED_LABEL
+from pytest_gputrain.worker.zoo.samples import packed_positions, spread_lengths, zipf
+
+CPU = torch.device("cpu")
+VISION_LANGUAGE = ["llava-1.6-7b", "qwen2-vl-2b"]
+IMAGE = {"llava-1.6-7b": {"resolution": "336x336"}, "qwen2-vl-2b": {"resolution": "504x364", "sequence_length": 512}}
+
+
+def workload(model, **knobs):
+    torch.manual_seed(0)
+    method = "sft" if model in VISION_LANGUAGE else "full"
+    fields = {"method": method, "precision": "fp32", "sequence_length": 2048, "batch_size": 4, **IMAGE.get(model, {})}
+    return built(model, **{**fields, **knobs})
+
+
+# Padded
+
+
+def test_lengths_are_spread_from_an_eighth_to_all():
+    assert spread_lengths(128, 8) == [128, 112, 96, 80, 64, 48, 32, 16]
+    assert spread_lengths(4, 2) == [4, 1]
+    assert spread_lengths(128, 1) == [128], "as a search for the largest batch begins"
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", *VISION_LANGUAGE])
+def test_padding_has_no_label_and_no_part_in_the_tokens(model):
+    work = workload(model, lengths="padded")
+    torch.manual_seed(0)
+    batch, filled = work.batch(CPU), workload(model).batch(CPU)
+    lengths = batch.inputs["attention_mask"].sum(1).tolist()
+    assert len(set(lengths)) == len(lengths), "all samples differ"
+    assert max(lengths) == batch.sequence_length == filled.sequence_length
+    assert batch.tokens == sum(lengths)
+    for labels, length in zip(batch.inputs["labels"], lengths, strict=True):
+        assert (labels[length - 1 :] == IGNORED_LABEL).all()
+        assert labels[length - 2] != IGNORED_LABEL
+
+
+@pytest.mark.parametrize("model", [*LANGUAGE, *VISION_LANGUAGE])
+def test_what_lies_in_the_padding_does_not_matter(model):
+    work = workload(model, lengths="padded")
+    inputs = inputs_of(work)
+    loss = work.loss(inputs)
+    real = inputs["attention_mask"].bool()
+    others = (inputs["input_ids"] + 1) % 400  # text, in every vocabulary of the tiny scale
+    inputs["input_ids"] = torch.where(real, inputs["input_ids"], others)
+    assert work.loss(inputs).item() == pytest.approx(loss.item(), rel=1e-5)
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    assert work.loss(inputs).item() == pytest.approx(loss.item(), rel=1e-5), "padding comes after what has labels"
+
+
+def test_tokens_are_counted_without_padding():
+    case = example("llama-3.1-8b", lengths="padded", batch_size=8, precision="fp32", steps=2, warmup=1)
+    padded, filled = measured(case), measured(case.replace(lengths="fixed"))
+    assert filled.tokens is None
+    assert padded.tokens == sum(spread_lengths(128, 8)) == 576
+    assert padded.tokens_per_second == pytest.approx(576 / padded.median_step_seconds)
+    assert filled.tokens_per_second == pytest.approx(8 * 128 / filled.median_step_seconds)
+
+
+def test_memory_and_work_of_padded_samples_are_those_of_the_longest():
+    case = example("llama-3.1-8b", batch_size=8, precision="fp32", lengths="padded", steps=2, warmup=1)
+    spread = measured(case)
+    with mock.patch.object(language, "spread_lengths", lambda longest, count: [longest - 1] * (count - 1) + [longest]):
+        filled = measured(case)
+    assert filled.tokens == 8 * 128 - 7
+    assert spread.peak_allocated_bytes == filled.peak_allocated_bytes
+    assert spread.flops_per_step == filled.flops_per_step
+    # Without a mask attention needs none, and is causal by itself.
+    assert measured(case.replace(lengths="fixed")).peak_allocated_bytes < spread.peak_allocated_bytes
+
+
+def test_tokens_of_several_processes_are_summed():
+    case = example("llama-3.1-8b", lengths="padded", batch_size=2, parallel="ddp", gpus=2, steps=2, warmup=1)
+    reply = measured_in_processes(case)
+    assert reply.tokens == 2 * sum(spread_lengths(128, 2))
+
+
+@pytest.mark.parametrize("chunks", [2, 64])
+def test_a_chunk_of_nothing_but_padding_adds_no_loss(chunks):
+    whole, parts = (workload("llama-3.1-8b", lengths="padded", loss_chunks=count) for count in (1, chunks))
+    parts.model.load_state_dict(whole.model.state_dict())
+    inputs = inputs_of(whole)
+    assert parts.loss(inputs).item() == pytest.approx(whole.loss(inputs).item(), rel=1e-5)
+
+
+# Packed
+
+
+def test_packed_rows_are_filled_by_samples_that_begin_at_zero():
+    torch.manual_seed(0)
+    positions = packed_positions(50, 128, CPU)
+    assert positions.shape == (50, 128)
+    assert (positions[:, 0] == 0).all()
+    follows = positions[:, 1:] == positions[:, :-1] + 1
+    assert (follows | (positions[:, 1:] == 0)).all()
+    whole = [row[start] + 1 for row in positions for start in (row == 0).nonzero().flatten()[1:] - 1]
+    assert min(whole) >= 16
+    assert max(whole) <= 128
+    assert 1.4 < (positions == 0).sum() / 50 < 2.6
+
+
+@pytest.mark.parametrize("model", LANGUAGE)
+def test_packed_samples_do_not_see_each_other(model):
+    """The loss is that of the same samples, each in a row of its own."""
+    work = workload(model, lengths="packed")
+    inputs = inputs_of(work)
+    positions = inputs["position_ids"]
+    assert (positions == 0).sum() > len(positions), "some row has two"
+    total = count = 0
+    for ids, row in zip(inputs["input_ids"], positions, strict=True):
+        starts = [*(row == 0).nonzero().flatten().tolist(), len(row)]
+        for start, end in itertools.pairwise(starts):
+            if end - start > 1:
+                sample = ids[start:end].unsqueeze(0)
+                labels = torch.cat([sample[:, 1:], torch.tensor([[IGNORED_LABEL]])], dim=1)
+                total += work.loss({"input_ids": sample, "labels": labels}).item() * (end - start - 1)
+                count += end - start - 1
+    assert (inputs["labels"] != IGNORED_LABEL).sum() == count
+    assert work.loss(inputs).item() == pytest.approx(total / count, rel=1e-5)
+
+
+def test_packed_tokens_are_all_real():
+    reply = measured(example("llama-3.1-8b", lengths="packed", batch_size=2, steps=2, warmup=1))
+    assert reply.tokens is None
+    assert reply.tokens_per_second == pytest.approx(2 * 128 / reply.median_step_seconds)
+
+
+# Ids
+
+
+@pytest.mark.parametrize("exponent", [1, 0.75])
+def test_frequencies_fall_with_the_power_of_the_rank(exponent):
+    torch.manual_seed(0)
+    drawn = zipf(1000, (200_000,), exponent, CPU)
+    assert drawn.dtype == torch.int64
+    assert drawn.min() == 0
+    assert drawn.max() == 999
+    counts = collections.Counter(drawn.tolist())
+    early, late = (sum(counts[rank - 1] for rank in range(first, 2 * first)) for first in (8, 256))
+    assert early / late == pytest.approx((8 / 256) ** (1 - exponent), rel=0.1)
+
+
+def test_zipf_of_few_ids_draws_all_of_them():
+    torch.manual_seed(0)
+    assert set(zipf(3, (1000,), 1, CPU).tolist()) == {0, 1, 2}
+
+
+def test_slots_are_those_of_criteo():
+    assert len(SLOTS) == 26
+    assert sum(SLOTS) == 33_762_577
+
+
+def unique_rows(model, ids):
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        work = built(model, "full", "meta", ids=ids, batch_size=1000, optimizer="sgd", precision="fp32")
+    inputs = inputs_of(work)
+    return len(inputs["ids" if model == "ctr-dnn" else "candidates"].unique())
+
+
+@pytest.mark.parametrize(("model", "share"), [("word2vec", 0.83), ("ctr-dnn", 0.39)])
+def test_skewed_ids_name_fewer_rows(model, share):
+    even, skewed = unique_rows(model, "uniform"), unique_rows(model, "zipf")
+    assert skewed / even == pytest.approx(share, abs=0.02)
+
+
+def test_servers_update_fewer_rows_of_skewed_ids():
+    case = Case(model="ctr-dnn", precision="fp32", parallel="ps", gpus=2, servers=1, batch_size=50, optimizer="adam")
+    case = case.replace(steps=2, warmup=1)
+    even, skewed = (measured_in_processes(case.replace(ids=ids)).ranks[-1] for ids in ("uniform", "zipf"))
+    assert skewed.updates == even.updates
+    assert skewed.rows < 0.9 * even.rows
+
+
+# Predicted
+
+
+PREDICTED = [
+    example("llama-3.1-8b", lengths="padded", batch_size=4, precision="bf16", method="lora"),
+    example("gemma-2-9b", lengths="packed", batch_size=2),
+    example("llava-1.6-7b", "lora", lengths="padded", batch_size=4, **{**IMAGE["llava-1.6-7b"], "sequence_length": 2048}),
+    example("qwen2-vl-2b", lengths="padded", batch_size=4, **IMAGE["qwen2-vl-2b"]),
+    example("word2vec", ids="zipf", batch_size=100, precision="fp32"),
+    example("ctr-dnn", ids="zipf", batch_size=100, precision="fp32"),
+]
+
+
+@pytest.mark.parametrize("case", PREDICTED, ids=str)
+def test_prediction_is_what_is_measured(case):
+    case = case.replace(steps=2, warmup=1)
+    load(case)  # which makes tensors that are none of the training's
+    reply = measured(case)
+    task = Task(case=case, scale="tiny", device_type="cpu", root=".", target=Target(marker="cpu", kind="cpu"))
+    prediction = predict(task, Progress(None))
+    assert isinstance(prediction, Prediction), prediction
+    assert prediction.peak_allocated_bytes == reply.peak_allocated_bytes
+    assert prediction.flops_per_step == reply.flops_per_step
+    assert math.isclose(prediction.phase_peak_bytes["backward"], reply.phase_peak_bytes["backward"])
