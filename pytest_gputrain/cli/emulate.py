@@ -58,9 +58,10 @@ def main(options: argparse.Namespace) -> int:
         board = boards.board(options.gpu)
         torch = libraries.find_torch()
         stand_ins = build.stand_ins(torch)
-        boards.check_kernels(board, stand_ins.architectures, torch.version)
+        kernels = boards.find_kernels(board, stand_ins.architectures, torch.version)
         with tempfile.TemporaryDirectory(prefix="gputrain-emulate-") as state:
-            environ = emulated_environment(os.environ, stand_ins, boards.describe(board), state=Path(state))
+            description = boards.describe(board, kernels=kernels)
+            environ = emulated_environment(os.environ, stand_ins, description, state=Path(state))
             environ["GPUTRAIN_EMULATED_TORCH"] = str(torch.folder)
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH", "")]))
             status = _run(program, environ)

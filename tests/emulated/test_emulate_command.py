@@ -263,6 +263,7 @@ def test_torch_sees_each_gpu_of_the_catalog(emulate, stand_ins, marker, torch):
         print(properties.name)
         x = torch.ones(2048, 2048, device="cuda", requires_grad=True)
         (x @ x).sum().backward()
+        x.nonzero(), x.topk(5), x.sort(), x.cumsum(0)  # by CUB, which takes its algorithms by the kernels' architecture
     """
     done, _ = emulate(code, gpu=marker)
     major, minor = board.capability
@@ -303,7 +304,9 @@ def test_thirty_runs_end_with_the_programs_own_status(stand_ins, tmp_path):
             raise SystemExit(5)
         """)
     )
-    environ = emulated_environment(os.environ, stand_ins, boards.describe(boards.board("h100")))  # which records nothing
+    environ = emulated_environment(
+        os.environ, stand_ins, boards.describe(boards.board("h100"), kernels=90)
+    )  # which records nothing
     statuses = [
         subprocess.run([sys.executable, str(script)], env=environ, check=False, timeout=120).returncode for _ in range(30)
     ]

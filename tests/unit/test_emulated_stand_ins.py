@@ -76,7 +76,7 @@ def call(built):
                 assert runtime.cudaMemGetInfo(byref(left), byref(total)) == 0
                 return left.value, total.value
         """
-        description = boards.describe(boards.board(marker), devices=devices)
+        description = boards.describe(boards.board(marker), kernels=86, devices=devices)
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(preamble) + textwrap.dedent(code), str(built)],
             env={**os.environ, "GPUTRAIN_EMULATED_DEVICE": description, **variables},
@@ -233,6 +233,14 @@ def test_graphs_are_refused_in_words(call):
     """)
     assert printed[0] == "900"
     assert "captures no CUDA graphs" in " ".join(printed)
+
+
+def test_kernels_are_those_that_torch_was_compiled_with(call):
+    printed = call("""
+        attributes = (c_int * 64)()
+        print(runtime.cudaFuncGetAttributes(attributes, None), *attributes[6:10])
+    """)
+    assert printed == ["0", "1024", "32", "86", "86"]
 
 
 def test_without_a_description_there_is_no_gpu(call):

@@ -266,7 +266,7 @@ def test_an_emulated_gpu_is_known_by_its_name(marker):
     chosen = boards.board(marker)
     assert marker_of(chosen.name) == marker
     assert "," not in chosen.name
-    assert f"name={chosen.name}" in boards.describe(chosen)
+    assert f"name={chosen.name}" in boards.describe(chosen, kernels=90)
 
 
 @pytest.mark.parametrize(("marker", "sentence"), [("h1000", "did you mean 'h100'"), ("mi300x", "is no NVIDIA GPU")])
@@ -276,11 +276,18 @@ def test_a_gpu_that_cannot_be_emulated_is_refused_by_name(marker, sentence):
 
 
 @pytest.mark.parametrize(
-    ("marker", "compiled"),
-    [("h100", "sm_90"), ("h100", "sm_80 sm_90"), ("l4", "sm_86"), ("a10g", "sm_80"), ("t4", "sm_70"), ("b200", "sm_100")],
+    ("marker", "compiled", "kernels"),
+    [
+        ("h100", "sm_80 sm_90 sm_100", 90),
+        ("l4", "sm_80 sm_86 sm_90", 86),
+        ("l4", "sm_80 sm_86 sm_89", 89),
+        ("a10g", "sm_80 sm_89", 80),
+        ("t4", "sm_70", 70),
+        ("b200", "sm_90 sm_100", 100),
+    ],
 )
-def test_kernels_of_an_older_gpu_of_the_generation_do(marker, compiled):
-    boards.check_kernels(boards.board(marker), compiled.split(), "2.13.0")
+def test_the_newest_kernels_of_the_generation_run(marker, compiled, kernels):
+    assert boards.find_kernels(boards.board(marker), compiled.split(), "2.13.0") == kernels
 
 
 @pytest.mark.parametrize(
@@ -289,12 +296,12 @@ def test_kernels_of_an_older_gpu_of_the_generation_do(marker, compiled):
 def test_a_gpu_that_torch_has_no_kernels_for_is_refused_by_name(marker, compiled):
     chosen = boards.board(marker)
     with pytest.raises(CannotEmulate, match=f"torch 2.13.0 has no kernels for {chosen.name}"):
-        boards.check_kernels(chosen, compiled.split(), "2.13.0")
+        boards.find_kernels(chosen, compiled.split(), "2.13.0")
 
 
 def test_a_torch_that_does_not_tell_its_kernels_is_refused():
     with pytest.raises(CannotEmulate, match="does not tell which GPUs it has kernels for"):
-        boards.check_kernels(boards.board("h100"), (), "2.13.0")
+        boards.find_kernels(boards.board("h100"), (), "2.13.0")
 
 
 # --- The environment of the program

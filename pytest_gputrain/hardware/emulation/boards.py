@@ -126,8 +126,10 @@ def _listed() -> str:
     return ", ".join(emulated_markers())
 
 
-def check_kernels(chosen: Board, architectures: Iterable[str], torch_version: str) -> None:
-    """Check that torch has kernels for the GPU: compiled for its compute capability, or for an older one of its generation.
+def find_kernels(chosen: Board, architectures: Iterable[str], torch_version: str) -> int:
+    """Find which of torch's kernels the GPU would run: 86 for those that were compiled for ``sm_86``.
+
+    They are those for its compute capability, or else for the newest older one of its generation.
 
     Raises:
         CannotEmulate: torch has none, and would fail on the real GPU.
@@ -137,30 +139,33 @@ def check_kernels(chosen: Board, architectures: Iterable[str], torch_version: st
     if not names:
         raise CannotEmulate(f"torch {torch_version} does not tell which GPUs it has kernels for; install PyPI's build of it")
     compiled = [int(name.removeprefix("sm_")) for name in names if name.startswith("sm_") and name[-1].isdigit()]
-    if not any(number // 10 == major and number % 10 <= minor for number in compiled):
+    fitting = [number for number in compiled if number // 10 == major and number % 10 <= minor]
+    if not fitting:
         raise CannotEmulate(
             f"torch {torch_version} has no kernels for {chosen.name} (sm_{major}{minor}), only for {' '.join(names)}; "
             "it would fail on the real one, too: choose another GPU, or a torch that was built for this one"
         )
+    return max(fitting)
 
 
-def describe(chosen: Board, *, devices: int = 1, memory_bytes: int | None = None) -> str:
+def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
     """What the stand-ins are told of the GPU, in the variable ``GPUTRAIN_EMULATED_DEVICE``.
 
     Each call describes GPUs of its own, with UUIDs that no other has.
 
     Args:
-        memory_bytes: another capacity than the model's own.
+        kernels: those that run on it, from `find_kernels`. CUB chooses its algorithms by them.
     """
     multiprocessor = _MULTIPROCESSORS[chosen.capability]
     # The last byte counts devices.
     identity = UUID_PREFIX + uuid.uuid4().bytes[len(UUID_PREFIX) : -1] + b"\0"
     fields = {
         "devices": devices,
-        "memory": chosen.memory_bytes if memory_bytes is None else memory_bytes,
+        "memory": chosen.memory_bytes,
         "context": CONTEXT_BYTES,
         "major": chosen.capability[0],
         "minor": chosen.capability[1],
+        "kernels": kernels,
         "multiprocessors": chosen.multiprocessors,
         "shared_per_multiprocessor": multiprocessor.shared_kib * KiB,
         "shared_per_block": multiprocessor.shared_block_kib * KiB,

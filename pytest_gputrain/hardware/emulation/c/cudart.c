@@ -125,6 +125,7 @@ const char *cudaGetErrorName(int error) {
   }
 }
 const char *cudaGetErrorString(int error) {
+  static __thread char text[48];
   switch (error) {
   case OK:
     return "no error";
@@ -141,7 +142,8 @@ const char *cudaGetErrorString(int error) {
            "reduce-overhead "
            "and max-autotune";
   default:
-    return "unknown error";
+    snprintf(text, sizeof text, "error %d of CUDA's runtime", error);
+    return text;
   }
 }
 
@@ -318,7 +320,7 @@ int cudaFuncGetAttributes(struct function *to, const void *function) {
   memset(to, 0, sizeof *to);
   to->max_threads = 1024;
   to->registers = 32; // a guess: only a compiled kernel tells
-  to->ptx = to->binary = 10 * gpu->major + gpu->minor;
+  to->ptx = to->binary = gpu->kernels;
   to->max_dynamic = gpu->shared_per_block;
   to->carveout = -1;
   return OK;

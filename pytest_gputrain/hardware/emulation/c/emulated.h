@@ -29,6 +29,7 @@ struct gpu {
   size_t memory;  // bytes that the driver calls the total
   size_t context; // bytes that a process takes by its first call
   int devices, major, minor, multiprocessors;
+  int kernels; // which of torch's kernels it runs: 86 for those that were compiled for sm_86
   int shared_per_multiprocessor, shared_per_block, shared_reserved; // bytes
   int threads_per_multiprocessor, blocks_per_multiprocessor;
   int l2_bytes;

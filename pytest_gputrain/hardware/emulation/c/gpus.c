@@ -61,6 +61,7 @@ static void read_gpu(void) {
   gpu.context = number(text, "context");
   gpu.major = (int)number(text, "major");
   gpu.minor = (int)number(text, "minor");
+  gpu.kernels = (int)number(text, "kernels");
   gpu.multiprocessors = (int)number(text, "multiprocessors");
   gpu.shared_per_multiprocessor = (int)number(text, "shared_per_multiprocessor");
   gpu.shared_per_block = (int)number(text, "shared_per_block");
