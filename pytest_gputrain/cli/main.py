@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gputrain",
-        description="Reports, histories and baselines of pytest-gputrain.",
+        description="Reports, histories and baselines of pytest-gputrain, and programs on emulated GPUs.",
         epilog="The exit status is 1 for a verdict of --fail-on (by default a regression) or a damaged baseline, 2 for bad "
-        "input, and 0 otherwise.",
+        "input, and 0 otherwise; that of gputrain emulate is its program's own.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS.values():

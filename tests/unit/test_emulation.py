@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gputrain.cli.main import main
 from pytest_gputrain.hardware.catalog import PLATFORMS, marker_of
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.elf import Elf, Import, NotElf
@@ -167,7 +168,7 @@ def test_a_second_run_finds_what_the_first_one_built(site, cache, builds):
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["changed", "gone", "no manifest", "half a manifest"])
+@pytest.mark.parametrize("damage", ["changed", "gone", "no manifest", "half a manifest", "another manifest"])
 def test_what_is_not_as_it_was_built_is_built_again(site, cache, builds, damage):
     torch = libraries.read_torch(site / "torch")
     folder = build.stand_ins(torch).folder
@@ -179,7 +180,7 @@ def test_what_is_not_as_it_was_built_is_built_again(site, cache, builds, damage)
     elif damage == "no manifest":
         manifest.unlink()
     else:
-        manifest.write_bytes(manifest.read_bytes()[:40])
+        manifest.write_bytes(manifest.read_bytes()[:40] if damage == "half a manifest" else b'{"digests": []}')
     assert build.stand_ins(torch).folder == folder
     assert len(builds) == 2
     assert driver.read_bytes() == b"driver"
@@ -304,14 +305,33 @@ def test_a_torch_that_does_not_tell_its_kernels_is_refused():
         boards.find_kernels(boards.board("h100"), (), "2.13.0")
 
 
+# --- The command
+
+
+def test_a_command_without_a_program_says_how_to_name_one(capsys):
+    assert main(["emulate", "--gpu", "h100"]) == 2
+    assert "name the program to run: gputrain emulate --gpu h100 -- python train.py" in capsys.readouterr().err
+
+
+def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeypatch, tmp_path):
+    program = ["--", "touch", str(tmp_path / "ran")]
+    assert main(["emulate", "--gpu", "h1000", *program]) == 2
+    assert "the catalog has no GPU 'h1000' (did you mean 'h100'?)" in capsys.readouterr().err
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    assert main(["emulate", "--gpu", "h100", *program]) == 2
+    assert "there is no torch to emulate a GPU for" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- The environment of the program
 
 
 def made_up_stand_ins(folder):
     folder.mkdir(mode=0o700)
     (folder / build.CORE).write_bytes(b"")
-    digest = build._digest(folder / build.CORE)
-    return build.StandIns(folder, {"digests": {build.CORE: digest}, "architectures": ["sm_90"]})
+    manifest = {"digests": {build.CORE: build._digest(folder / build.CORE)}, "architectures": ["sm_90"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return build.StandIns(folder)
 
 
 def test_the_stand_ins_are_loaded_first_and_what_was_loaded_before_stays(tmp_path):

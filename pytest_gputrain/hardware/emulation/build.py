@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import platform
 import shlex
@@ -17,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from pytest_gputrain.hardware.emulation.elf import Elf
 from pytest_gputrain.hardware.emulation.libraries import (
@@ -50,6 +51,14 @@ _REFUSED: Final = {"cusolver": 9, "cusparse": 10, "cusparseLt": 10, "cublas": 15
 """The libraries' own numbers for what they do not support."""
 
 
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies in a folder of stand-ins."""
+
+    digests: dict[str, str]
+    """Of each library's bytes, by its name."""
+    architectures: tuple[str, ...]
+
+
 class StandIns:
     """Stand-ins that were built for a torch.
 
@@ -60,14 +69,17 @@ class StandIns:
         architectures: of GPUs that torch has kernels for.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            ValueError: they are not as they were built.
+            OSError: they cannot be read.
+        """
+        manifest = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=_Manifest)
         self.folder = folder
-        digests, names = manifest["digests"], manifest["architectures"]
-        assert isinstance(digests, dict)
-        assert isinstance(names, list)
-        self.libraries = [folder / CORE, *(folder / name for name in sorted(digests) if name != CORE)]
-        self.architectures = tuple(names)
-        for name, digest in digests.items():
+        self.libraries = [folder / CORE, *(folder / name for name in sorted(manifest.digests) if name != CORE)]
+        self.architectures = manifest.architectures
+        for name, digest in manifest.digests.items():
             if _digest(folder / name) != digest:
                 raise ValueError(f"{name} is not what was built")
 
@@ -120,9 +132,9 @@ def _digest(path: Path) -> str:
 
 def _load(folder: Path) -> StandIns | None:
     """Read what an earlier run built; None where there is nothing, or where a file is not as it was built."""
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+    with contextlib.suppress(FileNotFoundError, ValueError):  # msgspec's errors are of the second kind
         make_own(folder)
-        return StandIns(folder, json.loads((folder / _MANIFEST).read_bytes()))
+        return StandIns(folder)
     return None
 
 
@@ -134,10 +146,10 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
         target.mkdir(mode=0o700)
         compile_all(compiler, torch, needed_functions(torch, users), target)
         digests = {path.name: _digest(path) for path in sorted(target.glob("*.so*"))}
-        manifest = {"digests": digests, "architectures": architectures(torch)}
-        (target / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        manifest = _Manifest(digests=digests, architectures=architectures(torch))
+        (target / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
         target.rename(folder)
-    return StandIns(folder, json.loads((folder / _MANIFEST).read_bytes()))
+    return StandIns(folder)
 
 
 def find_compiler() -> list[str]:
