@@ -13,7 +13,10 @@ FP32 = Case(precision="fp32")
 IMAGES = FP32.replace(resolution="224x224", optimizer="momentum", learning_rate=0.01)
 BERT = FP32.replace(model="bert-large", sequence_length=512, batch_size=4, optimizer="adam", learning_rate=1e-4)
 TRANSFORMER = FP32.replace(model="transformer-big", sequence_length=64, batch_size=64, optimizer="adam", learning_rate=1e-4)
-ON_SEVERAL = {"parallel": "ddp", "platforms": ("v100", "a100", "a800", "h100", "h800", "h200", "b200", "mi300x")}
+ON_SEVERAL = {
+    "parallel": "ddp",
+    "platforms": ("v100", "v100_32gb", "a100", "a800", "h100", "h800", "h200", "b200", "mi300x"),
+}
 ON_EIGHT = {**ON_SEVERAL, "gpus": 8}
 
 CASES = [

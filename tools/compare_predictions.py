@@ -37,22 +37,12 @@ class Conditions:
     """What a document does not say, but its program or its other figures do; docs/predict.md has the evidence."""
 
     read_as: str
-    unit_bytes: float
-    """What one unit of the transcribed figure stands for."""
     context_bytes: int
     target: dict[str, Any]
     """Fields of `Target` in which the libraries of that time differ from those of today."""
-    qlora_precision: str = ""
-    """Of the layers that are not quantised, and of the arithmetic, where it is not the case's."""
-
-    def case(self, case: Case) -> Case:
-        changed = case.method == "qlora" and self.qlora_precision
-        return case.replace(precision=self.qlora_precision) if changed else case
 
     def __str__(self) -> str:
         fields = [f"{name} {value}" for name, value in self.target.items()]
-        if self.qlora_precision:
-            fields.append(f"QLoRA in {self.qlora_precision}")
         return (
             f"figures read as {self.read_as}, context of {self.context_bytes // MiB} MiB counted, {', '.join(fields)}, "
             "loss in the type of the logits, native allocator"
@@ -62,14 +52,11 @@ class Conditions:
 CONDITIONS: Final = {
     "llm-trainer": Conditions(
         read_as="thousands of MiB, printed as GiB",
-        unit_bytes=1000 * MiB / GiB,
         context_bytes=600 * MiB,
-        target={"attention": "transformers-4.49", "workspace_bytes": 32 * MiB},
-        qlora_precision="fp32",
+        target={"workspace_bytes": 32 * MiB},
     ),
     "pangu-deepspeed": Conditions(
         read_as="MiB, printed as MB",
-        unit_bytes=1,
         context_bytes=1343 * MiB,
         target={"attention": "unfused", "lists": False},
     ),
@@ -115,7 +102,7 @@ class Row:
         return "" if self.error is None else f"{100 * self.error:+.1f} %"
 
     def __str__(self) -> str:
-        figures = f"{PLATFORMS[self.platform].title:12} {self.case!s:28} {self.sizes:21} {self.error_text:>8}"
+        figures = f"{PLATFORMS[self.platform].title:12} {self.case!s:44} {self.sizes:21} {self.error_text:>8}"
         return f"{figures}  {self.call:20} {self.notes} [{self.seconds:.0f} s]"
 
 
@@ -141,11 +128,11 @@ def rows_of(table: PublishedTable, platform: str, only: str) -> Iterator[Row]:
         if row.case.parallel != "single" or only not in str(row.case) or platform not in ("", row.platform):
             continue
         figures = row.figures.get(GATED)
-        figure = figures and (figures.peak_reserved_bytes or figures.device_used_bytes)
+        figure = figures and figures.device_used_bytes
         if figure is None and row.outcome != "out_of_memory":
             continue
         target = predicted_for(row.platform, conditions)
-        task = Task(case=conditions.case(row.case), scale="full", device_type="cpu", root=".", target=target)
+        task = Task(case=row.case, scale="full", device_type="cpu", root=".", target=target)
         start = time.perf_counter()
         reply = launcher.predict(task, timeout_seconds=600)
         if not isinstance(reply, Prediction):
@@ -155,7 +142,7 @@ def rows_of(table: PublishedTable, platform: str, only: str) -> Iterator[Row]:
             table=table.name,
             platform=row.platform,
             case=row.case,
-            published=None if figure is None else figure.low * conditions.unit_bytes,
+            published=None if figure is None else figure.low,
             predicted=reply.peak_reserved_bytes + conditions.context_bytes,
             fits=reply.fits is True,
             seconds=time.perf_counter() - start,
@@ -172,7 +159,7 @@ def notes_of(reply: Prediction, figures: Any) -> str:
     """Model memory and time beside what was published: information, not judged."""
     notes = [f"model {reply.model_bytes / 1e9:.1f} GB"] if reply.model_bytes else []
     if figures and figures.model_bytes:
-        notes[-1] += f" (published {figures.model_bytes.low / GiB:.1f})"
+        notes[-1] += f" (published {figures.model_bytes.low / 1e9:.1f})"
     if figures and figures.step_seconds and reply.roofline_seconds:
         notes.append(f"roofline {reply.roofline_seconds:.2f} s (published {figures.step_seconds.low})")
     return ", ".join(notes)

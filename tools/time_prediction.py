@@ -33,7 +33,7 @@ MEMORY_LIMIT: Final = 1 * GiB
 
 
 def limit_of(test: str) -> float | None:
-    is_of_one_gpu = test.startswith("test_llm_finetuning[") and not test.endswith("-fsdp]")
+    is_of_one_gpu = test.startswith("test_llm_finetuning[") and "-fsdp" not in test
     return LIMIT if is_of_one_gpu else OTHER_LIMITS.get(test)
 
 

@@ -79,7 +79,8 @@ def _value(knob: str, text: str) -> Any:
     if name := renamed(knob, text):
         raise ValueError(f"a case would name {name}; write that")
     if choices is not None and text not in choices:
-        raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, choices)}; known: {', '.join(choices)}")
+        known = ", ".join(filter(None, choices))
+        raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, choices)}; known: {known}")
     try:
         value = msgspec.convert(text, _TYPES[knob], strict=False)
     except msgspec.ValidationError as error:

@@ -20,6 +20,8 @@ OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
 LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
 LENGTHS: Final = ("fixed", "padded", "packed")
 IDS: Final = ("uniform", "zipf")
+ATTENTIONS: Final = ("", "eager", "sdpa", "sdpa-4.49")
+QUANTIZED_COMPUTE: Final = ("", "fp32", "bf16")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 VOCABULARY: Final = {
     "method": METHODS,
@@ -30,8 +32,10 @@ VOCABULARY: Final = {
     "optimizer": OPTIMIZERS,
     "compile": COMPILE_MODES,
     "lr_scheduler": LR_SCHEDULERS,
+    "attention": ATTENTIONS,
+    "quantized_compute": QUANTIZED_COMPUTE,
 }
-"""The words of a field that takes words."""
+"""The words of a field that takes words; an empty one is the field's default."""
 
 _RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over weights in fp32)"}
 """Words that a field does not take under this name, and the rest of a sentence about each."""
@@ -121,8 +125,15 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
             return f"names {name}; write that"
         if value not in choices:
             hint = did_you_mean(value, choices)
-            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(choices)}"
-    return bad_number(case) or (None if case.code else _bad_model(case)) or _bad_parallelism(case) or _bad_arithmetic(case)
+            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(filter(None, choices))}"
+    return (
+        bad_number(case)
+        or (None if case.code else _bad_model(case))
+        or _bad_attention(case)
+        or _bad_quantized_compute(case)
+        or _bad_parallelism(case)
+        or _bad_arithmetic(case)
+    )
 
 
 def bad_number(case: Case) -> str | None:
@@ -190,6 +201,35 @@ def _bad_input(case: Case, architecture: Architecture) -> str | None:
         return f"asks for lengths={case.lengths!r}, which {case.model} does not have; leave it out"
     if case.ids != "uniform" and architecture.family not in ("word_vectors", "click_through"):
         return f"asks for ids={case.ids!r}, which {case.model} does not have; leave it out"
+    return None
+
+
+def _bad_attention(case: Case) -> str | None:
+    if not case.attention:
+        return None
+    if case.code:
+        return "asks for attention, which own code chooses by itself; leave the knob out"
+    architecture = architectures()[case.model]
+    facts = architecture.trained_part
+    if architecture.family != "language" or facts.library != "transformers":
+        return f"asks for attention, which {case.model} does not have; leave it out"
+    if case.attention == "sdpa" and facts.config.get("attn_logit_softcapping"):
+        return (
+            f"asks for attention='sdpa', which cannot cap the scores of {case.model}; choose 'eager', or 'sdpa-4.49', which "
+            "leaves the cap out"
+        )
+    return None
+
+
+def _bad_quantized_compute(case: Case) -> str | None:
+    if not case.quantized_compute:
+        return None
+    if case.method != "qlora":
+        return f"asks for quantized_compute, which the method {case.method!r} does not have; choose qlora, or leave it out"
+    if case.precision.endswith("-amp"):
+        return (
+            f"asks for quantized_compute, which autocast of {case.precision!r} overrides; choose precision='bf16' or 'fp32'"
+        )
     return None
 
 

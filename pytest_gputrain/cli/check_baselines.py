@@ -13,14 +13,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pytest_gputrain.cases.identity import suite_of
+from pytest_gputrain.cli import baseline_changes
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, knob_text
 from pytest_gputrain.storage import predictions, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.predictions import PredictionStore
-from pytest_gputrain.utils import console
-from pytest_gputrain.utils.files import conflicts
+from pytest_gputrain.utils import console, markdown
+from pytest_gputrain.utils.files import conflicts, read_whole
+from pytest_gputrain.utils.git import files_of_repository, in_ci
 from pytest_gputrain.utils.sanitize import shown
 
 
@@ -41,6 +44,18 @@ def add_to(commands: Any) -> None:
         "check-baselines", help="check the files of a folder of baselines: one line for each problem, and exit status 1"
     )
     check.add_argument("folder", nargs="?", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
+    check.add_argument(
+        "--since", metavar="COMMIT", help="list every baseline that was raised, removed or changed in kind since this commit"
+    )
+    check.add_argument(
+        "--strict",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="exit status 1 where one was removed or changed in kind since then (default: where CI is set)",
+    )
+    check.add_argument(
+        "--format", choices=("terminal", "markdown"), default="terminal", help="form of that list (default: terminal)"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -49,10 +64,35 @@ def main(options: argparse.Namespace) -> int:
     if not folder.is_dir():
         console.say(f"{folder} is no folder; give the one that --gpu-baseline-dir names")
         return 2
-    problems = list(check(folder))
+    problems = [*check(folder), *_without_tests(folder)]
     for problem in problems:
         console.put(shown(str(problem)))
-    return int(any(problem.error for problem in problems))
+    lost = False
+    if options.since is not None:
+        try:
+            lost = _list_changes(options)
+        except ValueError as error:
+            console.say(error)
+            return 2
+    strict = in_ci() if options.strict is None else options.strict
+    return int(any(problem.error for problem in problems) or (strict and lost))
+
+
+def _list_changes(options: argparse.Namespace) -> bool:
+    """Print what has changed since a commit, and return whether anything was removed or changed in kind.
+
+    Raises:
+        ValueError: there is no such commit.
+    """
+    changes = list(baseline_changes.since(options.since, options.folder))
+    lost = sum(bool(change.what.lost) for change in changes)
+    summary = f"since {options.since}: {count(lost, 'baseline')} removed or changed in kind, {len(changes) - lost} raised"
+    lines = [summary, *map(str, changes)] if changes else [f"since {options.since}: no baseline lets more pass"]
+    if options.format == "markdown":
+        lines = [f"## {markdown.escaped(lines[0])}", "", *(f"- {markdown.escaped(line)}" for line in lines[1:])]
+    for line in lines:
+        console.put(shown(line))
+    return bool(lost)
 
 
 def check(folder: Path) -> Iterator[Problem]:
@@ -74,6 +114,20 @@ def check(folder: Path) -> Iterator[Problem]:
             published.PublishedStore(tables)
         except BaselineError as error:  # of one table beside another
             yield _refused(tables, error)
+
+
+def _without_tests(folder: Path) -> Iterator[Problem]:
+    """Yield the files of suites that have no test file in the repository; none where none has one."""
+    tests = {suite_of(path) for path in files_of_repository(folder) if path.suffix == ".py"}
+    files = [path for path in sorted(folder.rglob("*.json")) if path.parent.name != published.FOLDER]
+    if tests.isdisjoint(path.stem for path in files):
+        return
+    for path in files:
+        if path.stem not in tests:
+            sentence = (
+                f"no test asks for these any more: there is no test_{path.stem}.py; delete the file, or restore the test"
+            )
+            yield Problem(path, 1, sentence)
 
 
 def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Problem]:
@@ -101,7 +155,7 @@ _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 def _damage(path: Path) -> list[Problem]:
     """Return problems that make the others meaningless: markers of a merge, and names that stand twice in one object."""
-    data = path.read_bytes()
+    data = read_whole(path)
     text = data.decode(errors="replace")
     if markers := conflicts(data):
         return [Problem(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_gputrain.cli import ab, check_baselines, compare, devices, emulate, export, html, node, trend
+from pytest_gputrain.cli import ab, check_baselines, compare, devices, doctor, emulate, export, html, node, trend
 from pytest_gputrain.utils import console
 
 COMMANDS: Final = {
@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "check-baselines": check_baselines,
     "compare": compare,
     "devices": devices,
+    "doctor": doctor,
     "emulate": emulate,
     "export": export,
     "html": html,
@@ -24,7 +25,10 @@ COMMANDS: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 for a regression or a damaged baseline, or 2 for bad input."""
+    """Run the command and return its exit status.
+
+    It is 1 for a regression, a damaged baseline or a problem of the host, 2 for bad input, and 0 otherwise.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["table"]:
         console.say("there is no gputrain table; gputrain export prints the same tables")
@@ -43,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gputrain",
         description="Reports, histories and baselines of pytest-gputrain, and programs on emulated GPUs.",
-        epilog="The exit status is 1 for a verdict of --fail-on (by default a regression) or a damaged baseline, 2 for bad "
-        "input, and 0 otherwise; that of gputrain emulate is its program's own.",
+        epilog="The exit status is 1 for a verdict of --fail-on (by default a regression), a damaged baseline or a problem "
+        "that doctor finds, 2 for bad input, and 0 otherwise; that of emulate is its program's own.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS.values():

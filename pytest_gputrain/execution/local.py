@@ -61,6 +61,16 @@ class LocalExecutor(Executor[Reply]):
         return self._machine
 
     @property
+    def unseen(self) -> str:
+        """Why this machine counts as a CPU although it has GPUs, with the remedy; empty where nothing is amiss."""
+        if not drivers.may_be_unseen():
+            return ""
+        try:
+            return self.machine.unseen
+        except HardwareError:  # every case fails with it
+            return ""
+
+    @property
     def host(self) -> Host:
         try:
             return self.machine.host

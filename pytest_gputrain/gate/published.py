@@ -162,6 +162,7 @@ def _memory(
     values = [value for run in measured if (value := getattr(run, name)) is not None]
     value = statistics.median_high(values) if values else None
     note = f"published for {framework}, not {GATED}" if framework != GATED else "" if values else "not measured here"
+    note = note or row.memory_not_judged
     if value is None or note:
         return MetricVerdict(metric=name, status="not-comparable", value=value, baseline=printed.middle, note=note)
     slack = tolerance.bytes + GPU_MEMORY_NOISE_BYTES

@@ -336,10 +336,13 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
 
 
 def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> _JudgedMetric | None:
-    """Judge the FLOPs of a step, an exact count that is the same on every device; None where it cannot be compared."""
+    """Judge the FLOPs of a step, an exact count that is the same on every device; None where neither side has one."""
     value, baseline = measured.flops_per_step, fitted[-1].flops_per_step
-    if value is None or not baseline or describe_process_count(measured.environment, fitted):
+    if describe_process_count(measured.environment, fitted) or not (value or baseline):
         return None
+    if not (value and baseline):
+        note = "its FLOPs were not counted" if baseline else "its baseline has no FLOPs; record it again"
+        return _JudgedMetric(MetricVerdict(metric="flops_per_step", status="not-comparable", value=value, note=note))
     ratio = value / baseline - 1
     status: Status = "pass"
     if abs(ratio) > tolerance.time:

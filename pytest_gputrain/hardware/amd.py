@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import grp
 import importlib
 import io
 import math
+import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +24,18 @@ from pytest_gputrain.records import Holder
 DEVICE_FILE: Final = Path("/dev/kfd")
 """The Linux kernel's file for compute devices: a container that may use AMD GPUs has it."""
 
+RENDER_NODES: Final = Path("/dev/dri")
+"""Where the kernel shows ``renderD<n>``, one for each GPU or part of one: a container may use those that it was given."""
+
+PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
+
+ROCM: Final = Path("/opt/rocm")
+"""Where ROCm lies unless ``ROCM_PATH`` says otherwise."""
+
 _NOT_AVAILABLE: Final = "N/A"
-_WHOLE: Final = ("SPX", _NOT_AVAILABLE, "")
-"""Compute partitions of a GPU that is one device."""
+_WHOLE: Final = "SPX"
+"""The compute partition of a GPU that is one device."""
+_PARTITIONS: Final = (_WHOLE, "DPX", "TPX", "QPX", "CPX")
 
 _VIOLATIONS_SECONDS: Final = 1.0
 _VIOLATIONS: Final = {
@@ -40,30 +54,100 @@ _users: list[object] = []
 """Who has it open: it counts nothing, and the first to shut it down does so for all."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Device:
+    """A GPU, or a part of one, as the library hands it out."""
+
+    handle: Any
+    siblings: tuple[Any, ...]
+    """The parts of the same GPU, this one among them: secondary ones are not told what all have in common."""
+    partition: str
+    """The compute partition that it is a part of; empty for a whole GPU."""
+
+
 class Amd:
     """amdsmi, initialised."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._violations_read: dict[str, tuple[float, Any]] = {}
-        self._handles: dict[str, Any] = {}
+        self._left_out: list[str] = []
+        self._devices: dict[str, _Device] | None = None
         """By `Gpu.uuid`, in HIP's order, which need not be amd-smi's: it follows the kernel's nodes, amd-smi's the bus."""
 
     def gpus(self) -> tuple[Gpu, ...]:
         with _lock:
             return tuple(
-                self._gpu(index, uuid, handle) for index, (uuid, handle) in enumerate(self._handles_by_uuid().items())
+                self._gpu(index, uuid, device) for index, (uuid, device) in enumerate(self._devices_by_uuid().items())
             )
 
-    def _handles_by_uuid(self) -> dict[str, Any]:
-        if not self._handles:
+    def left_out(self) -> tuple[str, ...]:
+        """A sentence for each GPU that the library lists, but this process may not use."""
+        with _lock:
+            self._devices_by_uuid()
+            return tuple(self._left_out)
+
+    def _devices_by_uuid(self) -> dict[str, _Device]:
+        if self._devices is None:
             handles = self._library.amdsmi_get_processor_handles()
+            slots = [self._slot(handle) or at for at, handle in enumerate(handles)]
             order = sorted(range(len(handles)), key=lambda at: (self._number(handles[at], at), at))
-            names = [self._uuid(handles[at]) for at in order]
-            # Parts of a partitioned GPU may share its UUID; ROCm takes their number as well.
-            unique = [name if names.count(name) == 1 else str(index) for index, name in enumerate(names)]
-            self._handles = {name: handles[at] for name, at in zip(unique, order, strict=True)}
-        return self._handles
+            usable = [at for at in order if self._is_usable(handles[at])]
+            names = [self._uuid(handles[at]) for at in usable]
+            # Parts of a partitioned GPU may share its UUID, or have none; ROCm takes their number as well.
+            counts = Counter(names)
+            unique = [name if name and counts[name] == 1 else str(index) for index, name in enumerate(names)]
+            self._devices = {
+                name: self._device(
+                    handles[at], [other for other, slot in zip(handles, slots, strict=True) if slot == slots[at]]
+                )
+                for name, at in zip(unique, usable, strict=True)
+            }
+        return self._devices
+
+    def _device(self, handle: Any, siblings: Sequence[Any]) -> _Device:
+        """
+        Args:
+            siblings: all handles of the same slot.
+        """
+        part = self._value(self._ask("amdsmi_get_gpu_kfd_info", handle), "current_partition_id")
+        told = (self._ask("amdsmi_get_gpu_compute_partition", sibling) for sibling in (handle, *siblings))
+        partition = next((mode for mode in told if mode in _PARTITIONS), _WHOLE)
+        is_whole = partition == _WHOLE and len(siblings) == 1 and not part
+        return _Device(
+            handle=handle,
+            siblings=tuple(siblings),
+            partition="" if is_whole else "partition" if partition == _WHOLE else partition,
+        )
+
+    def _slot(self, handle: Any) -> str | None:
+        """Domain, bus and device on PCI, which the parts of a GPU share; their functions may be numbers of parts."""
+        address = self._ask("amdsmi_get_gpu_device_bdf", handle)
+        return None if address is None else str(address).rpartition(".")[0]
+
+    def _is_usable(self, handle: Any) -> bool:
+        """Whether this process may open the GPU: the library lists those of other containers as well."""
+        node = None if getattr(self._library, "is_replay", False) else self._render_node(handle)
+        if node is None:
+            return True
+        try:
+            os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            self._left_out.append(
+                f"the AMD GPU at {self._ask('amdsmi_get_gpu_device_bdf', handle)} is left out: {node} cannot be opened "
+                f"({error.strerror}); {_remedy_for(error, node)}"
+            )
+            return False
+        return True
+
+    def _render_node(self, handle: Any) -> Path | None:
+        """None where neither the library (before ROCm 6.4) nor the kernel tells, as of most parts of a GPU."""
+        number = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "drm_render")
+        if number is not None:
+            return RENDER_NODES / f"renderD{number}"
+        address = self._ask("amdsmi_get_gpu_device_bdf", handle)
+        nodes = [] if address is None else list((PCI_DEVICES / str(address) / "drm").glob("renderD*"))
+        return RENDER_NODES / nodes[0].name if len(nodes) == 1 else None
 
     def _number(self, handle: Any, at: int) -> int:
         """What HIP sorts by; ``at`` where neither the library (before ROCm 6.4) nor the kernel tells."""
@@ -71,38 +155,43 @@ class Amd:
         node = self._value(self._ask("amdsmi_get_gpu_kfd_info", handle), "node_id") if hip is None else None
         return int(hip if hip is not None else node if node is not None else at)
 
-    def _gpu(self, index: int, uuid: str, handle: Any) -> Gpu:
-        asic = self._ask("amdsmi_get_gpu_asic_info", handle) or {}
-        board = self._ask("amdsmi_get_gpu_board_info", handle) or {}
-        name = self._value(asic, "market_name") or self._value(board, "product_name")
-        name = name or f"AMD {self._value(asic, 'device_id') or 'GPU'}"
-        partition = self._ask("amdsmi_get_gpu_compute_partition", handle) or _NOT_AVAILABLE
+    def _gpu(self, index: int, uuid: str, device: _Device) -> Gpu:
+        handle = device.handle
+        asic = self._ask("amdsmi_get_gpu_asic_info", handle)
+        name = next(
+            filter(None, map(self._name, (handle, *device.siblings))), f"AMD {self._value(asic, 'device_id') or 'GPU'}"
+        )
         total = self._ask("amdsmi_get_gpu_memory_total", handle, self._library.AmdSmiMemoryType.VRAM)
         cap = self._value(self._ask("amdsmi_get_power_cap_info", handle), "power_cap")
-        whole = partition in _WHOLE
         return Gpu(
             index=index,
             uuid=uuid,
-            name=name if whole else f"{name} {partition}",
+            name=f"{name} {device.partition}".rstrip(),
             memory_bytes=int(total or 0),
             driver=self._value(self._ask("amdsmi_get_gpu_driver_info", handle), "driver_version") or "unknown",
             vendor="amd",
             # Microwatts; some releases gave watts.
-            power_limit_watts=None if cap is None or not whole else cap / 1e6 if cap > 10_000 else float(cap),
+            power_limit_watts=None if cap is None or device.partition else cap / 1e6 if cap > 10_000 else float(cap),
+            compute_units=self._value(asic, "num_compute_units"),
+            pci_address=str(self._ask("amdsmi_get_gpu_device_bdf", handle) or "").lower(),
         )
 
+    def _name(self, handle: Any) -> str:
+        market_name = self._value(self._ask("amdsmi_get_gpu_asic_info", handle), "market_name")
+        return str(market_name or self._value(self._ask("amdsmi_get_gpu_board_info", handle), "product_name") or "")
+
     def _uuid(self, handle: Any) -> str:
-        """ROCm's, which is made of the serial number; amd-smi's own has another form that no variable takes."""
+        """ROCm's, which is made of the serial number, or nothing; amd-smi's own has another form that no variable takes."""
         hip_uuid = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_uuid")
         if hip_uuid:
             return str(hip_uuid)
         asic = self._ask("amdsmi_get_gpu_asic_info", handle)
         serial = str(self._value(asic, "asic_serial") or "").removeprefix("0x").lower()
-        return f"GPU-{serial.zfill(16)}" if serial else f"GPU-{self._library.amdsmi_get_gpu_device_uuid(handle)}"
+        return f"GPU-{serial.zfill(16)}" if serial else ""
 
     def occupancy(self, gpu: Gpu) -> Occupancy:
         with _lock:
-            handle, vram = self._handle(gpu), self._library.AmdSmiMemoryType.VRAM
+            handle, vram = self._device_of(gpu).handle, self._library.AmdSmiMemoryType.VRAM
             used = self._ask("amdsmi_get_gpu_memory_usage", handle, vram)
             running = self._ask("amdsmi_get_gpu_process_list", handle)
         holders = None
@@ -121,7 +210,10 @@ class Amd:
 
     def read(self, gpu: Gpu) -> Reading:
         with _lock:
-            handle = self._handle(gpu)
+            device = self._device_of(gpu)
+            if device.partition:  # the counters are the whole GPU's
+                return Reading()
+            handle = device.handle
             energy = self._ask("amdsmi_get_energy_count", handle) or {}
             power = self._ask("amdsmi_get_power_info", handle)
             clock = self._ask("amdsmi_get_clock_info", handle, self._library.AmdSmiClkType.GFX)
@@ -153,25 +245,26 @@ class Amd:
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
         """The paths as ``amd-smi topology`` names them: ``XGMI``, ``PCIE``."""
         with _lock:
-            handles = [self._handle(gpu) for gpu in gpus]
+            handles = [self._device_of(gpu).handle for gpu in gpus]
             return tuple(
                 tuple(SELF if handle is other else self._path(handle, other) for other in handles) for handle in handles
             )
 
     def _path(self, handle: Any, other: Any) -> str:
-        # Releases number the types differently, and named them after "IO" links before.
-        types = getattr(self._library, "AmdSmiLinkType", None) or getattr(self._library, "AmdSmiIoLinkType", None)
+        # The library answers in the numbers of "IO" links. ROCm 6.3 and 6.4 have another enumeration beside these, in which
+        # PCIe and XGMI are exchanged; ROCm 7 has only that one, with the numbers of the first.
+        types = getattr(self._library, "AmdSmiIoLinkType", None) or getattr(self._library, "AmdSmiLinkType", None)
         kind = self._value(self._ask("amdsmi_topo_get_link_type", handle, other), "type")
         if types is None or kind is None:
             return UNKNOWN
         name = next((member.name for member in types if member.value == kind), "")
         return "XGMI" if name.endswith("XGMI") else "PCIE" if "PCI" in name else UNKNOWN
 
-    def _handle(self, gpu: Gpu) -> Any:
-        handle = self._handles_by_uuid().get(gpu.uuid)
-        if handle is None:
+    def _device_of(self, gpu: Gpu) -> _Device:
+        device = self._devices_by_uuid().get(gpu.uuid)
+        if device is None:
             raise HardwareError(f"the AMD driver has no GPU {gpu.index} ({gpu.uuid}) any more; see what amd-smi says")
-        return handle
+        return device
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """What a function says; None where the binding, the driver or the hardware has no such thing."""
@@ -194,15 +287,65 @@ class Amd:
 
 
 def load() -> Any:
-    """The library's binding; None where it is missing or finds no ROCm.
+    """The library's binding; None where there is no driver, or the binding cannot be imported (`binding_fault`)."""
+    return _imported()[0]
 
-    Without one it prints, and raises whatever comes to its mind: KeyError, OSError, AttributeError.
-    """
-    if "amdsmi" not in sys.modules and not DEVICE_FILE.exists():
-        return None
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
-        return importlib.import_module("amdsmi")
-    return None
+
+def binding_fault() -> str:
+    """Why the binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no driver."""
+    return _imported()[1]
+
+
+def rocm_version() -> str:
+    """ROCm's on this machine, such as ``6.4.3``; empty where it does not lie in its usual place."""
+    with contextlib.suppress(OSError):
+        return (_rocm() / ".info" / "version").read_text().strip().partition("-")[0]
+    return ""
+
+
+def _rocm() -> Path:
+    return Path(os.environ.get("ROCM_PATH") or ROCM)
+
+
+def _imported() -> tuple[Any, str]:
+    """Without ROCm the binding prints, and raises whatever comes to its mind: KeyError, OSError, AttributeError."""
+    if sys.modules.get("amdsmi") is None and not DEVICE_FILE.exists():
+        return None, ""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return importlib.import_module("amdsmi"), ""
+    except Exception as error:
+        return None, (
+            f"{DEVICE_FILE} says that there is an AMD driver, but its binding amdsmi cannot be imported "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); {_remedy_for_binding()}"
+        )
+
+
+def _remedy_for_binding() -> str:
+    library, own = _rocm() / "lib" / "libamd_smi.so", _rocm() / "share" / "amd_smi"
+    if not library.exists():
+        return f"{library} is missing: install ROCm's package amd-smi-lib, or set ROCM_PATH to where ROCm is"
+    release = ".".join(rocm_version().split(".")[:2]) or "<major.minor of ROCm>"
+    return (
+        f'install the one of the same release as ROCm, by pip install "amdsmi=={release}.*", or the one that ROCm brings, '
+        f"by pip install {own}"
+    )
+
+
+def _remedy_for(error: OSError, node: Path) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"pass it to the container (--device {node}) if it is to be used"
+    if error.errno == errno.EACCES:
+        return f"add this user to the group {group_of(node)}"
+    return "the container was given other GPUs"
+
+
+def group_of(node: Path) -> str:
+    """The group that may open a file; AMD's usual one where it cannot be told."""
+    try:
+        return grp.getgrgid(node.stat().st_gid).gr_name
+    except (OSError, KeyError):
+        return "render"
 
 
 @contextlib.contextmanager

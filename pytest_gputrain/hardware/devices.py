@@ -31,6 +31,14 @@ class Gpu:
     vendor: Vendor = "nvidia"
     power_limit_watts: float | None = None
     """That is enforced; None where the driver has no such figure, or the GPU is a part of one."""
+    compute_units: int | None = None
+    """Where the driver tells: they tell boards apart that share a name."""
+    pci_address: str = ""
+    """As the kernel writes it, ``0000:1b:00.0``; empty where it is not known. The parts of a GPU have that of the GPU."""
+    minor: int | None = None
+    """Number in the name of its device file, by which Slurm counts."""
+    fault: str = ""
+    """What the driver says instead of describing it, which leaves all but `index` and `driver` empty; mostly nothing."""
 
 
 class Occupancy(NamedTuple):

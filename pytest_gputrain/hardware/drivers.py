@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.hardware import amd, nvidia
@@ -22,11 +24,15 @@ UNSEEN_BYTES: Final = 2 * GiB
 
 _IDLE_BYTES: Final = 64 * MiB
 
+PID_NAMESPACE: Final = Path("/proc/self/ns/pid")
+_OF_THE_HOST: Final = "pid:[4026531836]"
+"""PROC_PID_INIT_INO of Linux: how the namespace reads in which processes have the numbers that drivers tell."""
+
 _OPENERS: Final = {"nvidia": nvidia.opened, "amd": amd.opened}
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU of this machine, NVIDIA's first.
+    """Every GPU of this machine, NVIDIA's first; those that do not answer with their `Gpu.fault`.
 
     Raises:
         HardwareError: a driver is there but does not answer.
@@ -36,6 +42,33 @@ def gpus() -> tuple[Gpu, ...]:
         with opened() as driver:
             every_gpu += driver.gpus() if driver is not None else ()
     return tuple(every_gpu)
+
+
+def may_be_unseen() -> bool:
+    """Whether this machine could have GPUs that `gpus` does not list, found out without opening a driver."""
+    return bool(nvidia_binding_fault()) or amd.DEVICE_FILE.exists()
+
+
+def unseen() -> str:
+    """Why GPUs that the kernel has are not among `gpus`, and the remedies; empty where there are no others.
+
+    Raises:
+        HardwareError: a driver is there but does not answer.
+    """
+    reasons = list(filter(None, (nvidia_binding_fault(), amd.binding_fault())))
+    with amd.opened() as driver:
+        reasons += driver.left_out() if driver is not None else ()
+    return "; ".join(reasons)
+
+
+def nvidia_binding_fault() -> str:
+    """Why NVML's binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no driver."""
+    files = sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))
+    try:
+        import pynvml  # noqa: F401
+    except ImportError as error:
+        return f"{files[0]} is there, but pynvml cannot be imported ({error}): pip install nvidia-ml-py" if files else ""
+    return ""
 
 
 @contextlib.contextmanager
@@ -105,10 +138,20 @@ def _is_idle(holder: Holder) -> bool:
 
 def _with_name(holder: Holder) -> Holder:
     """Add the name of the process's program, where this user may know it."""
-    if holder.name or holder.pid is None:
+    if holder.name or holder.pid is None or not _numbers_are_ours():
         return holder
     try:
         with open(f"/proc/{holder.pid}/comm") as name:
             return Holder(pid=holder.pid, gpu=holder.gpu, bytes=holder.bytes, name=name.read().strip())
     except OSError:
         return holder
+
+
+def _numbers_are_ours() -> bool:
+    """Whether a process has the number here that drivers tell: not in a container, nor of a machine that is replayed."""
+    if any(getattr(sys.modules.get(library), "is_replay", False) for library in ("pynvml", "amdsmi")):
+        return False
+    try:
+        return os.readlink(PID_NAMESPACE) == _OF_THE_HOST
+    except OSError:
+        return False

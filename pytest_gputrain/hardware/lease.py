@@ -68,7 +68,7 @@ def held_locks() -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _lock_devices(pool: str, names: Sequence[str], count: int, folder: Path | None) -> Iterator[set[str]]:
-    folder = folder or Path(tempfile.gettempdir()) / "gputrain-leases"
+    folder = folder or _folder()
     _make_common(folder)
     taken: dict[str, int] = {}
     try:
@@ -92,6 +92,25 @@ def _lock_devices(pool: str, names: Sequence[str], count: int, folder: Path | No
         for name, descriptor in taken.items():
             _held.pop(name, None)
             os.close(descriptor)
+
+
+def check_folder() -> Path:
+    """Return the folder of the locks, in which this process has just taken one.
+
+    Raises:
+        HardwareError: something else has its name.
+        OSError: this user cannot lock files there.
+    """
+    folder = _folder()
+    _make_common(folder)
+    descriptor = _lock(folder / "doctor.lock")
+    if descriptor is not None:
+        os.close(descriptor)
+    return folder
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / "gputrain-leases"
 
 
 def _make_common(folder: Path) -> None:

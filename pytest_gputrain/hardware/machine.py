@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_gputrain.hardware import amd, catalog, drivers
+from pytest_gputrain.hardware import catalog, drivers
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.records import Host
 
@@ -20,6 +20,8 @@ class Machine:
     gpus: tuple[Gpu, ...]
     platform: str
     """Catalog marker, ``cpu``, or ``unknown`` for a GPU that the catalog lacks."""
+    unseen: str = ""
+    """Why it counts as a CPU although the kernel has GPUs, with the remedy; empty where nothing is amiss."""
 
     @property
     def device_type(self) -> Literal["cpu", "gpu"]:
@@ -32,6 +34,9 @@ class Machine:
     @property
     def slug(self) -> str:
         """Folder of this machine's baselines."""
+        # Releases of ROCm name one board differently, and two boards alike.
+        if self.gpus and self.gpus[0].vendor == "amd" and (marker := marker_of(self.gpus[0])) is not None:
+            return catalog.slug(f"AMD Instinct {catalog.PLATFORMS[marker].title}")
         return catalog.slug(self.device_name)
 
     @property
@@ -56,39 +61,64 @@ def detect(
         if gpu_ids:
             raise HardwareError("--gpu-ids names GPUs, but --gpu-platform=cpu leaves them alone")
         return Machine(gpus=(), platform=catalog.CPU)
-    gpus = _visible(drivers.gpus(), environ)
+    listed = drivers.gpus()
+    silent = [gpu for gpu in listed if gpu.fault]
+    gpus = _visible([gpu for gpu in listed if not gpu.fault], silent, environ)
     if gpu_ids:
-        gpus = tuple(dict.fromkeys(_find(gpus, wanted) for wanted in gpu_ids))
+        gpus = tuple(dict.fromkeys(_find(gpus, silent, wanted) for wanted in gpu_ids))
     if not gpus:
+        unseen = "" if listed else drivers.unseen()
         if platform is not None:
-            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here{_why_unseen(platform)}")
-        return Machine(gpus=(), platform=catalog.CPU)
-    names = sorted({gpu.name for gpu in gpus})
-    if len(names) > 1:
+            raise HardwareError(f"--gpu-platform={platform}, but no GPU is visible here{f' ({unseen})' if unseen else ''}")
+        return Machine(gpus=(), platform=catalog.CPU, unseen=unseen)
+    kinds = {(gpu.name, marker_of(gpu)) for gpu in gpus}
+    if len(kinds) > 1:
+        names = sorted({name for name, _ in kinds})
+        if len(names) == 1:  # of several sizes
+            names = sorted(f"{name} ({marker or 'of no marker'})" for name, marker in kinds)
         raise HardwareError(f"GPUs of several kinds are visible ({', '.join(names)}); choose those of one with --gpu-ids")
-    marker = catalog.marker_of(names[0])
+    ((name, marker),) = kinds
     if platform is not None and marker not in (None, platform):
-        raise HardwareError(f"--gpu-platform={platform}, but the GPU here is {marker} ({names[0]})")
+        raise HardwareError(f"--gpu-platform={platform}, but the GPU here is {marker} ({name})")
     return Machine(gpus=gpus, platform=platform or marker or "unknown")
 
 
-def _find(gpus: Sequence[Gpu], wanted: str) -> Gpu:
+def marker_of(gpu: Gpu) -> str | None:
+    """The catalog marker of a GPU; None for one that the catalog lacks."""
+    return catalog.marker_of(gpu.name, gpu.memory_bytes, gpu.compute_units)
+
+
+def _find(gpus: Sequence[Gpu], silent: Sequence[Gpu], wanted: str) -> Gpu:
     gpu = _match(gpus, wanted, {gpu.uuid: gpu.index for gpu in gpus})
     if gpu is not None:
         return gpu
+    for other in silent:
+        if wanted == str(other.index):
+            raise HardwareError(
+                f"--gpu-ids names GPU {other.index}, which its driver does not describe ({other.fault}); see what "
+                "nvidia-smi says, or name others"
+            )
     visible = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
-    raise HardwareError(f"--gpu-ids: no visible GPU {wanted!r}; visible: {visible}")
+    raise HardwareError(f"--gpu-ids: no visible GPU {wanted!r}, or several; visible: {visible}")
 
 
-def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """The GPUs that the runtimes of their vendors would show.
 
+    Args:
+        silent: those of NVIDIA that their driver does not describe.
+
     Raises:
-        HardwareError: a variable shows none of them, and does not say so by being empty or -1.
+        HardwareError: a variable shows none of them, and does not say so by being empty or -1, or it is not known which it
+            shows.
     """
     of_vendor = {vendor: [gpu for gpu in gpus if gpu.vendor == vendor] for vendor in ("nvidia", "amd")}
     by_index = {gpu.uuid: gpu.index for gpu in gpus}
-    nvidias = _visible_by(of_vendor["nvidia"], "CUDA_VISIBLE_DEVICES", environ, by_index)
+    _refuse_ambiguous(of_vendor["nvidia"], silent, environ)
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        nvidias = _visible_by(of_vendor["nvidia"], "CUDA_VISIBLE_DEVICES", environ, by_index)
+    else:
+        nvidias = _lent_by_slurm(of_vendor["nvidia"], environ)
     amd_gpus = _visible_by(of_vendor["amd"], "ROCR_VISIBLE_DEVICES", environ, by_index)
     # HIP counts what ROCm left to it. It heeds CUDA's name for its own variable, which is another vendor's beside NVIDIA's
     # GPUs, and takes an empty one for unset.
@@ -98,6 +128,51 @@ def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]
         *nvidias,
         *_visible_by(amd_gpus, name, set_variables, {gpu.uuid: position for position, gpu in enumerate(amd_gpus)}),
     )
+
+
+def _refuse_ambiguous(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, str]) -> None:
+    """Raises:
+    HardwareError: no GPU answers, or ``CUDA_VISIBLE_DEVICES`` has numbers by which CUDA may mean other GPUs than NVML.
+    """
+    variable = environ.get("CUDA_VISIBLE_DEVICES")
+    if silent and not gpus and not _says_none(variable):
+        raise HardwareError(
+            f"the NVIDIA driver failed to describe its GPUs ({silent[0].fault}); see what nvidia-smi says, or leave them "
+            "alone with --gpu-platform=cpu"
+        )
+    if variable is None or not any(entry.strip().isdigit() for entry in variable.split(",")):
+        return
+    remedy = f"CUDA_VISIBLE_DEVICES={variable} has to name GPUs by their UUIDs, as nvidia-smi -L prints them"
+    if silent:
+        raise HardwareError(
+            f"{remedy}: the driver does not describe GPU {silent[0].index} ({silent[0].fault}), and CUDA may not count it"
+        )
+    kinds = sorted({gpu.name.partition(" MIG ")[0] for gpu in gpus})
+    if len(kinds) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        raise HardwareError(
+            f"{remedy}, or CUDA_DEVICE_ORDER=PCI_BUS_ID has to be set: of several kinds ({', '.join(kinds)}) CUDA counts "
+            "the fastest first"
+        )
+
+
+def _lent_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
+    """The GPUs of the Slurm step or job that this process is in: Slurm sets ``CUDA_VISIBLE_DEVICES`` only in what it starts
+    itself, not in a shell that joins the job.
+
+    Raises:
+        HardwareError: none of them is here.
+    """
+    name = "SLURM_STEP_GPUS" if environ.get("SLURM_STEP_GPUS") else "SLURM_JOB_GPUS"
+    lent = environ.get(name)
+    if not lent or not gpus:
+        return gpus
+    # Slurm counts device files, also where a container shows only some of them.
+    chosen = [gpu for gpu in gpus if str(gpu.index if gpu.minor is None else gpu.minor) in lent.split(",")]
+    if not chosen:
+        raise HardwareError(
+            f"{name}={lent} names none of the {len(gpus)} GPUs here; choose with CUDA_VISIBLE_DEVICES, by UUID, or unset it"
+        )
+    return chosen
 
 
 def _visible_by(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers: Mapping[str, int]) -> list[Gpu]:
@@ -115,26 +190,20 @@ def _visible_by(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers:
         if match is None:
             break
         chosen.append(match)
-    said_none = variable.split(",")[0].strip() in ("", "-1", "NoDevFiles")
-    if not chosen and not said_none:
+    if not chosen and not _says_none(variable):
         raise HardwareError(f"{name}={variable} shows none of the {len(gpus)} GPUs here")
     return list(dict.fromkeys(chosen))
 
 
+def _says_none(variable: str | None) -> bool:
+    """Whether a variable that chooses GPUs chooses none."""
+    return variable is not None and variable.split(",")[0].strip() in ("", "-1", "NoDevFiles")
+
+
 def _match(gpus: Sequence[Gpu], name: str, numbers: Mapping[str, int]) -> Gpu | None:
-    """The GPU of that number, the first of its parts, or the one whose UUID begins so."""
-    return next(
-        (
-            gpu
-            for gpu in gpus
-            if name == str(numbers[gpu.uuid]) or (name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name))
-        ),
-        None,
-    )
-
-
-def _why_unseen(platform: str) -> str:
-    """Say why an AMD GPU that the kernel has may not be seen."""
-    if platform.startswith("mi") and amd.DEVICE_FILE.exists() and amd.load() is None:
-        return f" ({amd.DEVICE_FILE} is, but amdsmi is missing or finds no ROCm: install pytest-gputrain[amd])"
-    return ""
+    """The GPU of that number, the first of its parts, or the one whose UUID is or, as that of no other, begins so."""
+    for gpu in gpus:
+        if name in (str(numbers[gpu.uuid]), gpu.uuid):
+            return gpu
+    begin_so = [gpu for gpu in gpus if name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name)]
+    return begin_so[0] if len(begin_so) == 1 else None

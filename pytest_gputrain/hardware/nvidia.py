@@ -32,8 +32,26 @@ _REASONS: Final = {
 }
 """``nvmlClocksEventReason...`` under nvidia-smi's names; bindings before 12.535 have other constants for them."""
 
+_NO_INDEX: Final = (2, 3)
+"""NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED, instead of a handle: there is no such GPU."""
+
 _LOST: Final = (15, 16)
 """NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED: no answer is None for these, but a fault."""
+
+_NO_DRIVER: Final = (9, 12)
+"""NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND."""
+
+_NO_GPU: Final = 28
+"""NVML_ERROR_GPU_NOT_FOUND, which old bindings have no name for."""
+
+_POWER_INSTANT: Final = 186
+"""NVML_FI_DEV_POWER_INSTANT."""
+
+_LINK_DEVICES: Final = (0, 1)
+"""NVML_NVLINK_DEVICE_TYPE_GPU and _IBMNPU, the CPU of a POWER9: what an NVLink leads to that is no switch."""
+
+_NO_BUS: Final = 0xFF
+"""Of the address that stands for an NVSwitch that this machine does not see."""
 
 
 class Nvidia:
@@ -44,25 +62,51 @@ class Nvidia:
 
     def gpus(self) -> tuple[Gpu, ...]:
         driver = _text(self._nvml.nvmlSystemGetDriverVersion())
-        listed = []
-        for index in range(self._nvml.nvmlDeviceGetCount()):
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-            mode = self._ask("nvmlDeviceGetMigMode", handle)
-            partitioned = bool(mode and mode[0])  # it may have no part yet, and is no device then
-            limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
-            for part in self._parts(handle) if partitioned else [handle]:
-                memory = self._ask("nvmlDeviceGetMemoryInfo", part)
-                listed.append(
-                    Gpu(
-                        index=index,
-                        uuid=_text(self._nvml.nvmlDeviceGetUUID(part)),
-                        name=_text(self._nvml.nvmlDeviceGetName(part)),
-                        memory_bytes=0 if memory is None else int(memory.total),
-                        driver=driver,
-                        power_limit_watts=None if limit is None else limit / 1000,
-                    )
-                )
+        listed: list[Gpu] = []
+        for index, handle, fault in self._each():
+            try:
+                if handle is None:
+                    listed.append(_silent(index, driver, fault))
+                else:
+                    listed += self._described(index, handle, driver)
+            except self._nvml.NVMLError as error:  # of this one: the others may be well
+                listed.append(_silent(index, driver, str(error)))
         return tuple(listed)
+
+    def _each(self) -> Iterator[tuple[int, Any, str]]:
+        """Index and handle of every GPU, or the fault that it has instead of one."""
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            handle, fault = None, ""
+            try:
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            except self._nvml.NVMLError as error:
+                if error.value in _NO_INDEX:
+                    raise
+                fault = str(error)
+            yield index, handle, fault
+
+    def _described(self, index: int, handle: Any, driver: str) -> list[Gpu]:
+        """A GPU, or the parts of one that is partitioned."""
+        mode = self._ask("nvmlDeviceGetMigMode", handle)
+        partitioned = bool(mode and mode[0])  # it may have no part yet, and is no device then
+        limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
+        address, minor = self._ask("nvmlDeviceGetPciInfo", handle), self._ask("nvmlDeviceGetMinorNumber", handle)
+        described = []
+        for part in self._parts(handle) if partitioned else [handle]:
+            memory = self._ask("nvmlDeviceGetMemoryInfo", part)
+            described.append(
+                Gpu(
+                    index=index,
+                    uuid=_text(self._nvml.nvmlDeviceGetUUID(part)),
+                    name=_text(self._nvml.nvmlDeviceGetName(part)),
+                    memory_bytes=0 if memory is None else int(memory.total),
+                    driver=driver,
+                    power_limit_watts=None if limit is None else limit / 1000,
+                    pci_address=f"{address.domain:04x}:{address.bus:02x}:{address.device:02x}.0" if address else "",
+                    minor=minor,
+                )
+            )
+        return described
 
     def _parts(self, handle: Any) -> list[Any]:
         """The MIG devices of a GPU that is partitioned."""
@@ -74,6 +118,8 @@ class Nvidia:
         handle = self._handle(gpu)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         running = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
+        if running is None:  # the driver is of before 510
+            running = self._ask("nvmlDeviceGetComputeRunningProcesses_v2", handle)
         holders = None
         if running is not None:
             holders = tuple(
@@ -86,7 +132,7 @@ class Nvidia:
             return Reading()
         handle = self._handle(gpu)
         energy = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
-        power = self._ask("nvmlDeviceGetPowerUsage", handle)
+        power = self._power(handle)
         used = self._ask("nvmlDeviceGetUtilizationRates", handle)
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:  # its name before driver 535
@@ -99,12 +145,25 @@ class Nvidia:
             throttling=None if reasons is None else frozenset(name for bit, name in _REASONS.items() if reasons & bit),
         )
 
+    def _power(self, handle: Any) -> int | None:
+        """Milliwatts now. Drivers before 530 have only their own figure, which is a mean of the last second on Ampere and
+        newer, but not on A100."""
+        values = self._ask("nvmlDeviceGetFieldValues", handle, [_POWER_INSTANT])
+        if values and values[0].nvmlReturn == 0:
+            return int(values[0].value.uiVal)
+        milliwatts: int | None = self._ask("nvmlDeviceGetPowerUsage", handle)
+        return milliwatts
+
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
         """The paths as ``nvidia-smi topo -m`` names them.
 
         ``NV4`` stands for four NVLinks, direct or through NVSwitches, else where on PCIe two meet.
         """
-        ends = [_LinkEnd(self._nvml, self._ask, self._handle(gpu)) for gpu in gpus]
+        known = []
+        for _, handle, _ in self._each():
+            with contextlib.suppress(self._nvml.NVMLError):  # of a GPU that is none of these
+                known += [] if handle is None else [self._nvml.nvmlDeviceGetPciInfo(handle)]
+        ends = [_LinkEnd(self._nvml, self._ask, self._handle(gpu), known) for gpu in gpus]
         return tuple(tuple(SELF if end is other else end.path(other) for other in ends) for end in ends)
 
     def _handle(self, gpu: Gpu) -> Any:
@@ -117,18 +176,26 @@ class Nvidia:
         function: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if function is None:
             return None
+        # Since binding 12.560, for a driver without the newest version of a function; no NVMLError.
+        mismatch = getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError)
         try:
             return function(*arguments)
         except self._nvml.NVMLError as error:
             if error.value in _LOST:
                 raise
             return None
+        except mismatch:
+            return None
 
 
 class _LinkEnd:
-    """A GPU with its NVLinks, as one end of a path."""
+    """A GPU with its NVLinks, as one end of a path.
 
-    def __init__(self, nvml: Any, ask: Callable[..., Any], handle: Any) -> None:
+    Args:
+        known: addresses of all GPUs of this machine.
+    """
+
+    def __init__(self, nvml: Any, ask: Callable[..., Any], handle: Any, known: Sequence[Any]) -> None:
         self._nvml, self._ask, self._handle = nvml, ask, handle
         self._address = ask("nvmlDeviceGetPciInfo", handle)
         self._direct: list[Any] = []
@@ -136,10 +203,16 @@ class _LinkEnd:
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             if not ask("nvmlDeviceGetNvLinkState", handle, link):
                 continue
-            if ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-                self._into_switches += 1
+            kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            remote = ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            # A container may hide the GPU at the other end. A virtual machine never shows its switches, and says nothing
+            # of what they are.
+            is_seen = any(_same_address(remote, address) for address in known)
+            is_hidden = kind in _LINK_DEVICES and remote is not None and remote.bus != _NO_BUS
+            if kind != nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH and (is_seen or is_hidden):
+                self._direct.append(remote)
             else:
-                self._direct.append(ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link))
+                self._into_switches += 1
 
     def path(self, other: _LinkEnd) -> str:
         links = sum(_same_address(address, other._address) for address in self._direct)
@@ -174,8 +247,8 @@ def opened() -> Iterator[Nvidia | None]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         # Anything else is a GPU host with a fault, which must not pass for a host without GPUs.
-        absent = error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        if not absent or any(DEVICE_FILES.glob("nvidia[0-9]*")):
+        absent = error.value in _NO_DRIVER and not any(DEVICE_FILES.glob("nvidia[0-9]*"))
+        if error.value != _NO_GPU and not absent:
             raise _fault(error) from error
         yield None
         return
@@ -186,6 +259,10 @@ def opened() -> Iterator[Nvidia | None]:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _silent(index: int, driver: str, fault: str) -> Gpu:
+    return Gpu(index=index, uuid="", name="", memory_bytes=0, driver=driver, fault=fault)
 
 
 def _fault(error: Exception) -> HardwareError:

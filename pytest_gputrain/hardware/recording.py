@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pytest_gputrain.hardware import amd
+from pytest_gputrain.utils.files import read_whole
 
 ERRORS: Final = {"pynvml": "NVMLError", "amdsmi": "AmdSmiException"}
 """Base of each library's exceptions."""
@@ -79,9 +80,9 @@ class Recorder:
             return value.decode()
         if isinstance(value, dict):
             return {str(key): self._to_json(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | ctypes.Array):
             return [self._to_json(item) for item in value]
-        if isinstance(value, ctypes.Structure):
+        if isinstance(value, ctypes.Structure | ctypes.Union):
             return {"fields": {field[0]: self._to_json(getattr(value, field[0])) for field in value._fields_}}
         if isinstance(value, _Handle):
             return {"handle": value.number}
@@ -114,6 +115,9 @@ class _Recording(msgspec.Struct):
 
 class Replay(types.ModuleType):
     """A recording as the library that it was made from."""
+
+    is_replay = True
+    """Its GPUs have no files here."""
 
     def __init__(self, recording: Any) -> None:
         """Raises:
@@ -177,7 +181,7 @@ def replayed(path: Path) -> Iterator[None]:
         OSError: it cannot be read.
     """
     try:
-        recordings = json.loads(path.read_bytes())
+        recordings = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     try:
@@ -191,7 +195,7 @@ def replayed(path: Path) -> Iterator[None]:
             put(library.__name__, library)
         try:
             yield
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path} has replies that no driver gives ({type(error).__name__}: {error})") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -20,12 +21,13 @@ from pytest_gputrain.execution.predicted import PredictingExecutor
 from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
 from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.plugin import late_reports
+from pytest_gputrain.plugin import absence, late_reports
+from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, outcome_of_skip
 from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
 from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases, on_controller
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.plugin.settings import read
+from pytest_gputrain.plugin.settings import prepare_outputs, read
 from pytest_gputrain.records import Case, Event, Reply, Result
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
@@ -69,10 +71,16 @@ class CaseSession:
         is_controller = on_controller(config)
         try:
             settings = _settings(config)
-            if settings.baseline_update != "no" and is_controller and not config.option.collectonly:
-                BaselineStore(settings.baseline_dir).check_writable()
+            if is_controller and not config.option.collectonly:
+                if settings.baseline_update != "no":
+                    BaselineStore(settings.baseline_dir).check_writable()
+                prepare_outputs(settings)
             if settings.html is not None and is_controller:
                 _check_installed()
+            if settings.baseline_prune and getattr(config.option, "dist", "no") != "no":
+                raise ValueError(
+                    "--gpu-baseline-prune and -n contradict each other: it has to see every test in one process"
+                )
             resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
             self.forecast = _forecast(config, settings)
             self.executor: Executor[Any]
@@ -94,8 +102,10 @@ class CaseSession:
         self._failures: list[Failure] = []
         self._explanations: list[str] | None = None
         """The sentences that explain the tables, once all results are there."""
-        self._skipped = False
-        """Whether any test with cases was skipped."""
+        self._tests = CaseTests()
+        self._files = WholeFiles()
+        if self.collector is not None:
+            config.pluginmanager.register(self._files, "gputrain-files")
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
     def gputrain(self, item: pytest.Item, overridden: Mapping[str, Any]) -> GpuTrain:
@@ -139,6 +149,18 @@ class CaseSession:
         return (
             f"gputrain: predicted not to fit {self.forecast.platform}, and run last: {', '.join(unfit)}" if unfit else None
         )
+
+    def taken_for_a_cpu(self, items: Sequence[pytest.Item]) -> str | None:
+        """Return a warning that the cases will run on the CPU although this machine has GPUs."""
+        if self.config.option.collectonly or not any(map(has_cases, items)):
+            return None
+        return f"gputrain: {self._unseen}" if self._unseen else None
+
+    @functools.cached_property
+    def _unseen(self) -> str:
+        """A sentence on GPUs of this machine that no case can use; empty where there are none, or cases run elsewhere."""
+        unseen = self.executor.unseen if isinstance(self.executor, LocalExecutor) else ""
+        return f"no GPU is used, this machine counts as a CPU: {unseen}; --gpu-platform=cpu accepts that" if unseen else ""
 
     def expect(self, items: Sequence[pytest.Item]) -> None:
         """Take notice of the cases of the tests that are about to run."""
@@ -196,8 +218,10 @@ class CaseSession:
             for result in item.stash.get(RESULTS, []):
                 self.collector.add(result, passed=False)
 
-    def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Put what a test has measured into its report."""
+    def attach(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        """Put what a test has measured, and why it was skipped, into its report."""
+        if report.skipped and has_cases(item):
+            report.gputrain_skip = outcome_of_skip(item, call.excinfo.value if call.excinfo else None)  # type: ignore[attr-defined]
         if report.failed:
             self.runner.forget(item.nodeid)
         results = item.stash.get(RESULTS, [])
@@ -213,8 +237,7 @@ class CaseSession:
         if self.collector is None:
             return
         if hasattr(report, "gputrain"):
-            # In its call: a mark that skips, or expects a failure, is somebody's decision.
-            self._skipped |= report.when == "call" and report.skipped and not hasattr(report, "wasxfail")
+            self._tests.note(report)
         results = self._measured[report.nodeid]
         results += [msgspec.json.decode(text, type=Result) for text in getattr(report, "gputrain", ())]
         if results:
@@ -226,7 +249,10 @@ class CaseSession:
         if report.when == "teardown":
             with undisturbed():
                 for result in self._measured.pop(report.nodeid):
-                    self.collector.add(result, passed=report.nodeid not in self._failed)
+                    passed = report.nodeid not in self._failed
+                    self.collector.add(result, passed=passed)
+                    if passed:
+                        self._tests.note_passed(result)
 
     def close(self, session: pytest.Session, exitstatus: int, notes: Sequence[str], *, interrupted: bool) -> None:
         """Save what the run has measured, and fail it where something is wrong with that. Called on the controller only.
@@ -239,15 +265,25 @@ class CaseSession:
         for results in self._measured.values():  # of tests that did not come to their end
             for result in results:
                 collector.add(result, passed=False)
-        if self.runner.settings.predict and self._skipped and not collector.results and exitstatus == pytest.ExitCode.OK:
-            collector.notes.append("nothing was predicted: every case was skipped; -rs tells why")
+        ended = not interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        absence.note_missing(collector, self._tests, expression_of(self.config), ended=ended)
+        ran = bool(self._tests.outcomes or collector.results)
+        if (ran or self._failures) and self._unseen:
+            collector.notes.append(self._unseen)
             collector.failed |= is_strict(self.runner.settings)
+        left = absence.note_unclaimed(collector, self._files)
         collector.notes += notes
         # What somebody chose by pytest.exit stays.
         cut_short = interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        collector.close(int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus))
+        collector.close(
+            int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus),
+            ran=ran,
+            is_listing=self.config.option.collectonly,
+            skipped=self._tests.number_skipped,
+            unclaimed=left,
+        )
         late_reports.join_benchmarks(self.config, collector.results)
-        if collector.results or self._failures:
+        if ran or self._failures:
             self._summarise(collector)
         if collector.failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -302,7 +338,11 @@ def _settings(config: pytest.Config) -> Settings:
         {option.name: str(config.getini(option.ini)) for option in OPTIONS},
         config.rootpath if config.inipath is None else config.inipath.parent,
     )
-    named_platforms = [] if settings.platform is None else [("--gpu-platform", settings.platform)]
+    named_platforms = (
+        []
+        if settings.platform is None
+        else [("--gpu-platform" if "platform" in settings.typed else "gpu_platform", settings.platform)]
+    )
     named_platforms += [("gpu_fleet_args", platform) for platform, _ in settings.fleet_args if platform]
     for option, platform in named_platforms:
         if platform not in MARKERS:

@@ -18,6 +18,7 @@ from pytest_gputrain.gate.summary import detail_of, failure_of
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
+from pytest_gputrain.plugin.case_tests import skipped
 from pytest_gputrain.plugin.items import RESULTS, expression_of
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.records import (
@@ -34,7 +35,7 @@ from pytest_gputrain.records import (
 from pytest_gputrain.records.prediction import MEASURED_ONLY
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.request import CaseRunner, Request
-from pytest_gputrain.utils.errors import BadCase, CannotRun
+from pytest_gputrain.utils.errors import BadCase, CannotRun, OtherPlatform
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.suggest import did_you_mean
 
@@ -98,7 +99,7 @@ class GpuTrain:
             if name not in _FIGURES:
                 raise _failed(f"needs={name!r} is no figure of a case{did_you_mean(name, _FIGURES)}")
             if self._runner.settings.predict and name in MEASURED_ONLY:
-                raise pytest.skip.Exception(f"needs {name}, which cannot be predicted", _use_item_location=True)
+                raise skipped(f"needs {name}, which cannot be predicted")
 
     def check(self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any) -> Result:
         """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
@@ -148,7 +149,7 @@ class GpuTrain:
             )
             result = self._runner.run(request)
         except CannotRun as reason:
-            raise pytest.skip.Exception(shown(str(reason)), _use_item_location=True) from None
+            raise skipped(shown(str(reason)), of_platform=isinstance(reason, OtherPlatform)) from None
         except BadCase as error:
             # Without the cause: pytest would print the sentence twice.
             raise _failed(error) from None
@@ -242,6 +243,6 @@ def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
     except HardwareError as error:
         raise _failed(error) from None
     if not machine.gpus:
-        pytest.skip(f"needs a GPU, found {CPU}")
+        pytest.skip(f"needs a GPU, found {CPU}{f': {machine.unseen}' if machine.unseen else ''}")
     with lease(machine.gpus, 1) as (device,):
         yield device

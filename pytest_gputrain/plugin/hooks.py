@@ -120,6 +120,7 @@ class GpuTrainPlugin:
         self.deselected = DeselectedTests(expression_of(config))
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
+        self._is_ending = False
         self._interrupted = False
 
     @functools.cached_property
@@ -152,8 +153,9 @@ class GpuTrainPlugin:
         if self.cases_so_far:
             self.cases_so_far.order(items)
 
-    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> str | None:
-        return self.cases_so_far.predicted_not_to_fit(items) if self.cases_so_far else None
+    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
+        cases = self.cases_so_far
+        return list(filter(None, (cases.taken_for_a_cpu(items), cases.predicted_not_to_fit(items)))) if cases else []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.environment.collected()
@@ -193,7 +195,7 @@ class GpuTrainPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if self.cases_so_far or has_cases(item):
-            self.cases.attach(item, report)
+            self.cases.attach(item, call, report)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -209,12 +211,20 @@ class GpuTrainPlugin:
             self._is_terminable = True
             self.ending.enter_context(terminable())
 
+    def _end_undisturbed(self) -> None:
+        """Drop all signals from now on until the end of the run: a second one must not cut off what the first one began."""
+        if self._is_terminable and not self._is_ending:
+            self._is_ending = True
+            self.ending.enter_context(undisturbed(to_the_end=True))
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self) -> None:
         self._interrupted = True  # pytest notes it later, and not at all if a second one comes meanwhile
+        self._end_undisturbed()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-benchmark saves, which is a wrapper, too
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
+        self._end_undisturbed()
         if on_controller(self.config):
             with undisturbed(to_the_end=True):
                 notes = self.deselected.notes()

@@ -152,6 +152,12 @@ OPTIONS: Final = (
         name="baseline-update-new-only", switch=True, parse=_switch, help="store figures of cases without a baseline only"
     ),
     Option(
+        name="baseline-prune",
+        switch=True,
+        parse=_switch,
+        help="remove the baselines of this device that no test asks for any more, in files whose tests all ran to their end",
+    ),
+    Option(
         name="baseline-dir",
         parse=_path,
         default="baselines",

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.records.settings import OUTPUTS, Settings
+from pytest_gputrain.utils.files import prepare
 
 
 def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
@@ -54,14 +55,12 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         if update != "no":
             raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report")
         baseline = str(path.absolute())
-    if isinstance(values["summary"], Path) and values["summary"].is_dir():
-        raise ValueError(f"--gpu-summary: {values['summary']} is a folder; give a file")
     _refuse_contradictions(values)
-    for name in ("json", "history", "html"):
-        if values[name] is not None and values[name].exists() and not values[name].is_file():
-            raise ValueError(f"--gpu-{name}: {values[name]} is not a file")
+    _refuse_outputs(values)
+    _refuse_to_prune(values)
     return Settings(
         baseline_update=update,
+        baseline_prune=bool(values["baseline-prune"]),
         baseline_dir=values["baseline-dir"].absolute(),
         baseline_dir_named=bool(options.get("baseline-dir") or ini.get("baseline-dir")),
         baseline=baseline,
@@ -101,6 +100,51 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         loss_steps=values["loss"],
         root=root,
     )
+
+
+def _refuse_outputs(values: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: two options name one file, or one names a file that no run writes.
+    """
+    flags: dict[Path, str] = {}
+    for name in OUTPUTS:
+        path = values[name]
+        if not isinstance(path, Path):
+            continue
+        other = flags.setdefault(path.resolve(), f"--gpu-{name}")
+        if other != f"--gpu-{name}":
+            raise ValueError(
+                f"{other} and --gpu-{name} contradict each other: both name {path}; give each a file of its own"
+            )
+        if path.suffix == ".py":  # after --gpu-json without a value
+            raise ValueError(f"--gpu-{name}: {path} is code, which it would replace; write the option as --gpu-{name}=FILE")
+
+
+def _refuse_to_prune(values: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: baselines are to be removed that no test asks for, and tests are to ask for other cases than their own.
+    """
+    against = {
+        "--gpu-set": values["set"],
+        "--gpu-find-batch": values["find-batch"],
+        "--gpu-loss": values["loss"],
+        "--gpu-steps": values["steps"] is not None,
+        "--gpu-warmup": values["warmup"] is not None,
+        f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
+    }
+    for other in (flag for flag, asked in against.items() if asked and values["baseline-prune"]):
+        raise ValueError(f"--gpu-baseline-prune and {other} contradict each other: tests ask for other cases then")
+
+
+def prepare_outputs(settings: Settings) -> None:
+    """Raises:
+    ValueError: a file that the run is to write cannot be written; its folder has been made otherwise.
+    """
+    for name, path in settings.outputs.items():
+        try:
+            prepare(path)
+        except OSError as error:
+            raise ValueError(f"--gpu-{name}: {path} cannot be written ({error.strerror}); give another file") from None
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:

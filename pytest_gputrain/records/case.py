@@ -64,6 +64,12 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
     lora_rank: Whole = 0
     """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
+    quantized_compute: str = ""
+    """What packed weights are multiplied in (``qlora``): ``fp32`` or ``bf16``; empty for the arithmetic of the precision."""
+    attention: str = ""
+    """Of a language model by transformers: ``eager``, ``sdpa``, or ``sdpa-4.49``, which is sdpa as transformers 4.49 called
+    it, with keys and values repeated for the heads that share them and without Gemma 2's cap of the scores; empty for the
+    one that transformers picks."""
     optimizer: str = "adamw"
     """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd``."""
     compile: str = "off"

@@ -106,6 +106,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Share of the blocks that are recomputed: 1.0 for all."""
     reentrant_checkpointing: bool
     lora_rank: Whole
+    quantized_compute: str
+    attention: str
     optimizer: str
     compile: str
     tf32: bool | None

@@ -28,10 +28,8 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the caching allocator grows its segments in place, instead of asking for new ones."""
     capability: tuple[Whole, Whole] = (9, 0)
     """CUDA's compute capability: before 8.0 there is no flash attention."""
-    attention: Literal["current", "transformers-4.49", "unfused"] = "current"
-    """Whose attention: that of the libraries here; that of transformers 4.49, which repeats keys and values that heads share
-    (version 5 hands them over as they are, which no fused kernel takes in fp32) and leaves out Gemma 2's cap of the scores
-    (version 5 holds the scores to apply it); or plain products, as before torch 2.0."""
+    attention: Literal["current", "unfused"] = "current"
+    """Whose kernels: those of the libraries here, or plain products, as before torch 2.0."""
     lists: bool = True
     """Whether optimizers work on lists of tensors, torch's default on a GPU since 2.0; else on one tensor after another."""
     multiprocessors: Whole = 132

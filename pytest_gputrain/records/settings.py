@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pytest_gputrain.records.tolerance import MemoryTolerance
 
 Axes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Every knob with its values, in the order given."""
+
+OUTPUTS: Final = ("json", "html", "summary", "history")
+"""The settings that name a file for a run to write; the options are called like them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +20,8 @@ class Settings:
     """What the command line, the ini file and the defaults add up to."""
 
     baseline_update: Literal["no", "new-only", "all"]
+    baseline_prune: bool
+    """Whether baselines that no test asks for are removed."""
     baseline_dir: Path
     baseline_dir_named: bool
     """Whether the command line or the ini file names it."""
@@ -80,7 +85,13 @@ class Settings:
     """Names of the options that the command line gives: they count before what a test says of itself."""
 
     @property
+    def outputs(self) -> dict[str, Path]:
+        """The files of `OUTPUTS` that this run is to write, by the name of the setting."""
+        named = {name: getattr(self, name) for name in OUTPUTS}
+        return {name: path for name, path in named.items() if isinstance(path, Path)}
+
+    @property
     def written(self) -> tuple[Path, ...]:
         """Files and folders that a run changes, or that the one it resumes has changed."""
-        named = (self.baseline_dir, self.summary, self.json, self.history, self.html, self.resume)
-        return tuple(path for path in named if isinstance(path, Path))
+        named = (self.baseline_dir, self.resume, *self.outputs.values())
+        return tuple(path for path in named if path is not None)

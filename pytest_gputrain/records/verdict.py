@@ -99,6 +99,8 @@ class Published(Struct, frozen=True, kw_only=True):
     """Versions and hardware: ``torch 2.5.1 on NVIDIA H100``."""
     time_not_judged: str = ""
     """Why its time is shown but says nothing of the case as declared."""
+    memory_not_judged: str = ""
+    """Likewise of its memory."""
 
 
 class MetricVerdict(Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, Measured, Predicted, Report, Result, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
-from pytest_gputrain.report import history_lines, json_report
+from pytest_gputrain.report import history_lines, json_report, uncompared
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.predictions import FOLDER, PredictionStore
@@ -161,8 +161,16 @@ class Collector:
         verdict = Verdict(status="not-comparable", sentence=sentence)
         self.results[index] = msgspec.structs.replace(self.results[index], verdict=verdict)
 
-    def close(self, exit_status: int) -> None:
-        """Save what is to be saved; what cannot be saved is named in `notes` and written elsewhere, and sets `failed`."""
+    def close(
+        self, exit_status: int, *, ran: bool = True, is_listing: bool = False, skipped: int = 0, unclaimed: int = 0
+    ) -> None:
+        """Save what is to be saved; what cannot be saved is named in `notes` and written elsewhere, and sets `failed`.
+
+        Args:
+            ran: whether any test with cases did; without, reports that there are stay as they are.
+            is_listing: whether the run only lists tests, and makes no report either.
+            skipped, unclaimed: see `uncompared.line`.
+        """
         if trouble := self._save_baselines():
             self._write_elsewhere("; ".join(trouble), self._report(1))
         self._note_unfinished()
@@ -180,13 +188,23 @@ class Collector:
         on_gpus = any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded)
         if on_gpus and not self._records_resumed:
             self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
+        kept = () if ran else self._note_kept(is_listing)
+        self.notes += filter(None, [uncompared.line(self.results, skipped=skipped, unclaimed=unclaimed)])
         for file, write in ((self.settings.json, json_report.write), (self.settings.html, self._write_page)):
-            if file is not None:
+            if file is not None and file not in kept:
                 report = self._report(exit_status)
                 try:
                     write(report, file, self.results)
                 except OSError as error:
                     self._write_elsewhere(f"the report {file} cannot be written: {error.strerror}", report)
+
+    def _note_kept(self, is_listing: bool) -> Sequence[Path]:
+        """Note which files stay as they are in a run without cases, and return those that are not to be written."""
+        files = [path for name, path in self.settings.outputs.items() if name != "history"]
+        present = [path for path in files if path.exists()]
+        if present:
+            self.notes.append(f"no case was run, so nothing was written to {', '.join(map(str, present))}")
+        return files if is_listing else present
 
     def _write_page(self, report: Report, path: Path, results: Sequence[Result]) -> None:
         from pytest_gputrain.report.html import page

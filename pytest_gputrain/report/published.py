@@ -108,7 +108,7 @@ def printed(metric: Metric, figure: Figure) -> str:
     """A figure with the digits it was published with: ``9-11 s``, ``8.0 GiB``."""
     size, unit = 1.0, " s"
     if metric.field.endswith("_bytes"):
-        size, unit = (MiB, " MiB") if _in_mib(figure) else (GiB, " GiB")
+        unit, size = _unit(figure)
     elif metric.field.startswith("samples"):
         unit = ""
     last = figure.rounding / size
@@ -117,8 +117,13 @@ def printed(metric: Metric, figure: Figure) -> str:
     return f"{'-'.join(ends)}{unit}"
 
 
-def _in_mib(figure: Figure) -> bool:
-    return figure.rounding <= MiB
+def _unit(figure: Figure) -> tuple[str, float]:
+    """Return the unit whose digit was rounded: thousands of MiB are neither GiB nor GB."""
+    for unit, size in ((" GiB", GiB), (" GB", 1e9)):
+        digits = math.log10(figure.rounding / size) if figure.rounding else 0
+        if abs(digits - round(digits)) < 1e-6:
+            return unit, size
+    return " MiB", MiB
 
 
 def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) -> str:
@@ -128,7 +133,8 @@ def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) 
     if value is None:
         return "" if result.summary else outcome(result)
     if metric.field.endswith("_bytes"):
-        return f"{value / MiB:,.0f} MiB" if beside and _in_mib(beside) else format_bytes(value)
+        unit, size = _unit(beside) if beside else ("", GiB)
+        return format_bytes(value) if size == GiB else f"{value / size:,.{int(size > MiB)}f}{unit}"
     return (
         format_seconds(value) if metric.field.endswith("seconds") else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
     )

@@ -104,13 +104,13 @@ def explain(results: Sequence[Result]) -> list[str]:
             doubts["accepted" if accepted else held_to or result.verdict.status].append(result.verdict.sentence)
         for metric in result.verdict.metrics if result.verdict else ():
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
-                reasons[f"{_METRICS[metric.metric]} not compared: {metric.note}"] += 1
+                reasons[f"{METRIC_NAMES[metric.metric]} not compared: {metric.note}"] += 1
         for limit in result.verdict.limits if result.verdict else ():
             if limit.status == "not-judged":
-                reasons[f"the limit of {_METRICS[limit.metric]} not judged: {limit.note}"] += 1
+                reasons[f"the limit of {METRIC_NAMES[limit.metric]} not judged: {limit.note}"] += 1
         if result.verdict and result.verdict.status == "pass":
             notes = (metric for metric in result.verdict.metrics if metric.status == "pass" and metric.note)
-            changed += [f"{result.case}: {_METRICS[metric.metric]} {metric.note}" for metric in notes]
+            changed += [f"{result.case}: {METRIC_NAMES[metric.metric]} {metric.note}" for metric in notes]
         spreads += [f"{result.case}: {how}" for how in _rank_spread(result)]
         slowed += [f"{result.case}: {why}"] if (why := _slowed_down(result)) else []
         for note in next((reply.notes for reply in result.replies if isinstance(reply, Measurement)), ()):
@@ -186,7 +186,7 @@ _JOINED_WIDTH: Final = 34
 _SCALING_WIDTH: Final = 12
 """The width that the column of the scaling efficiency takes from the names on a narrow terminal."""
 
-_METRICS: Final[dict[MetricName, str]] = {
+METRIC_NAMES: Final[dict[MetricName, str]] = {
     "step_seconds": "step time",
     "peak_allocated_bytes": "peak memory",
     "peak_reserved_bytes": "reserved memory",

@@ -12,7 +12,7 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS
 from pytest_gputrain.records import Case, Host
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import Terms
-from pytest_gputrain.utils.errors import BadCase, CannotRun
+from pytest_gputrain.utils.errors import BadCase, CannotRun, OtherPlatform
 from pytest_gputrain.utils.suggest import did_you_mean
 
 _ALL: Final = frozenset(MARKERS)
@@ -106,7 +106,7 @@ def refuse_unfit(
         raise BadCase(wrong)
     declared = platforms_of(case.platforms) if case.platforms else ()
     if reason := why_skipped({*markers, *declared}, expression, host.platform, case.gpus):
-        raise CannotRun(f"not declared for {host.platform}, which this run predicts for" if settings.predict else reason)
+        raise OtherPlatform(f"not declared for {host.platform}, which this run predicts for" if settings.predict else reason)
     lacking = what_lacks(
         case, gpus=host.gpus, most_nodes=settings.nodes, most_processes=settings.processes, all_of_them=scaling
     )

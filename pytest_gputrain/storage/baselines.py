@@ -26,7 +26,7 @@ from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils import json_text
-from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, sweep, within, write_atomically
+from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, read_whole, sweep, within, write_atomically
 from pytest_gputrain.utils.sanitize import OneLineError
 
 _RESTORE: Final = "restore it from git, or delete it and record again"
@@ -156,6 +156,25 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         except OSError as error:
             raise BaselineError(f"cannot be written: {error.strerror or error}", path=path) from error
         self._files[device, suite] = merged
+        return path
+
+    def remove(self, device: str, suite: str, keys: Iterable[str]) -> Path:
+        """Take records out of their file, which goes with the last of them, and return the file.
+
+        Raises:
+            BaselineError: as of `update`.
+        """
+        path = self.path(device, suite)
+        try:
+            with locked(path):
+                kept = {key: record for key, record in self._load(path, device).items() if key not in set(keys)}
+                if kept:
+                    write_atomically(path, self._encode(device, suite, kept))
+                else:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise BaselineError(f"cannot be written: {error.strerror or error}", path=path) from error
+        self._files[device, suite] = kept
         return path
 
     def rewritten(self, device: str, suite: str) -> bytes:
@@ -309,7 +328,7 @@ def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *,
     """
     refusal = partial(BaselineError, path=path)
     try:
-        data = path.read_bytes()
+        data = read_whole(path)
     except OSError as error:
         raise refusal(f"cannot be read: {error.strerror}") from error
     if markers := conflicts(data):

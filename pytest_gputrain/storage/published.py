@@ -80,6 +80,7 @@ class _Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     outcome: Literal["measured", "out_of_memory", "error"]
     figures: dict[Literal["pytorch", "paddle"], Figures]
     time_not_judged: str = ""
+    memory_not_judged: str = ""
 
 
 class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,6 +113,7 @@ class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 figures={str(framework): figures for framework, figures in row.figures.items()},
                 made_with=str(self.platforms[row.platform]),
                 time_not_judged=row.time_not_judged,
+                memory_not_judged=row.memory_not_judged,
             )
             for row in self.rows
             if platform in (None, row.platform)

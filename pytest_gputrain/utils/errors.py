@@ -13,5 +13,9 @@ class CannotRun(Exception):
     """The case must not run here; the reason to skip."""
 
 
+class OtherPlatform(CannotRun):
+    """The case is for machines of another platform."""
+
+
 class CannotEmulate(OneLineError):
     """A GPU cannot be emulated here; the sentence says why and what to do."""

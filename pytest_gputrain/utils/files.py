@@ -19,6 +19,8 @@ import msgspec
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not the JSON of a record: none at all, another's, not UTF-8, nested too deep."""
 
+_MOST_BYTES: Final = 1 << 30
+"""Of a file that is read into memory: a report of 10,000 cases has a tenth of that."""
 _PART: Final = ".part"
 _WRITABLE: Final = 0o222
 _WRITABLE_BY_OTHERS: Final = 0o022
@@ -28,6 +30,8 @@ _MARKER: Final = re.compile(rb"^(?:<{7}|\|{7}|={7}|>{7})(?=[ \r\n]|\Z)", re.MULT
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write ``data`` beside ``path`` and rename over it: whoever reads sees the old file or the new one, whole.
 
+    A link stays, and its target is replaced. A device, a FIFO and what this process prints to are written to as they are.
+
     Args:
         data: in parts where it is not all to be in memory at once.
 
@@ -35,20 +39,99 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
         OSError: the folder or the file cannot be written; the old file is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.stat().st_mode & _WRITABLE:
+    parts = [data] if isinstance(data, bytes) else data
+    status = _status(path)
+    if status is not None and ((printed_to := _printed_to(status)) is not None or not stat.S_ISREG(status.st_mode)):
+        descriptor = _open_now(path) if printed_to is None else os.dup(printed_to)
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(parts)
+        return
+    path = path.resolve()
+    if status is not None and not status.st_mode & _WRITABLE:
         raise PermissionError(errno.EACCES, "it is read-only")  # a rename would not ask
-    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
+    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(part, 0o644)  # mkstemp's 0600 is for secrets
-        os.replace(part, path)
+        os.chmod(beside, 0o644)  # mkstemp's 0600 is for secrets
+        os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(part)
+            os.unlink(beside)
         raise
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file of a sane size, or of a pipe.
+
+    Raises:
+        OSError: it cannot be read, is a device, or has no end in sight.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise OSError(errno.EINVAL, "it is a device")
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES >> 20:,} MiB")
+    return data
+
+
+def prepare(path: Path) -> None:
+    """Make the folder of a file that is to be written at the end of a run, and find out whether that can be done.
+
+    Raises:
+        OSError: it cannot; better told before hours of measuring than after.
+    """
+    status = _status(path)
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    if status is not None and _printed_to(status) is not None:
+        raise OSError(errno.EINVAL, "it is what pytest prints to")
+    if status is not None and not (status.st_mode & _WRITABLE and os.access(path, os.W_OK)):
+        raise PermissionError(errno.EACCES, "it is read-only")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.resolve().parent):
+        pass
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What is at the end of all links; None for nothing.
+
+    Raises:
+        OSError: links in a circle, or a file where a folder should be.
+    """
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _printed_to(status: os.stat_result) -> int | None:
+    """The standard output or error, if it leads to this file: replaced, the file would lose what was printed."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            if os.path.samestat(status, os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _open_now(path: Path) -> int:
+    """Open what is no regular file for writing, without waiting for a reader of a FIFO.
+
+    Raises:
+        OSError: nobody reads the FIFO.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(error.errno, "nobody reads it") from None
+        raise
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def sweep(path: Path) -> None:

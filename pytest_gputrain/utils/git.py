@@ -22,6 +22,9 @@ _BRANCHES: Final = (
 )
 """Of GitHub, GitLab, Buildkite and Jenkins, which check a commit out without its branch; a pull request's own first."""
 
+_PULL_REQUESTS: Final = ("CI_MERGE_REQUEST_IID", "BUILDKITE_PULL_REQUEST", "CHANGE_ID")
+"""Of GitLab, Buildkite and Jenkins."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
@@ -57,9 +60,41 @@ class RunInfo:
         )
 
 
+def archive(folder: Path, reference: str) -> bytes:
+    """The files that a commit has in ``folder``, as a tar archive; empty for none.
+
+    Raises:
+        ValueError: there is no such commit, or no repository.
+    """
+    commit = _git(folder, "rev-parse", "--verify", "--end-of-options", f"{reference}^{{commit}}")
+    if not commit:
+        raise ValueError(f"{reference!r} is no commit of the repository that {folder} lies in; fetch it, or give another")
+    if not _git(folder, "ls-tree", "--name-only", commit):
+        return b""
+    files = _output(folder, "archive", "--format=tar", commit)
+    if files is None:
+        raise ValueError(f"git archive does not give the files that {reference} has in {folder}")
+    return files
+
+
+def files_of_repository(folder: Path) -> list[Path]:
+    """The files of the repository that ``folder`` lies in, without those that it ignores; none outside of one."""
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    listed = _output(Path(top), "ls-files", "-z", "--cached", "--others", "--exclude-standard") if top else None
+    paths = (Path(top, os.fsdecode(name)) for name in (listed or b"").split(b"\0") if name)
+    return [path for path in paths if path.exists()]
+
+
 def in_ci() -> bool:
     """Whether this is a run of continuous integration, which sets ``CI``."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
+
+
+def in_pull_request() -> bool:
+    """Whether this is a job for a pull request, or a merge request, of GitHub, GitLab, Buildkite or Jenkins."""
+    if os.environ.get("GITHUB_EVENT_NAME", "").startswith("pull_request"):
+        return True
+    return any(os.environ.get(name, "") not in ("", "false") for name in _PULL_REQUESTS)
 
 
 def _branch_of_ci() -> str:

@@ -15,6 +15,7 @@ _COMMANDS: Final = (
 _COMMAND: Final = re.compile(rf":(?=:(?:{_COMMANDS})\b)|##(?=\[)", re.I)
 """In the log of a job the runner obeys a line that begins with ``::error``, and what follows ``##[`` anywhere."""
 
+_UNUSUAL: Final = re.compile(r"[^ -~\n\t]")
 _FIGURE: Final = re.compile(r"[-+]?[\d.,]*\s?%?")
 
 
@@ -23,8 +24,7 @@ def shown(text: str) -> str:
 
     Line ends and tabs stay.
     """
-    if not text.isprintable():
-        text = "".join(map(_shown, text))
+    text = _UNUSUAL.sub(lambda letter: _shown(letter[0]), text)
     return _COMMAND.sub(lambda command: f"{command[0]} ", text)
 
 
@@ -45,5 +45,5 @@ def spreadsheet(cell: object) -> object:
     if not isinstance(cell, str):
         return cell
     text = shown(cell)
-    formula = text[:1] in ("=", "+", "-", "@", "\t", "\r") and not _FIGURE.fullmatch(text)
+    formula = (text[:1] in ("\t", "\r") or text.lstrip()[:1] in ("=", "+", "-", "@")) and not _FIGURE.fullmatch(text)
     return f"'{text}" if formula else text

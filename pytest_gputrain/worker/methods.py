@@ -11,7 +11,7 @@ from torch import nn
 from pytest_gputrain.cases.architectures.facts import Architecture, Lora
 from pytest_gputrain.cases.validation import ADAPTING
 from pytest_gputrain.records import Case, Scale
-from pytest_gputrain.worker.precision import Precision
+from pytest_gputrain.worker.precision import PRECISIONS, Precision
 
 
 def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: Precision) -> nn.Module:
@@ -23,7 +23,10 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
     if case.method in ADAPTING:
         assert architecture.lora is not None, "a model with the method has the recipe"
         recipe = architecture.lora
-        return (_qlora if case.method == "qlora" else _lora)(model, recipe, case.lora_rank or recipe.rank, precision)
+        rank = case.lora_rank or recipe.rank
+        if case.method == "lora":
+            return _lora(model, recipe, rank)
+        return _qlora(model, recipe, rank, PRECISIONS.get(case.quantized_compute, precision).compute)
     trained = architecture.trains.get(case.method)
     if trained is not None:
         for name, parameter in model.named_parameters():
@@ -39,7 +42,7 @@ def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -
     return count // architecture.lora.rank * case.lora_rank
 
 
-def _lora(model: nn.Module, recipe: Lora, rank: int, precision: Precision) -> nn.Module:
+def _lora(model: nn.Module, recipe: Lora, rank: int) -> nn.Module:
     """LoRA (arXiv:2106.09685) by peft, which keeps the adapters of a half-precision model in fp32."""
     import peft
 
@@ -55,17 +58,17 @@ def _lora(model: nn.Module, recipe: Lora, rank: int, precision: Precision) -> nn
     return adapted
 
 
-def _qlora(model: nn.Module, recipe: Lora, rank: int, precision: Precision) -> nn.Module:
+def _qlora(model: nn.Module, recipe: Lora, rank: int, compute: torch.dtype) -> nn.Module:
     """QLoRA (arXiv:2305.14314): LoRA over linear layers stored as NF4 with double quantisation, by bitsandbytes.
 
     The head and the embeddings keep the precision's storage. Weights are quantised where they lie, one layer after the
     other, so the build needs hardly more than the unquantised model.
     """
     assert not isinstance(recipe.targets, str), "quantised layers are chosen by name"
-    _quantise(model, recipe.targets, precision.compute)
+    _quantise(model, recipe.targets, compute)
     # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
-    return _lora(model, recipe, rank, precision)
+    return _lora(model, recipe, rank)
 
 
 def _quantise(model: nn.Module, targets: Sequence[str], compute: torch.dtype) -> None:

@@ -45,6 +45,15 @@ def build(setup):
     return step
 """
 
+FOLDER_VANISHES = """
+from pathlib import Path
+
+
+def test_zz_folder_becomes_a_file():
+    Path("deep").rmdir()
+    Path("deep").write_text("")
+"""
+
 # Undone with the run: the next one in the same process must find the real functions.
 _STAND_IN = """
 import contextlib

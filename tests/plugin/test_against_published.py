@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from plugin_project import GEMMA, LLAMA, LLAMA_2, Project, failures, only_sentence, recorded
 
-from pytest_gputrain import GiB
+from pytest_gputrain import GiB, MiB
 
 PUBLISHED = "--gpu-baseline=published"
 TUNING = """
@@ -24,11 +24,12 @@ CASES = grid(LLM, model=["llama-3.1-8b", "gemma-7b", "llama-2-13b"], method=["lo
 def test_tuning(gputrain, case):
     gputrain.check(case)
 """
-QLORA = "gemma-2-9b-qlora-bf16"
+QLORA = "gemma-2-9b-qlora-fp32-attention=sdpa-4.49"
 
 
-def answer(seconds: float, reserved_gib: float) -> dict[str, Any]:
-    return recorded() | {"step_seconds": [seconds] * 5, "peak_reserved_bytes": int(reserved_gib * GiB)}
+def answer(seconds: float, used: int) -> dict[str, Any]:
+    """A reply with so many thousand MiB in use, the table's unit."""
+    return recorded() | {"step_seconds": [seconds] * 5, "device_used_bytes": used * 1000 * MiB}
 
 
 @pytest.fixture
@@ -55,11 +56,11 @@ def test_slower_than_published_fails_with_what_the_table_was_made_with(suite: Pr
     )
 
 
-def test_reserved_memory_is_what_is_compared(suite: Project) -> None:
-    suite.answer(answer(6.4, 36) | {"peak_allocated_bytes": 70 * GiB}, to=LLAMA)
+def test_memory_in_use_is_what_is_compared(suite: Project) -> None:
+    suite.answer(answer(6.4, 36) | {"peak_allocated_bytes": 70 * GiB, "peak_reserved_bytes": 70 * GiB}, to=LLAMA)
     suite.run(PUBLISHED).assert_outcomes(passed=3)
     suite.answer(answer(6.4, 40), to=LLAMA)
-    assert "against 36.0 GiB peak reserved" in only_sentence(suite.run(PUBLISHED), f"test_tuning[{LLAMA}]")
+    assert "against 35.2 GiB in use on the device" in only_sentence(suite.run(PUBLISHED), f"test_tuning[{LLAMA}]")
 
 
 def test_the_option_may_stand_in_the_ini_file(suite: Project) -> None:
@@ -74,7 +75,8 @@ def test_the_tolerance_widens_the_range(suite: Project) -> None:
 
 
 def test_running_out_of_memory_as_published_passes(suite: Project) -> None:
-    suite.write(test_llm_finetuning=TUNING.replace('"lora"', '"qlora"').replace("gemma-7b", "gemma-2-9b"))
+    then = 'method=["qlora"], precision=["fp32"], attention=["sdpa-4.49"]'
+    suite.write(test_llm_finetuning=TUNING.replace('method=["lora"]', then).replace("gemma-7b", "gemma-2-9b"))
     suite.answer(recorded("h100_out_of_memory"), to=QLORA)
     suite.run(PUBLISHED, "-k", "gemma", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
     assert suite.verdicts() == {QLORA: "pass"}
@@ -150,15 +152,15 @@ def test_published_stands_beside_measured_with_the_ratio(suite: Project) -> None
     assert _of_case(_section(suite.run(PUBLISHED).stdout.str()), 4) == [
         f"{LLAMA} | regressed",
         "sec/step | 6.4 s | 4.80 s | 0.75",
-        "peak reserved | 36 GiB | 40.0 GiB | 1.11",
-        "model memory | 16 GiB | 15.0 GiB | 0.94",
+        "device memory | 36,000 MiB | 40,000 MiB | 1.11",
+        "model memory | 16,000 MiB | 15,360 MiB | 0.96",
     ]
 
 
 def test_the_table_fits_eighty_columns(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = suite.run(PUBLISHED).stdout.str().partition("= gputrain =")[2]
-    shown = [line for line in text.splitlines() if re.search(r"sec/step|reserved|pass", line)]
+    shown = [line for line in text.splitlines() if re.search(r"sec/step|device memory|pass", line)]
     assert len(shown) >= 9
     assert all(len(line.rstrip()) <= 80 and "…" not in line for line in shown)
 

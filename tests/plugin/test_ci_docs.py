@@ -19,11 +19,28 @@ STEPS = list(workflow_steps("docs/ci.md"))
 
 
 def test_there_is_a_workflow_with_a_gpu_and_one_without() -> None:
-    assert [sorted(workflow["jobs"]) for workflow in WORKFLOWS] == [["cpu"], ["h100"]]
+    assert [sorted(workflow["jobs"]) for workflow in WORKFLOWS] == [["cpu"], ["charts", "h100"]]
     without, with_one = WORKFLOWS
     assert without["jobs"]["cpu"]["runs-on"] == "ubuntu-latest"
     assert "self-hosted" in with_one["jobs"]["h100"]["runs-on"]
     assert "head.repo.full_name == github.repository" in with_one["jobs"]["h100"]["if"], "a fork must not get the runner"
+
+
+def test_no_job_that_runs_a_pull_request_may_write_or_keeps_a_token() -> None:
+    """As docs/security.md says."""
+    for workflow in WORKFLOWS:
+        assert workflow["permissions"] == {"contents": "read"}
+        assert "pull_request_target" not in workflow[True]
+        for name, job in workflow["jobs"].items():
+            text = yaml.safe_dump(job)
+            if name == "charts":
+                assert "refs/heads/main" in job["if"]
+                assert "pytest " not in text.replace("tool: pytest ", "")
+                continue
+            assert "secrets." not in text
+            assert "permissions" not in job
+            (checkout,) = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout")]
+            assert checkout["with"]["persist-credentials"] is False
 
 
 def test_every_step_runs_something_that_github_takes() -> None:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_project import GEMMA, LLAMA, LLAMA_2, SUITE, Project, assert_refused, recorded
+from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, SUITE, Project, assert_refused, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.report import github
@@ -167,9 +167,9 @@ def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project: Proje
 
 
 def test_a_summary_that_cannot_be_written_fails_the_run(suite: Project) -> None:
-    (suite.path / "file").write_text("")
-    result = suite.run("--gpu-summary=file/own.md")
-    result.assert_outcomes(passed=3)
+    suite.write(test_vanish=FOLDER_VANISHES)
+    result = suite.run("--gpu-summary=deep/own.md")
+    result.assert_outcomes(passed=4)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["the summary cannot be written: *"])
     assert_refused_folder(suite)
@@ -177,7 +177,11 @@ def test_a_summary_that_cannot_be_written_fails_the_run(suite: Project) -> None:
 
 def assert_refused_folder(project: Project) -> None:
     (project.path / "launches.jsonl").unlink()
-    assert_refused(project, "--gpu-summary: * is a folder; give a file", f"--gpu-summary={project.path}")
+    assert_refused(
+        project,
+        "--gpu-summary: * cannot be written (it is no regular file); give another file",
+        f"--gpu-summary={project.path}",
+    )
 
 
 def properties_of(path: Path) -> dict[str, dict[str, Any]]:

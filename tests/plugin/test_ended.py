@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,11 +48,18 @@ def _hang(project: Project, name: str) -> None:
     conftest.write_text(text.replace(anchor, anchor + hang))
 
 
-def _ended(project: Project, *arguments: str, by: tuple[int, ...], group: bool = False) -> tuple[int, str, float]:
+def _ended(
+    project: Project,
+    *arguments: str,
+    by: tuple[int, ...],
+    group: bool = False,
+    then: Callable[[subprocess.Popen[str]], None] = lambda run: None,
+) -> tuple[int, str, float]:
     """How a pytest ends that is sent signals when its case hangs, what it says, and how long that takes.
 
     Args:
         group: all processes of the terminal get them.
+        then: called when they are sent.
     """
     run = subprocess.Popen(
         [sys.executable, "-m", "pytest", *OPTIONS, *arguments],
@@ -69,6 +76,7 @@ def _ended(project: Project, *arguments: str, by: tuple[int, ...], group: bool =
         for number in by:
             (os.killpg if group else os.kill)(run.pid, number)
             time.sleep(0.02)
+        then(run)
         output, _ = run.communicate(timeout=60)
         return run.returncode, output, time.monotonic() - began
     finally:
@@ -97,11 +105,43 @@ def hanging(h100: Project) -> Project:
 def test_what_ends_a_run_ends_it_at_once_with_all_that_was_measured(hanging: Project, signals: tuple[int, ...]) -> None:
     status, output, seconds = _ended(hanging, by=signals)
     assert _kept(hanging) == {LLAMA, GEMMA}, output
+    assert status == pytest.ExitCode.INTERRUPTED, output
+    assert "Traceback" not in output
     if len(signals) == 1:
-        assert status == pytest.ExitCode.INTERRUPTED, output
         assert f"ended by {signal.Signals(signals[0]).name}" in output
         assert "2 lines appended to" in output
     assert seconds < 10
+
+
+ENDING = """
+
+def pytest_terminal_summary():
+    Path("ending").touch()
+    __import__("time").sleep(2)
+
+
+def pytest_unconfigure():
+    Path("unconfigured").touch()
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_during_the_end_of_a_run_changes_nothing(hanging: Project, first: int) -> None:
+    conftest = hanging.path / "conftest.py"
+    conftest.write_text(conftest.read_text() + ENDING)
+
+    def again(run: subprocess.Popen[str]) -> None:
+        wait_for(hanging.path / "ending", seconds=30)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            run.send_signal(number)
+            time.sleep(0.1)
+
+    status, output, _ = _ended(hanging, by=(first,), then=again)
+    assert _kept(hanging) == {LLAMA, GEMMA}, output
+    assert status == pytest.ExitCode.INTERRUPTED, output
+    assert "Traceback" not in output
+    assert "INTERNALERROR" not in output
+    assert (hanging.path / "unconfigured").exists()
 
 
 def test_a_run_without_cases_ends_as_ever(project: Project) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from plugin_project import GEMMA, LLAMA, LLAMA_2, Project, assert_refused, recorded
+from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, Project, assert_refused, recorded
 
 pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
@@ -55,11 +55,11 @@ def test_a_page_that_cannot_be_written_costs_no_figures(suite: Project, monkeypa
     folder = suite.path / "kept"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    (suite.path / "file").touch()
-    result = suite.run("--gpu-html=file/page.html")
+    suite.write(test_vanish=FOLDER_VANISHES)
+    result = suite.run("--gpu-html=deep/page.html")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["the report *file/page.html cannot be written: *; all figures are in */kept/gputrain-*.json"]
+        ["the report *deep/page.html cannot be written: *; all figures are in */kept/gputrain-*.json"]
     )
     assert len(list(folder.glob("gputrain-*.json"))) == 1
 
@@ -80,4 +80,6 @@ def test_without_the_libraries_it_is_refused_before_anything_runs(suite: Project
 
 
 def test_a_folder_is_refused(suite: Project) -> None:
-    assert_refused(suite, "--gpu-html: * is not a file", f"--gpu-html={suite.path}")
+    assert_refused(
+        suite, "--gpu-html: * cannot be written (it is no regular file); give another file", f"--gpu-html={suite.path}"
+    )

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from plugin_project import (
     BUILD,
+    FOLDER_VANISHES,
     GEMMA,
     H100,
     H100_FOLDER,
@@ -195,12 +196,12 @@ def test_a_report_that_cannot_be_written_fails_the_run_and_keeps_the_figures(
     aside = suite.path / "aside"
     aside.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(aside))
-    (suite.path / "file").write_text("")
-    result = suite.run("--gpu-json=file/report.json")
-    result.assert_outcomes(passed=3)
+    suite.write(test_vanish=FOLDER_VANISHES)
+    result = suite.run("--gpu-json=deep/report.json")
+    result.assert_outcomes(passed=4)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        [f"the report *file/report.json cannot be written: *; all figures are in {aside}/gputrain-*.json"]
+        [f"the report *deep/report.json cannot be written: *; all figures are in {aside}/gputrain-*.json"]
     )
     (saved_file,) = aside.glob("gputrain-*.json")
     assert len(json.loads(saved_file.read_text())["results"]) == 3

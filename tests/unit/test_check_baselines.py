@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from unit_examples import CASE, baseline, baseline_run, cpu_environment, predict
 
 from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.cli.main import main
+from pytest_gputrain.gate.baseline_changes import loosened
 from pytest_gputrain.records import FORMAT, Baseline, Case
 from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.predictions import PredictionStore
@@ -26,7 +28,7 @@ OTHER = CASE.replace(model="gemma-7b")
 
 
 def entry(case: Case) -> Baseline:
-    run = baseline_run(environment=cpu_environment(), date="2026-01-31T12:00:00Z")
+    run = baseline_run(environment=cpu_environment(), date="2026-01-31T12:00:00Z", flops_per_step=8 * 10**14)
     return baseline(run, run, case=Case(**case.identity()), device="cpu")
 
 
@@ -235,3 +237,135 @@ def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, cap
 def test_a_folder_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-baselines", str(tmp_path / "gone")]) == 2
     assert capsys.readouterr().err.endswith("gone is no folder; give the one that --gpu-baseline-dir names\n")
+
+
+# What lets more pass than before
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=me", "-c", "user.email=me@example.invalid")
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository whose folder of baselines is committed; the folder."""
+    monkeypatch.delenv("CI", raising=False)
+    folder = tmp_path / "baselines"
+    record(folder)
+    predict(folder)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "first")
+    return folder
+
+
+def listed(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    """Exit status and lines of the list, without those of other problems."""
+    status = main(["check-baselines", str(folder), "--since", "HEAD", *arguments])
+    lines = capsys.readouterr().out.splitlines()
+    return status, lines[next((at for at, line in enumerate(lines) if "since HEAD" in line), 0) :]
+
+
+def lose_flops(document: dict[str, Any]) -> None:
+    for run in document["cases"][str(CASE)]["runs"]:
+        del run["flops_per_step"]
+
+
+def raise_peak(document: dict[str, Any]) -> None:
+    for run in document["cases"][str(CASE)]["runs"]:
+        run["peak_allocated_bytes"] = run["peak_allocated_bytes"] * 105 // 100
+
+
+def forget_run(document: dict[str, Any]) -> None:
+    del document["cases"][str(CASE)]["runs"][1]
+
+
+def run_out(document: dict[str, Any]) -> None:
+    for run in document["cases"][str(CASE)]["runs"]:
+        kept = {name: run[name] for name in ("environment", "date", "session", "commit") if name in run}
+        run.clear()
+        run |= {"outcome": "out_of_memory", "out_of": "device", **kept}
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "lost"),
+    [
+        (lose_flops, r"without FLOPs, which was \S+ \wFLOP", 1),
+        (raise_peak, r"peak memory \S+ GiB -> \S+ GiB \(\+5\.0 %\)", 0),
+        (forget_run, r"2 runs -> 1", 1),
+        (run_out, r"figures of (.+) -> out of memory of \1", 1),
+        (lambda document: document["cases"].pop(str(CASE)), "removed", 1),
+    ],
+    ids=["FLOPs", "peak", "runs", "kind", "removed"],
+)
+def test_what_lets_more_pass_than_before_is_listed(
+    repository: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], object], said: str, lost: int
+) -> None:
+    edit(repository / "cpu" / "llm.json", change)
+    BaselineStore(repository).update("cpu", "llm", {})  # in the form of an update, so that only the change is wrong
+    status, (first, line) = listed(repository, capsys)
+    assert status == 0
+    number = "1 baseline" if lost else "0 baselines"
+    assert first == f"since HEAD: {number} removed or changed in kind, {1 - lost} raised"
+    assert re.fullmatch(rf"cpu/llm\.json {re.escape(str(CASE))}: {said}", line), line
+    assert listed(repository, capsys, "--strict")[0] == lost
+
+
+def test_in_ci_what_is_not_compared_any_more_fails(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "predicted" / "h100" / "llm.json").unlink()
+    monkeypatch.setenv("CI", "true")
+    status, lines = listed(repository, capsys, "--format=markdown")
+    assert status == 1
+    assert lines == [
+        "## since HEAD: 1 baseline removed or changed in kind, 0 raised",
+        "",
+        f"- predicted/h100/llm.json {CASE}: removed",
+    ]
+    assert listed(repository, capsys, "--no-strict")[0] == 0
+
+
+def test_the_same_baselines_let_no_more_pass(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert listed(repository, capsys, "--strict") == (0, ["since HEAD: no baseline lets more pass"])
+    record(repository, CASE.replace(model="gemma-2b"))
+    assert listed(repository, capsys, "--strict") == (0, ["since HEAD: no baseline lets more pass"])
+
+
+def test_a_folder_that_the_commit_has_not_lets_no_more_pass(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = repository.parent / "other"
+    record(other)
+    assert listed(other, capsys, "--strict") == (0, ["since HEAD: no baseline lets more pass"])
+
+
+@pytest.mark.parametrize("reference", ["nowhere", "--output=made", "HEAD:baselines"])
+def test_what_is_no_commit_is_told(repository: Path, capsys: pytest.CaptureFixture[str], reference: str) -> None:
+    assert main(["check-baselines", str(repository), f"--since={reference}"]) == 2
+    assert f"{reference!r} is no commit of the repository that" in capsys.readouterr().err
+    assert not (repository / "made").exists()
+
+
+def test_a_suite_whose_test_file_is_gone_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-baselines", str(repository)]) == 0, "no test of any suite is here: they may be elsewhere"
+    BaselineStore(repository).update("cpu", "vision", {str(CASE): entry(CASE)})
+    (repository.parent / "tests").mkdir()
+    (repository.parent / "tests" / "test_llm.py").touch()
+    capsys.readouterr()
+    assert main(["check-baselines", str(repository)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{repository}/cpu/vision.json:1: no test asks for these any more: there is no test_vision.py; delete the file, or "
+        "restore the test"
+    ]
+
+
+def test_every_prediction_is_compared_under_its_own_conditions() -> None:
+    """A run looks for that of its own versions, which need not be the last."""
+    later = prediction(packages={"torch": "99"})
+    before, raised = recorded(prediction(), later), prediction(peak_allocated_bytes=prediction().peak_allocated_bytes * 2)
+    what = loosened(before, recorded(raised, later))
+    assert (len(what.raised), what.lost) == (1, ())
+    assert what.raised[0].startswith("peak memory ")
+    assert what.raised[0].endswith("(+100.0 %)")
+    assert loosened(before, recorded(prediction(fits=False), later)).lost == ("predicted to fit -> predicted not to fit",)
+    assert loosened(before, before) == ((), ())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from unit_examples import CASE, measurement, out_of_memory, report, result
 
-from pytest_gputrain import GiB
+from pytest_gputrain import GiB, MiB
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Published, Result, Summary, Verdict
 from pytest_gputrain.report import json_report
@@ -109,8 +109,8 @@ def test_figures_of_csv_are_numbers(capsys: pytest.CaptureFixture[str], written:
     assert (row["case"], row["published"], row["measured"]) == ("llama-3.1-8b-lora-bf16", "measured", "measured")
     assert (row["published_step_seconds"], row["measured_step_seconds"]) == ("6.4", "4.8")
     assert float(row["ratio_step_seconds"]) == pytest.approx(0.75)
-    assert row["measured_peak_reserved_bytes"] == str(39 * GiB)
-    assert float(row["ratio_peak_reserved_bytes"]) == pytest.approx(1.08, abs=0.005)
+    assert row["measured_device_used_bytes"] == str(39 * GiB)
+    assert float(row["ratio_device_used_bytes"]) == pytest.approx(39 * GiB / (36_000 * MiB))
 
 
 def test_csv_has_the_middle_of_a_range_and_a_row_for_each_framework(
@@ -182,14 +182,14 @@ def test_measured_figures_stand_beside_the_published_ones(capsys: pytest.Capture
     (mine,) = (row for row in rows if row["Measured sec/step"])
     assert list(mine.values())[:2] == ["Llama 3.1 8B", "LoRA"]
     assert (mine["Sec/step"], mine["Measured sec/step"], mine["Ratio sec/step"]) == ("6.4", "4.80 s", "0.75")
-    assert (mine["Measured peak reserved"], mine["Ratio peak reserved"]) == ("39.0 GiB", "1.08")
+    assert (mine["Measured device memory"], mine["Ratio device memory"]) == ("39,936 MiB", "1.11")
     assert err == ""
 
 
 def test_figures_of_several_reports_are_beside_the_published_ones(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    gemma = _row("h100", "llm_finetuning", "gemma-2-9b-qlora-bf16")
+    gemma = _row("h100", "llm_finetuning", "gemma-2-9b-qlora-fp32-attention=sdpa-4.49")
     for name, row in (("a.json", LLAMA), ("b.json", gemma)):
         json_report.write(report(measured(row, seconds=3.0)), tmp_path / name)
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
@@ -236,7 +236,7 @@ def test_running_out_of_memory_is_shown_as_measured(capsys: pytest.CaptureFixtur
 
 
 def test_a_case_published_as_out_of_memory_shows_what_it_measures(capsys: pytest.CaptureFixture[str], written: Any) -> None:
-    row = _row("h100", "llm_finetuning", "gemma-2-9b-qlora-bf16")
+    row = _row("h100", "llm_finetuning", "gemma-2-9b-qlora-fp32-attention=sdpa-4.49")
     path = written(measured(row, seconds=20.0))
     _, out, _ = run(capsys, path, "--published", "llm-trainer", "--format", "markdown")
     assert "| OOM (8.4 GiB) | OOM | 20.0 s |" in out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import json
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -16,17 +17,17 @@ import pytest
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.execution.launch.environment import worker_environment
 from pytest_gputrain.hardware import amd, drivers
-from pytest_gputrain.hardware.catalog import marker_of
 from pytest_gputrain.hardware.devices import HardwareError, Reading
-from pytest_gputrain.hardware.machine import detect
+from pytest_gputrain.hardware.machine import detect, marker_of
 from pytest_gputrain.hardware.recording import ERRORS, Recorder, Replay, recorded, replayed
 from pytest_gputrain.records import Case, Holder, Task
-from pytest_gputrain.utils.units import GiB
+from pytest_gputrain.utils.units import MiB
 
 RECORDINGS = Path(__file__).parent / "recordings"
 ONE, OTHER = "GPU-6a3f1c0e-0000-4b51-9d2e-7c1e5a90b3d4", "GPU-6a3f1c0e-0001-4b51-9d2e-7c1e5a90b3d4"
 LARGE, SMALL = "MIG-1fbd3d20-3f11-5d4b-8a43-0d9e6d1c2a11", "MIG-5c2f8e77-9a90-5e0e-b7f2-55d1b0a1c3f2"
-FIRST_OF_HIP, SECOND_OF_HIP = "GPU-0f1e2d3c4b5a6978", "GPU-a1b2c3d4e5f60718"
+FIRST_OF_HIP, SECOND_OF_HIP = "GPU-c0b106985c515c91", "GPU-bbb09363b4d6f06e"
+PYTHON = Holder(pid=230139, gpu=1, name="/usr/bin/python3.12", bytes=528378265)
 
 
 @pytest.fixture
@@ -51,9 +52,10 @@ def _read(at: int) -> Reading:
 def test_an_nvidia_gpu_tells_all_there_is(on: None) -> None:
     first, other = drivers.gpus()
     assert (first.index, first.uuid, other.uuid, first.vendor) == (0, ONE, OTHER, "nvidia")
-    assert (first.driver, first.power_limit_watts, marker_of(first.name)) == ("580.65.06", 700.0, "h100")
-    assert _read(0) == Reading(
-        energy_joules=1000.0, power_watts=698.0, clock_mhz=1755, utilization=0.99, throttling=frozenset({"SW Power Cap"})
+    assert (first.driver, first.power_limit_watts, marker_of(first)) == ("590.48.01", 700.0, "h100")
+    assert (first.pci_address, first.minor, other.pci_address, other.minor) == ("0000:1b:00.0", 0, "0000:43:00.0", 1)
+    assert _read(1) == Reading(
+        energy_joules=500.0, power_watts=588.39, clock_mhz=1980, utilization=1.0, throttling=frozenset()
     )
     assert drivers.paths((first, other)) == (("X", "NV18"), ("NV18", "X"))
     assert drivers.paths((first,)) == ()
@@ -61,7 +63,28 @@ def test_an_nvidia_gpu_tells_all_there_is(on: None) -> None:
 
 @machine("nvidia-h100-x2")
 def test_idling_is_no_reason_for_a_lower_clock(on: None) -> None:
-    assert _read(1).throttling == frozenset()
+    assert (_read(0).throttling, _read(0).clock_mhz) == (frozenset(), 345)
+
+
+@pytest.mark.parametrize(
+    ("recording", "marker", "total", "free", "reading", "pids"),
+    [
+        ("nvidia-h200", "h200", 143771, 110796, Reading(None, 625.24, 1980, 1.0, frozenset()), [10291, 10293, 10309]),
+        ("nvidia-l40s", "l40s", 46068, 44225, Reading(None, 110.01, 2520, 0.09, frozenset()), [20037, 20038]),
+        ("nvidia-a10g", "a10g", 23028, 22569, Reading(None, 25.58, 210, 0.0, frozenset()), []),
+        ("nvidia-t4", "t4", 15360, 13939, Reading(None, 26.78, 585, 0.0, frozenset()), []),
+        ("nvidia-rtx-3090", "rtx_3090", 24576, 24120, Reading(None, 35.15, 210, 0.0, frozenset({"SW Power Cap"})), []),
+    ],
+)
+def test_gpus_are_as_nvidia_smi_printed_them(
+    recording: str, marker: str, total: int, free: int, reading: Reading, pids: list[int]
+) -> None:
+    with replayed(RECORDINGS / f"{recording}.json"):
+        (gpu,) = drivers.gpus()
+        assert (marker_of(gpu), gpu.memory_bytes) == (marker, total * MiB)
+        assert _read(0) == reading
+        seen = drivers.occupancy([gpu])
+    assert (seen.free_bytes, [holder.pid for holder in seen.holders or ()]) == (free * MiB, pids)
 
 
 @machine("nvidia-h100-x2")
@@ -69,30 +92,50 @@ def test_who_holds_a_gpu_is_told(on: None) -> None:
     first, other = drivers.gpus()
     assert drivers.occupancy([first]).holders == ()
     free, holders = drivers.occupancy([first, other])
-    assert free == 71672267571
-    assert holders == (Holder(pid=4711, gpu=1, bytes=13207024435),)
-    assert drivers.occupancy([other], own={4711}).holders == ()
+    assert free == 61263 * MiB
+    sizes = {11327: 2566, 11328: 1542, 11345: 15690}
+    assert holders == tuple(Holder(pid=pid, gpu=1, bytes=mib * MiB) for pid, mib in sizes.items())
+    assert drivers.occupancy([other], own=sizes).holders == ()
+
+
+@pytest.mark.parametrize(("namespace", "named"), [("pid:[4026531836]", True), ("pid:[4026532281]", False), ("", False)])
+def test_a_process_is_named_only_where_its_number_is_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str, named: bool
+) -> None:
+    """In a container another program has the number that the driver tells."""
+    link = tmp_path / "pid"
+    if namespace:
+        link.symlink_to(namespace)
+    monkeypatch.setattr(drivers, "PID_NAMESPACE", link)
+    (holder,) = drivers.other_processes([Holder(pid=os.getpid(), gpu=0)], own=())
+    assert (holder.name != "") == named
+
+
+@machine("nvidia-h100-x2")
+def test_processes_of_a_machine_that_is_replayed_have_no_names_here(on: None) -> None:
+    (holder,) = drivers.other_processes([Holder(pid=os.getpid(), gpu=0)], own=())
+    assert holder.name == ""
 
 
 @machine("nvidia-unseen")
 def test_memory_that_no_visible_process_holds_is_somebodys(on: None) -> None:
     (gpu,) = drivers.gpus()
-    assert drivers.occupancy([gpu]).holders == (Holder(pid=None, gpu=0, bytes=gpu.memory_bytes - 60 * GiB),)
+    assert drivers.occupancy([gpu]).holders == (Holder(pid=None, gpu=0, bytes=(81559 - 61263) * MiB),)
 
 
 @machine("nvidia-t4-old-driver")
 def test_what_an_old_driver_does_not_tell_is_none(on: None) -> None:
     (gpu,) = drivers.gpus()
     assert gpu.power_limit_watts is None
-    assert _read(0) == Reading(clock_mhz=1590, throttling=frozenset({"HW Slowdown", "SW Thermal Slowdown"}))
-    assert drivers.occupancy([gpu]) == (15_000_000_000, None)
+    assert _read(0) == Reading(clock_mhz=585, throttling=frozenset({"HW Slowdown", "SW Thermal Slowdown"}))
+    assert drivers.occupancy([gpu]) == (13939 * MiB, None)
 
 
 @machine("nvidia-mig")
 def test_the_parts_of_a_partitioned_gpu_stand_in_its_place(on: None) -> None:
     large, small = drivers.gpus()
     assert (large.uuid, small.uuid, large.index, small.index) == (LARGE, SMALL, 0, 0)
-    assert (large.memory_bytes, marker_of(large.name)) == (40 * GiB, None)
+    assert (large.memory_bytes, marker_of(large)) == (40448 * MiB, None)
     # Energy and clocks are of the whole GPU, on which others may compute.
     assert (large.power_limit_watts, _read(0)) == (None, Reading())
     assert drivers.occupancy([small]).holders == (Holder(pid=815, gpu=0),)
@@ -109,47 +152,55 @@ def test_parts_are_visible_by_their_names(on: None, variable: str, shown: list[s
     assert [gpu.uuid for gpu in detect(environ={"CUDA_VISIBLE_DEVICES": variable}, gpu_ids=ids).gpus] == shown[:1]
 
 
-@machine("amd-mi300x-x2")
+@machine("amd-mi325x-vf-x2")
 def test_amd_gpus_come_in_hips_order(on: None) -> None:
     first, other = drivers.gpus()
-    assert (first.index, first.uuid, other.uuid, first.vendor) == (0, FIRST_OF_HIP, SECOND_OF_HIP, "amd")
-    assert (first.name, first.driver, first.power_limit_watts, marker_of(first.name)) == (
-        "AMD Instinct MI300X",
-        "6.12.12",
-        750.0,
-        "mi300x",
-    )
-    assert drivers.paths((first, other)) == (("X", "XGMI"), ("XGMI", "X"))
+    assert (first.index, first.uuid, other.uuid, first.vendor) == (0, "GPU-b7d181671a192e45", "GPU-9f444a2fb30adeb0", "amd")
+    assert (first.name, first.compute_units) == ("AMD Instinct Mi325X VF", 304)
+    assert drivers.occupancy([other]).holders == (PYTHON,)
 
 
 @machine("amd-mi300x-x2")
 def test_an_amd_gpu_tells_what_it_has_and_not_what_is_not_available(on: None) -> None:
-    assert _read(0) == Reading(
-        energy_joules=pytest.approx(15_259.0), power_watts=743, clock_mhz=1312, throttling=frozenset({"PPT"})
-    )
-    hot = _read(1)
-    assert (hot.utilization, hot.throttling) == (0.98, frozenset({"PPT", "socket thermal"}))
-    free, holders = drivers.occupancy(drivers.gpus())
-    assert free == 206141652992 - 297795584
-    assert holders == (Holder(pid=9001, gpu=0, name="python3", bytes=64 * GiB),)
-
-
-@machine("amd-rocm-6.1")
-def test_an_older_release_of_rocm_has_other_names_for_the_same(on: None) -> None:
     first, other = drivers.gpus()
-    # The order is the kernel's, the UUID the serial number's with its leading zeros, the name the board's.
-    assert (first.uuid, other.uuid) == (FIRST_OF_HIP, "GPU-00b2c3d4e5f60718")
-    assert (other.name, other.power_limit_watts) == ("AMD Instinct MI250X", 750.0)
-    assert _read(0) == Reading(energy_joules=pytest.approx(30_600.0), power_watts=240, clock_mhz=1700, utilization=0.98)
+    assert (first.uuid, other.uuid, marker_of(first)) == (FIRST_OF_HIP, SECOND_OF_HIP, "mi300x")
+    assert (first.name, first.driver, first.power_limit_watts) == ("AMD Instinct MI300X", "6.12.12", 750.0)
+    assert _read(1) == Reading(power_watts=210, clock_mhz=2104, utilization=0.0, throttling=frozenset())
+    assert drivers.occupancy((first, other)) == (206141652992 - 297775104, None)
     assert drivers.paths((first, other)) == (("X", "XGMI"), ("XGMI", "X"))
 
 
+@machine("amd-mi250-rocm-6.1")
+def test_an_older_release_of_rocm_has_other_names_for_the_same(on: None) -> None:
+    (gpu,) = drivers.gpus()
+    assert (gpu.uuid, gpu.power_limit_watts, gpu.compute_units) == ("GPU-719d230578348e8c", 560.0, None)
+    assert gpu.name == "AMD INSTINCT MI250 (MCM) OAM AC MBA"
+    # The same counter, by rocm-smi: 962825096297442.9 µJ.
+    assert _read(0) == Reading(
+        energy_joules=pytest.approx(962825096.2974429), power_watts=89, clock_mhz=800, utilization=0.1
+    )
+
+
 @machine("amd-mi300x-cpx")
-def test_parts_that_share_a_uuid_are_told_apart_by_their_numbers(on: None) -> None:
+def test_a_part_without_a_uuid_has_its_number(on: None) -> None:
     parts = drivers.gpus()
-    assert [gpu.uuid for gpu in parts] == ["0", "1", "2"]
-    assert [marker_of(gpu.name) for gpu in parts] == [None] * 3
-    assert drivers.occupancy(parts[2:]).holders == ()
+    assert [gpu.uuid for gpu in parts] == [FIRST_OF_HIP, "1"]
+    assert [gpu.name for gpu in parts] == ["AMD Instinct MI300X CPX"] * 2
+    assert [marker_of(gpu) for gpu in parts] == [None, None]
+    # They would be counted once for each part.
+    assert [_read(0), _read(1)] == [Reading(), Reading()]
+
+
+def test_parts_that_share_a_uuid_are_told_apart_by_their_numbers(tmp_path: Path) -> None:
+    shared = {"reply": {"hip_id": 0, "hip_uuid": FIRST_OF_HIP}}
+    with replayed(_changed(tmp_path, "amd-mi300x-cpx", "amdsmi_get_gpu_enumeration_info", shared)):
+        assert [gpu.uuid for gpu in drivers.gpus()] == ["0", "1"]
+
+
+def test_a_clock_is_lowered_by_what_is_active_and_known(tmp_path: Path) -> None:
+    hot = {"reply": {"active_ppt_pwr": True, "active_socket_thrm": True, "active_hbm_thrm": False, "active_vr_thrm": "N/A"}}
+    with replayed(_changed(tmp_path, "amd-mi300x-x2", "amdsmi_get_violation_status", hot)):
+        assert _read(0).throttling == {"PPT", "socket thermal"}
 
 
 @machine("amd-mi300x-x2")
@@ -178,6 +229,17 @@ def test_amd_gpus_are_visible_as_rocm_and_then_hip_would_show_them(
 def test_a_variable_of_rocm_that_shows_nothing_is_told(on: None) -> None:
     with pytest.raises(HardwareError, match="HIP_VISIBLE_DEVICES=1 shows none of the 1 GPUs"):
         detect(environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"})
+
+
+@machine("nvidia-h100-x2")
+def test_only_a_host_of_which_no_gpu_is_seen_is_asked_why(on: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Here the processor has graphics of AMD, without a binding."""
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
+    assert "amdsmi cannot be imported" in drivers.unseen()
+    assert detect(environ={"CUDA_VISIBLE_DEVICES": ""}).unseen == ""
+    monkeypatch.setattr(drivers, "gpus", lambda: ())
+    assert detect(environ={"CUDA_VISIBLE_DEVICES": ""}).unseen == drivers.unseen()
 
 
 @machine("amd-mi300x-x2")
@@ -220,7 +282,7 @@ def test_a_binding_that_finds_no_rocm_is_silent(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(HardwareError, match=r"no GPU is visible here \(.*amdsmi is missing or finds no ROCm"):
+    with pytest.raises(HardwareError, match=r"no GPU is visible here \(.*amdsmi cannot be imported \(KeyError"):
         detect(platform="mi300x", environ={})
     assert capfd.readouterr().out == ""
 
@@ -236,7 +298,7 @@ def test_a_binding_that_finds_no_rocm_is_silent(
 def test_a_driver_with_a_fault_is_told(tmp_path: Path, recording: str, call: str, code: int, sentence: str) -> None:
     fault = {"error": code, "says": "GPU is\n lost" if "amd" in recording else "GPU is lost"}
     with replayed(_changed(tmp_path, recording, call, fault)), pytest.raises(HardwareError) as caught:
-        drivers.gpus()
+        detect(environ={})
     assert sentence in str(caught.value)
 
 
@@ -251,15 +313,15 @@ def _changed(tmp_path: Path, recording: str, call: str, *replies: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("recording", "call"), [("nvidia-h100-x2", "nvmlDeviceGetMemoryInfo"), ("amd-mi300x-x2", "amdsmi_get_gpu_memory_total")]
+    ("recording", "call"),
+    [("nvidia-h100-x2", "nvmlDeviceGetMemoryInfo"), ("amd-mi325x-vf-x2", "amdsmi_get_gpu_memory_total")],
 )
 def test_a_gpu_without_memory_of_its_own_is_there(tmp_path: Path, recording: str, call: str) -> None:
     refused = {"error": 3 if "nvidia" in recording else 2, "says": "Not Supported"}
     with replayed(_changed(tmp_path, recording, call, refused)):
         assert [gpu.memory_bytes for gpu in drivers.gpus()] == [0, 0]
-        assert drivers.occupancy(drivers.gpus()[:1]).holders == (
-            () if "nvidia" in recording else (Holder(pid=9001, gpu=0, name="python3", bytes=64 * GiB),)
-        )
+        gpu = drivers.gpus()[0 if "nvidia" in recording else 1]
+        assert drivers.occupancy([gpu]).holders == (() if "nvidia" in recording else (PYTHON,))
 
 
 def test_a_partitioned_gpu_without_parts_is_no_device(tmp_path: Path) -> None:
@@ -287,7 +349,7 @@ def test_what_makes_the_amd_library_sleep_is_asked_once_a_second(on: None) -> No
         readings = [driver.read(gpu) for _ in range(5)]
     library: Any = sys.modules["amdsmi"]
     assert sum("violation" in call for call in library.asked) == 1
-    assert [reading.throttling for reading in readings] == [frozenset({"PPT"})] * 5
+    assert [reading.throttling for reading in readings] == [frozenset()] * 5
 
 
 class Handle(ctypes.Structure):
@@ -401,8 +463,8 @@ def test_libraries_are_themselves_again_after_a_replay() -> None:
 def test_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices", "--replay", str(RECORDINGS / "nvidia-h100-x2.json")]) == 0
     printed = capsys.readouterr().out
-    assert "698 W of 700 W" in printed
-    assert "a process (pid 4711, 12.3 GiB) on GPU 1" in printed
+    assert "588 W of 700 W" in printed
+    assert "a process (pid 11345, 15.3 GiB) on GPU 1" in printed
 
 
 def test_a_machine_without_gpus_says_so(

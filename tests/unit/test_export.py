@@ -253,6 +253,24 @@ def test_the_value_lies_between_its_bounds(runs: list[tuple[float, ...]]) -> Non
 # Apache Otava
 
 
+def test_a_long_name_is_cut_and_the_other_cases_are_written(tmp_path: Path) -> None:
+    long = [CASE.replace(model="m" * 300 + end) for end in ("a", "b")]
+    path = tmp_path / "report.json"
+    json_report.write(report(*(result(case) for case in (CASE, *long))), path)
+    assert main(["export", str(path), "--format=otava", "-o", str(tmp_path / "out")]) == 0
+    files = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert len(files) == 4
+    assert max(map(len, files)) < 240
+    tests = json.loads((tmp_path / "out" / "otava.yaml").read_text())["tests"]
+    assert {test["file"] for test in tests.values()} == set(files) - {"otava.yaml"}
+    assert any("m" * 300 in name for name in tests), "it names the case in full"
+
+
+def test_names_that_differ_in_capitals_have_files_of_their_own() -> None:
+    """Where a file system takes them for one, the second would replace the first."""
+    assert list(file_names(["llm/Gemma", "llm/gemma"], "csv")) == ["llm.Gemma.csv", "llm.gemma_2.csv"]
+
+
 def read_by_otava(folder: dict[str, str], test: str) -> dict[str, list[Any]]:
     """What CsvImporter.fetch_data of otava/importer.py makes of one test, configured by create_csv_test_config.
 

@@ -17,6 +17,7 @@ ARGUMENTS = {"ab": ["--base=main"], "compare": ["a.json", "b.json"], "trend": ["
 OTHERS = {
     "check-baselines": [],
     "devices": [],
+    "doctor": [],
     "export": ["report.json"],
     "html": ["report.json"],
     "node": ["folder"],

@@ -21,11 +21,12 @@ import pytest
 from test_ranks import Answering
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction
 
-from pytest_gputrain.execution.launch import ranks
+from pytest_gputrain.execution.launch import case_folder, ranks
+from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.merge import merge
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess
-from pytest_gputrain.execution.launch.ranks import Rank, exit_text, folder_of, follow, timed_out
+from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
     Crashed,
@@ -424,19 +425,19 @@ def test_a_case_has_a_folder_with_its_task_for_as_long_as_it_runs(tmp_path: Path
         assert folder.parent == tmp_path
         assert folder.name.startswith("gputrain-")
         assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task) == TASK
-        assert folder in ranks._running
+        assert folder in case_folder._running
         raise KeyError
     assert list(tmp_path.iterdir()) == []
-    assert not ranks._running
+    assert not case_folder._running
 
 
 def test_folders_of_cases_that_were_cut_short_go_with_the_process(tmp_path: Path) -> None:
     folder = tmp_path / "case"
     folder.mkdir()
-    ranks._running.add(folder)
-    ranks._clear_all()
+    case_folder._running[folder] = os.open(os.devnull, os.O_RDONLY)
+    case_folder._clear_all()
     assert not folder.exists()
-    assert not ranks._running
+    assert not case_folder._running
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import keyword
 import os
+import re
 import sys
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +18,9 @@ from hypothesis import strategies as st
 
 from pytest_gputrain.hardware import catalog, drivers, nvidia
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS, marker_of, peak_flops, slug
-from pytest_gputrain.hardware.devices import HardwareError
+from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.machine import Machine, detect
-from pytest_gputrain.utils.units import GiB
+from pytest_gputrain.utils.units import GiB, MiB
 
 H200 = ("GPU-1f0e5c1a-0000-1111-2222-333344445555", "NVIDIA H200", 141 * GiB)
 TWIN = ("GPU-2a9b8c7d-0000-1111-2222-333344445555", "NVIDIA H200", 141 * GiB)
@@ -210,6 +212,12 @@ def test_one_gpu_never_counts_as_two(driver: Driver, how: dict[str, Any]) -> Non
     assert len(indices) == len(set(indices))
 
 
+def test_gpus_of_one_name_and_several_sizes_are_of_several_kinds(driver: Driver) -> None:
+    driver(H200, (TWIN[0], "NVIDIA H200", 70 * GiB))
+    with pytest.raises(HardwareError, match=r"NVIDIA H200 \(h200\), NVIDIA H200 \(of no marker\)"):
+        detect(environ={})
+
+
 def test_gpus_of_several_kinds_are_told(driver: Driver) -> None:
     driver(H200, T4)
     with pytest.raises(HardwareError, match=r"NVIDIA H200, Tesla T4.*--gpu-ids"):
@@ -270,47 +278,164 @@ def test_ids_contradict_the_platform_cpu(driver: Driver) -> None:
 
 # Catalog
 
+WHOLE = [
+    # Names that drivers give, with the MiB that nvidia-smi or amd-smi prints; 0 where that is not known, or not told.
+    ("NVIDIA H100 80GB HBM3", 81559, "h100"),
+    ("NVIDIA H100 PCIe", 81559, "h100_pcie"),
+    ("NVIDIA H100 NVL", 95830, "h100_nvl"),
+    ("NVIDIA H200", 143771, "h200"),
+    ("NVIDIA H200 NVL", 143771, "h200_nvl"),
+    ("NVIDIA H20", 97871, "h20"),
+    ("NVIDIA H20-3e", 143771, "h20_3e"),
+    ("NVIDIA H800", 81559, "h800"),
+    ("NVIDIA H800 PCIe", 81559, "h800_pcie"),
+    ("NVIDIA GH200 480GB", 97871, "gh200"),
+    ("NVIDIA GH200 120GB", 97871, "gh200"),
+    ("NVIDIA GH200 144G HBM3e", 0, "gh200_144gb"),
+    ("NVIDIA B200", 183359, "b200"),
+    ("NVIDIA GB200", 189471, "gb200"),
+    ("NVIDIA B300 SXM6 AC", 275040, "b300"),
+    ("NVIDIA GB300", 284208, "gb300"),
+    ("NVIDIA GB10", 0, "gb10"),
+    ("NVIDIA A100-SXM4-80GB", 81920, "a100"),
+    ("NVIDIA A100-SXM4-40GB", 40960, "a100_40gb"),
+    ("A100-SXM4-40GB", 40536, "a100_40gb"),
+    ("NVIDIA A100 80GB PCIe", 81920, "a100_pcie"),
+    ("NVIDIA A100-PCIE-40GB", 40960, "a100_pcie_40gb"),
+    ("NVIDIA A800-SXM4-80GB", 81920, "a800"),
+    ("NVIDIA A800 80GB PCIe", 81920, "a800_pcie"),
+    ("Tesla V100-SXM2-16GB", 16160, "v100"),
+    ("Tesla V100-SXM2-32GB", 32510, "v100_32gb"),
+    ("Tesla V100-PCIE-16GB", 16160, "v100_pcie"),
+    ("Tesla V100-PCIE-32GB", 32510, "v100_pcie_32gb"),
+    ("Tesla V100S-PCIE-32GB", 32510, "v100s"),
+    ("NVIDIA L40S", 46068, "l40s"),
+    ("NVIDIA L40", 46068, "l40"),
+    ("NVIDIA L4", 23034, "l4"),
+    ("NVIDIA A10", 23028, "a10"),
+    ("NVIDIA A10G", 23028, "a10g"),
+    ("Tesla T4", 15109, "t4"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "rtx_pro_6000"),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97887, "rtx_pro_6000_maxq"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97887, "rtx_pro_6000_server"),
+    ("NVIDIA RTX 6000 Ada Generation", 49140, "rtx_6000_ada"),
+    ("NVIDIA RTX A6000", 49140, "rtx_a6000"),
+    ("NVIDIA GeForce RTX 3090", 24576, "rtx_3090"),
+    ("GeForce RTX 3090", 24576, "rtx_3090"),
+    ("NVIDIA GeForce RTX 4090", 24564, "rtx_4090"),
+    ("NVIDIA GeForce RTX 5090", 32607, "rtx_5090"),
+    ("AMD Instinct MI355X", 294896, "mi355x"),
+    ("AMD Instinct MI325X", 262128, "mi325x"),
+    ("AMD Instinct Mi325X VF", 262128, "mi325x"),
+    ("AMD Instinct MI300X", 196592, "mi300x"),
+    ("AMD Instinct MI300X OAM", 196592, "mi300x"),
+    ("AMD Instinct MI300X VF", 196592, "mi300x"),
+    ("AMD Instinct MI300A", 0, "mi300a"),
+    ("AMD Instinct MI250X", 65520, "mi250x"),
+    ("AMD INSTINCT MI250 (MCM) OAM AC MBA", 65520, "mi250"),
+    ("AMD Instinct MI210", 65520, "mi210"),
+]
+
+
+@pytest.mark.parametrize(("name", "mib", "marker"), WHOLE, ids=[name for name, _, _ in WHOLE])
+def test_boards_are_known_by_what_their_drivers_say(name: str, mib: int, marker: str) -> None:
+    for spelt in (name, name.lower(), name.upper()):
+        assert marker_of(spelt, mib * MiB) == marker
+
+
+def test_every_marker_has_the_name_of_a_device() -> None:
+    assert {marker for _, _, marker in WHOLE} == PLATFORMS.keys()
+
 
 @pytest.mark.parametrize(
-    ("name", "marker"),
+    "name",
     [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100_pcie"),
-        ("NVIDIA H100 NVL", "h100_nvl"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H20", "h20"),
-        ("NVIDIA H800", "h800"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-PCIE-40GB", "a100"),
-        ("A100-SXM4-40GB", "a100"),
-        ("NVIDIA A800-SXM4-80GB", "a800"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx_pro_6000"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx_pro_6000"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-        ("Tesla T4", "t4"),
-        ("NVIDIA GeForce RTX 3090", "rtx_3090"),
-        ("NVIDIA GeForce RTX 4090", "rtx_4090"),
-        ("NVIDIA GeForce RTX 5090", "rtx_5090"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA A10G", "a10g"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("AMD Instinct MI250X", "mi250x"),
-        ("nvidia h100", "h100"),
-        ("NVIDIA L40", None),
-        ("NVIDIA A10", None),
-        ("NVIDIA T400", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA GB200", None),
-        ("NVIDIA RTX 6000 Ada Generation", None),
-        ("NVIDIA A1000", None),
-        ("cpu", None),
-        ("", None),
+        # Virtual GPUs, and parts of GPUs
+        "NVIDIA L40S-48Q",
+        "NVIDIA L40S-8Q",
+        "NVIDIA L4-24Q",
+        "NVIDIA T4-16Q",
+        "GRID T4-16Q",
+        "GRID V100DX-32C",
+        "NVIDIA A10-24Q",
+        "NVIDIA A100-40C",
+        "GRID A100D-80C",
+        "NVIDIA H100-80C",
+        "NVIDIA H100L-94C",
+        "NVIDIA H200-141C",
+        "NVIDIA B200-180C",
+        "NVIDIA RTX Pro 6000 Blackwell DC-1-12Q",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "AMD Instinct MI300X CPX",
+        # Other boards of that family
+        "NVIDIA H100 64GB HBM2",
+        "NVIDIA H100 96GB HBM3",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A800 40GB Active",
+        "NVIDIA H800 NVL",
+        "Tesla V100-SXM3-32GB",
+        "Tesla V100-FHHL-16GB",
+        "NVIDIA L20",
+        "NVIDIA T4G",
+        "NVIDIA T400",
+        "NVIDIA A1000",
+        "NVIDIA RTX PRO 6000 Blackwell",
+        "NVIDIA GeForce RTX 5090 D v2",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "Orin (nvgpu)",
+        "NVIDIA Thor",
+        "AMD Instinct MI308X OAM",
+        "AMD Instinct MI300X HF",
+        "AMD Radeon Graphics",
+        "Graphics Device",
+        "cpu",
+        "",
     ],
 )
-def test_devices_are_known_by_their_drivers_name(name: str, marker: str | None) -> None:
-    assert marker_of(name) == marker
+def test_what_is_no_whole_board_of_the_catalog_has_no_marker(name: str) -> None:
+    assert marker_of(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", 72, True),
+        ("NVIDIA H100 80GB HBM3", 71.9, False),
+        ("NVIDIA H100 80GB HBM3", 81.6, True),
+        ("NVIDIA H100 80GB HBM3", 81.7, False),
+        ("AMD Instinct MI300X VF", 96, False),
+        ("NVIDIA H100 80GB HBM3", 0, True),
+    ],
+)
+def test_a_board_with_other_memory_is_another(name: str, gib: float, known: bool) -> None:
+    assert (marker_of(name, int(gib * GiB)) is not None) == known
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "marker"),
+    [
+        ("AMD Instinct MI250X / MI250", 104, "mi250"),
+        ("AMD Instinct MI250X / MI250", 110, "mi250x"),
+        ("AMD Instinct MI250X / MI250", None, None),
+        ("AMD INSTINCT MI250 (MCM) OAM AC MBA", 104, "mi250"),
+        ("AMD Instinct MI300X", 38, None),
+    ],
+)
+def test_boards_of_one_name_are_told_apart_by_their_compute_units(name: str, units: int | None, marker: str | None) -> None:
+    assert marker_of(name, compute_units=units) == marker
+
+
+def test_baselines_of_a_board_are_found_under_every_release_of_rocm() -> None:
+    def machine(name: str, units: int | None) -> Machine:
+        gpu = Gpu(index=0, uuid="0", name=name, memory_bytes=64 * GiB, driver="6", vendor="amd", compute_units=units)
+        return Machine(gpus=(gpu,), platform="")
+
+    assert machine("AMD Instinct MI250X / MI250", 104).slug == "amd-instinct-mi250"
+    assert machine("AMD INSTINCT MI250 (MCM) OAM AC MBA", 104).slug == "amd-instinct-mi250"
+    assert machine("AMD Instinct MI250X / MI250", 110).slug == "amd-instinct-mi250x"
+    assert machine("AMD Instinct MI250X / MI250", None).slug == "amd-instinct-mi250x-mi250"
 
 
 @pytest.mark.parametrize("marker", MARKERS)
@@ -318,12 +443,6 @@ def test_markers_can_stand_in_an_expression(marker: str) -> None:
     assert marker.isidentifier()
     assert not keyword.iskeyword(marker)
     assert marker == marker.lower()
-
-
-@pytest.mark.parametrize("marker", PLATFORMS)
-def test_a_platform_is_found_by_its_own_title(marker: str) -> None:
-    assert PLATFORMS[marker].marker == marker
-    assert marker_of(f"NVIDIA {PLATFORMS[marker].title}") == marker
 
 
 def test_markers_are_the_platforms_and_cpu() -> None:
@@ -338,7 +457,47 @@ def test_figures_of_a_platform_are_in_their_units(marker: str) -> None:
     assert 1e11 <= platform.bandwidth <= 1e14
     assert set(platform.peak_flops) <= {"fp32", "bf16", "fp16"}
     assert all(1e12 <= rate <= 1e16 for rate in platform.peak_flops.values())
-    assert platform.source
+    assert 20 <= platform.multiprocessors <= 400
+    assert re.fullmatch(r"sm_\d+|gfx9\w\w", platform.target)
+
+
+@pytest.mark.parametrize("marker", PLATFORMS)
+def test_every_figure_of_a_platform_has_its_document(marker: str) -> None:
+    platform = PLATFORMS[marker]
+    told = {"memory", "bandwidth", "multiprocessors", "capability", *platform.peak_flops}
+    assert platform.sources.keys() - {"usable"} == told
+    assert "fp32" in told
+    assert {"fp16", "bf16"} - told <= ({"bf16"} if platform.lacks("bf16") else {"bf16", "fp16"})
+
+
+@pytest.mark.parametrize(
+    ("marker", "peak"),
+    [("h100", 494.7e12), ("a100_40gb", 156e12), ("v100_32gb", 15.7e12), ("gb10", None), ("mi300x", None)],
+)
+def test_tf32_is_half_as_fast_as_bf16_where_there_is_any(marker: str, peak: float | None) -> None:
+    assert peak_flops(marker, "fp32", tf32=True) == peak
+
+
+def test_every_figure_of_the_catalog_is_read() -> None:
+    read = {"memory", "usable", "bandwidth", "fp32", "bf16", "fp16", "multiprocessors", "capability"}
+    for board in tomllib.loads(catalog.BOARDS.read_text())["boards"].values():
+        assert board.keys() == {"title", "name", "from"}
+        told = [figure for figures in board["from"].values() for figure in figures]
+        assert set(told) <= read
+        assert len(told) == len(set(told))
+
+
+def test_every_document_of_the_catalog_is_used() -> None:
+    documents = tomllib.loads(catalog.BOARDS.read_text())["documents"]
+    used = {document for platform in PLATFORMS.values() for document in platform.sources.values()}
+    assert sorted(documents.values()) == sorted(used)
+
+
+def test_only_hardware_before_ampere_lacks_bf16() -> None:
+    lacking = {marker for marker, platform in PLATFORMS.items() if platform.lacks("bf16-amp")}
+    assert lacking == {"v100", "v100_32gb", "v100_pcie", "v100_pcie_32gb", "v100s", "t4"}
+    assert not PLATFORMS["gb10"].lacks("bf16")  # its rate is not told
+    assert peak_flops("gb10", "bf16") is None
 
 
 @pytest.mark.parametrize(

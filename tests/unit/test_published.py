@@ -11,11 +11,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from unit_examples import measurement, out_of_memory
 
 from pytest_gputrain import Case, GiB, MiB
+from pytest_gputrain.gate.published import judge_published
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.records import Published
 from pytest_gputrain.records.published import Figure, Figures
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report.published import epoch_seconds
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore
@@ -64,7 +67,7 @@ def test_all_rows_are_there() -> None:
         ("pangu-deepspeed", 15, {"v100": 25, "a100": 16}),
         ("paddlemix", 6, {"h800": 12}),
         ("amd-diffusion", 3, {"mi300x": 2}),
-        ("paddle-distributed", 3, {"v100": 8, "cpu": 8}),
+        ("paddle-distributed", 3, {"v100_32gb": 8, "cpu": 8}),
     ],
 )
 def test_every_column_of_every_platform_is_kept(table: str, columns: int, platforms: dict[str, int]) -> None:
@@ -76,9 +79,11 @@ def test_every_column_of_every_platform_is_kept(table: str, columns: int, platfo
 @_rows("llm-trainer")
 def test_llm_trainer_figures_are_those_of_their_cells(row: Published) -> None:
     figures = row.figures["pytorch"]
-    peak, speed = _as_printed(figures.peak_reserved_bytes, GiB), _as_printed(figures.step_seconds, 1)
+    thousand_mib = 1000 * MiB
+    peak, speed = _as_printed(figures.device_used_bytes, thousand_mib), _as_printed(figures.step_seconds, 1)
     assert (row.outcome == "out_of_memory") == (row.cells["Sec/step"] == "OOM")
-    model = f"{_as_printed(figures.model_bytes, GiB)} GiB" if figures.model_bytes else "CPU Offload"
+    unit = thousand_mib if row.platform == "h100" else 1e9
+    model = f"{_as_printed(figures.model_bytes, unit)} GiB" if figures.model_bytes else "CPU Offload"
     assert row.cells["Peak Mem. (Model Mem.)"] == (f"{peak} GiB ({model})" if peak else f"OOM ({model})")
     assert row.cells["Sec/step"] == (speed or "OOM")
     device, gpus = row.cells["GPU"].split(" x ")
@@ -173,7 +178,7 @@ def test_amd_figures_are_those_of_their_cells(row: Published) -> None:
 
 
 def test_the_topology_is_a_square_of_its_devices() -> None:
-    lines = TABLES["paddle-distributed"].platforms["v100"].topology
+    lines = TABLES["paddle-distributed"].platforms["v100_32gb"].topology
     matrix = [line.split() for line in lines[1:10]]
     names = lines[0].split()[:9]
     assert [row[0] for row in matrix] == names
@@ -202,6 +207,27 @@ def test_every_row_is_a_declared_case(row: Published) -> None:
     same = [case for suite, case in DECLARED if suite == row.suite and str(case) == str(row.case)]
     mine = [case for case in same if row.platform in case.platforms]
     assert [case.identity() for case in mine] == [row.case.identity()]
+
+
+DEFAULT = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
+
+
+@_rows("llm-trainer")
+def test_llm_trainer_rows_are_judged_or_say_why_not(row: Published) -> None:
+    """Whatever the declared case does as published: it runs out of memory, or its time and its memory are as printed."""
+    figures = row.figures["pytorch"]
+    seconds, used = figures.step_seconds, figures.device_used_bytes
+    reply = (
+        measurement(step_seconds=(seconds.middle,), device_used_bytes=round(used.middle))
+        if seconds and used
+        else out_of_memory()
+    )
+    verdict = judge_published(row.case, [reply], row, DEFAULT, scale="full")
+    assert verdict.status == "pass"
+    reasons = {metric.metric: metric.note for metric in verdict.metrics if metric.status == "not-comparable"}
+    expected = ["device_used_bytes"] if row.case.parallel == "fsdp" else []
+    assert list(reasons) == expected
+    assert all(reason.startswith("published with FSDP1, which holds") for reason in reasons.values())
 
 
 def test_rows_are_of_known_platforms() -> None:

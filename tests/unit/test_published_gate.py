@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -110,6 +111,19 @@ def test_a_regression_says_what_the_table_was_made_with() -> None:
 def test_memory_in_a_regression_is_named_by_its_kind() -> None:
     published = row(device_used_bytes=figure(9406 * MiB, rounding=MiB))
     assert "in use on the device" in judged(published, measurement(device_used_bytes=20 * GiB)).sentence
+
+
+@pytest.mark.parametrize("used", [10 * GiB, 90 * GiB])
+def test_memory_that_cannot_be_judged_is_shown_with_the_reason(used: int) -> None:
+    printed = row(step_seconds=figure(1.0), device_used_bytes=figure(40 * GiB, rounding=GiB))
+    published = msgspec.structs.replace(printed, memory_not_judged="published with FSDP1")
+    verdict = judged(published, measurement(step_seconds=(1.0,), device_used_bytes=used))
+    metric = verdict.metric("device_used_bytes")
+    assert metric is not None
+    assert (verdict.status, metric.status, metric.note) == ("pass", "not-comparable", "published with FSDP1")
+    assert (metric.value, metric.baseline) == (used, 40 * GiB)
+    slower = judged(published, measurement(step_seconds=(2.0,), device_used_bytes=used))
+    assert slower.status == "regressed"
 
 
 def test_memory_that_was_not_measured_here_is_not_compared() -> None:

@@ -398,7 +398,11 @@ def test_flops_that_one_side_does_not_know_are_not_compared(
     stored_flops: int | None, measured_flops: int | None, compared: bool
 ) -> None:
     verdict = _judge(measurement(flops_per_step=measured_flops), baseline(baseline_run(flops_per_step=stored_flops)))
-    assert (verdict.metric("flops_per_step") is not None) == compared
+    metric = verdict.metric("flops_per_step")
+    assert metric is not None
+    assert (metric.status == "regressed") == compared
+    assert (metric.note in ("its FLOPs were not counted", "its baseline has no FLOPs; record it again")) != compared
+    assert metric.note in verdict.sentence
 
 
 def test_flops_of_another_number_of_processes_are_not_compared() -> None:

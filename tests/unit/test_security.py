@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from unit_examples import CASE, result
+from unit_examples import CASE, report, result
 
 import pytest_gputrain
 from pytest_gputrain.execution.launch import node_service
@@ -113,11 +113,11 @@ def test_what_does_no_harm_is_shown_as_it_is(text: str) -> None:
     assert shown("tests/test_a.py::TestB::test_c") == "tests/test_a.py::TestB::test_c"
 
 
-@pytest.mark.parametrize("cell", ["=1+1", "+SUM(A1)", "-2+3|cmd", "@SUM(A1)", "\t=1", "\r=1"])
+@pytest.mark.parametrize("cell", ["=1+1", "+SUM(A1)", "-2+3|cmd", "@SUM(A1)", "\t=1", "\r=1", "\n=1", " =1", "\u3000\n@A1"])
 def test_no_cell_is_a_formula(cell: str) -> None:
     file = io.StringIO()
     csv.writer(file).writerow([spreadsheet(cell)])
-    assert next(csv.reader(io.StringIO(file.getvalue())))[0][0] not in "=+-@\t\r"
+    assert next(csv.reader(io.StringIO(file.getvalue(), newline="")))[0].lstrip(" \u3000\n")[0] not in "=+-@\t\r"
 
 
 @pytest.mark.parametrize("cell", ["-", "-1.5", "+0.4 %", "-12,000", "a=b", "", 5, -1.5, None])
@@ -143,7 +143,30 @@ def test_no_text_is_markup(text: str) -> None:
     assert [token.type for token in tokens] in ([], ["paragraph_open", "inline", "paragraph_close"])
     inline = [child for token in tokens if token.children for child in token.children]
     assert {child.type for child in inline} <= {"text"}
-    assert "".join(child.content for child in inline) == " ".join(shown(text).split())
+    without_joins = "".join(child.content for child in inline).replace("@\u200b", "@")
+    assert without_joins == " ".join(shown(text).split()).replace("@\u200b", "@")
+
+
+@pytest.mark.parametrize(
+    ("text", "mentions"),
+    [("@someone", 1), ("by @some/team, @other", 2), ("a@b.example", 0), ("gemma-7b@tiny", 0), ("@ @", 0)],
+)
+def test_nobody_is_mentioned(text: str, mentions: int) -> None:
+    escaped = markdown.escaped(text)
+    assert re.search(r"(^|[^\w])@\w", escaped) is None
+    assert escaped.count("\u200b") == mentions
+
+
+def test_a_page_has_no_controls_and_turns_no_text_around() -> None:
+    page = pytest.importorskip("pytest_gputrain.report.html.page", reason="the extra `report` is not installed")
+    hostile = result(CASE.replace(model=f"a{HOSTILE}b"), verdict=Verdict(status="new", sentence=HOSTILE))
+    try:
+        text = page.page([report(hostile, notes=(HOSTILE,))], baseline_dir=Path("nowhere"))
+    except ModuleNotFoundError:
+        pytest.skip("the extra `report` is not installed")
+    assert "moc.live" in text
+    assert re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", text) is None
+    assert re.search(r"&#(x0*202e|0*8238|x0*1b|0*27);", text) is None
 
 
 def test_tables_of_the_terminal_show_no_controls_and_no_markup() -> None:

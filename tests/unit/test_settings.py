@@ -53,6 +53,7 @@ class Layers:
 LAYERS = [
     Layers("baseline-update", "baseline_update", (True, "all"), ("true", "all"), "no"),
     Layers("baseline-update-new-only", "baseline_update", (True, "new-only"), ("yes", "new-only"), "no"),
+    Layers("baseline-prune", "baseline_prune", (True, True), ("true", True), False),
     Layers("baseline-dir", "baseline_dir", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / "baselines"),
     Layers("time-tolerance", "time_tolerance", ("5%", 0.05), ("0.1", 0.1), 0.03),
     Layers(
@@ -166,6 +167,7 @@ def test_a_switch_that_was_not_given_leaves_the_ini_alone() -> None:
     [
         ("baseline-update", "baseline_update", "no"),
         ("baseline-update-new-only", "baseline_update", "no"),
+        ("baseline-prune", "baseline_prune", False),
         ("strict", "strict", False),
         ("predict", "predict", False),
         ("find-batch", "find_batch", False),
@@ -209,9 +211,16 @@ def test_both_ways_to_update_contradict_each_other() -> None:
         _read({"baseline-update": True, "baseline-update-new-only": True})
 
 
-def test_a_report_cannot_replace_what_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--gpu-json: .* is not a file"):
-        _read({"json": str(tmp_path)})
+def test_one_file_is_not_written_for_two_options(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("out")
+    with pytest.raises(ValueError, match=r"--gpu-json and --gpu-html contradict each other: both name .*link"):
+        _read({"json": str(tmp_path / "out"), "html": str(tmp_path / "link")})
+
+
+@pytest.mark.parametrize("name", ["json", "html", "summary", "history"])
+def test_a_test_file_is_no_output(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--gpu-{name}: benchmarks/test_llm.py is code, which it would replace"):
+        _read({name: "benchmarks/test_llm.py"})
 
 
 def test_baseline_report_comes_from_command_line_before_ini(tmp_path: Path) -> None:

@@ -135,8 +135,7 @@ def test_grouped_queries_in_fp32_hold_the_scores():
     case = LLAMA.replace(precision="fp32", activation_checkpointing=False)
     scores = 4 * 2 * 4 * 128 * 128
     grouped, repeated = (
-        predicted(case, msgspec.structs.replace(H100, attention=attention)).phase_peak_bytes["forward"]
-        for attention in ("current", "transformers-4.49")
+        predicted(case.replace(attention=attention), H100).phase_peak_bytes["forward"] for attention in ("", "sdpa-4.49")
     )
     assert grouped > repeated + scores
 

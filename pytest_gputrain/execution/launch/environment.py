@@ -110,7 +110,9 @@ def _fixed(task: Task) -> dict[str, str]:
 
 def _visible(gpus: Sequence[Gpu], environment: dict[str, str]) -> dict[str, str]:
     """The variables that show ``gpus`` to the vendor's runtime, and no other GPU to any runtime."""
-    names = ",".join(gpu.uuid for gpu in gpus)
+    # CUDA takes a UUID only if it begins so; that of a Jetson does not.
+    named = [gpu.uuid if gpu.vendor == "amd" or gpu.uuid.startswith(("GPU-", "MIG-")) else str(gpu.index) for gpu in gpus]
+    names = ",".join(named)
     # HIP's own choose among what ROCm's leaves, by numbers of another list; empty ones it takes for unset.
     for name in CHOOSING:
         environment.pop(name, None)

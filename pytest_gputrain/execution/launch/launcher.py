@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
+from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER, Process, start
-from pytest_gputrain.execution.launch.ranks import Rank, folder_of, follow
+from pytest_gputrain.execution.launch.ranks import Rank, follow
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Crashed, Event, Lost, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
 from pytest_gputrain.utils.signals import undisturbed

@@ -122,7 +122,11 @@ def _gpus(task: Task, count: int) -> tuple[Gpu, ...]:
     """
     if task.device_type == "cpu":
         return ()
-    gpus = detect().gpus
+    machine = detect()
+    gpus = machine.gpus
     if len(gpus) != count:
-        raise HardwareError(f"it has {len(gpus)} GPUs, and the case takes {count} of every node; show {count} of them alike")
+        why = f" ({machine.unseen})" if machine.unseen else ""
+        raise HardwareError(
+            f"it has {len(gpus)} GPUs{why}, and the case takes {count} of every node; show {count} of them alike"
+        )
     return gpus

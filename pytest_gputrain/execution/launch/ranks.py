@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.execution.launch.merge import merge
-from pytest_gputrain.execution.launch.processes import Process, end_all_of
+from pytest_gputrain.execution.launch.processes import Process
 from pytest_gputrain.records import (
     FORMAT,
     Crashed,
@@ -29,12 +27,10 @@ from pytest_gputrain.records import (
     Prediction,
     Reply,
     Served,
-    Task,
     TimedOut,
 )
 from pytest_gputrain.utils.files import UNREADABLE
 from pytest_gputrain.utils.linux import oom_kills
-from pytest_gputrain.utils.signals import undisturbed
 from pytest_gputrain.utils.units import format_bytes
 
 _POLL_SECONDS: Final = 0.02
@@ -46,43 +42,6 @@ _AFTER_THE_STEPS: Final[frozenset[Phase]] = frozenset({"check", "reply"})
 """Phases in which to run out of memory says nothing of the steps, which have fitted."""
 _SCARCE_BYTES: Final = 1 << 20
 """With less free than this, a worker may not have been able to reply."""
-
-
-@contextlib.contextmanager
-def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
-    """A folder for the case, with the task in it, that is gone afterwards, and with it all that its workers started.
-
-    Args:
-        shared: where to make it; a place of this machine for temporary files by default.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="gputrain-", dir=shared))
-    _running.add(folder)
-    try:
-        (folder / "case.json").write_bytes(msgspec.json.encode(task))
-        yield folder
-    finally:
-        with undisturbed():
-            _clear(folder)
-
-
-_running: Final[set[Path]] = set()
-"""Folders of cases that are not over."""
-
-
-def _clear(folder: Path) -> None:
-    end_all_of(folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    _running.discard(folder)
-
-
-os.register_at_fork(after_in_child=_running.clear)
-
-
-@atexit.register
-def _clear_all() -> None:
-    """Clear up after cases whose end was itself interrupted: a second Ctrl-C may come at any moment."""
-    for folder in list(_running):
-        _clear(folder)
 
 
 class Rank:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import CHOOSING, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.processes import FreshProcess, Process, run_module
-from pytest_gputrain.execution.launch.ranks import Rank, exit_text, folder_of, follow, tail
+from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, tail
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Crashed, Event, Prediction, Reply, Task
 from pytest_gputrain.records.node_protocol import (

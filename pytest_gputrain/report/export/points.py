@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.records import Measurement, Predicted, Reply, Result, Study
 from pytest_gputrain.report.results import latest
+
+_LONGEST_STEM: Final = 200
+"""Bytes of a file's name, of the 255 that common file systems take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,14 +72,17 @@ def _point(result: Result, timed: bool) -> Point | str:
 
 
 def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:
-    """A file name for each of ``names``, no two alike."""
+    """A file name for each of ``names``, no two alike, also where capitals do not count; of long ones the end is a hash."""
     taken: set[str] = set()
     for name in names:
         stem = re.sub(r"[^\w.@=+-]+", "_", name.replace("/", "."))
+        if len(stem.encode()) > _LONGEST_STEM:
+            begin = stem.encode()[:_LONGEST_STEM].decode(errors="ignore")
+            stem = f"{begin}_{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         number = 1
-        while (file := f"{stem}{f'_{number}' if number > 1 else ''}.{suffix}") in taken:
+        while (file := f"{stem}{f'_{number}' if number > 1 else ''}.{suffix}").casefold() in taken:
             number += 1
-        taken.add(file)
+        taken.add(file.casefold())
         yield file
 
 

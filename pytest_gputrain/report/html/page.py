@@ -19,6 +19,7 @@ from pytest_gputrain.report.trend.series import analyse
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.utils.files import write_atomically
+from pytest_gputrain.utils.sanitize import shown
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -129,7 +130,7 @@ def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], *
     templates = _templates()
     css = f"{_source(templates, 'page.css')}\n{charts.css}\n"
     script = _source(templates, "page.js")
-    return templates.get_template("page.html").render(
+    text = templates.get_template("page.html").render(
         css=css,
         script=script,
         hash_of=_hash,
@@ -137,6 +138,7 @@ def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], *
         **others,
         count=count,
     )
+    return shown(text)
 
 
 def _tables(baseline_dir: Path, warn: Callable[[str], None]) -> PublishedStore | None:

@@ -54,7 +54,7 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
             stack.enter_context(patch)
         libraries: dict[str, Callable[[], Iterator[Any]]] = {
             "deepspeed": lambda: zero.patches(gpu),
-            "transformers": lambda: _transformers_patches(target),
+            "transformers": _transformers_patches,
             "bitsandbytes": _bitsandbytes_patches,
             "torch._dynamo.eval_frame": own_code.dynamo_patches,
         }
@@ -166,17 +166,11 @@ def _fake_patches() -> Iterator[Any]:
     yield mock.patch("pytest_gputrain.worker.parallel.parameter_server.sparse", engines.row_gradient)
 
 
-def _transformers_patches(target: Target) -> Iterator[Any]:
+def _transformers_patches() -> Iterator[Any]:
     # Takes fakes for tracing, for which it makes masks that a real run leaves out.
     import transformers.utils.import_utils as transformers_utils
 
     yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
-    if target.attention == "transformers-4.49":
-        import transformers.integrations.sdpa_attention as transformers_attention
-        import transformers.models.gemma2.modeling_gemma2 as gemma2
-
-        yield mock.patch.object(transformers_attention, "use_gqa_in_sdpa", _no)
-        yield mock.patch.object(gemma2, "eager_attention_forward", _uncapped)
 
 
 def _bitsandbytes_patches() -> Iterator[Any]:
@@ -194,13 +188,6 @@ def _reduce_scatter_by_gloo(
 ) -> None:
     """Reduce the whole input in all processes, of which each then keeps its part (ProcessGroupGloo.cpp)."""
     output.copy_(input.clone().view(-1)[: output.numel()].view(output.shape))
-
-
-def _uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
-    """Attention of Gemma 2 by transformers 4.49, which leaves the cap of the scores out and warns of it."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward(*args, **kwargs)
 
 
 def _no(*values: object) -> bool:

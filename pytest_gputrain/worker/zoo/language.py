@@ -12,6 +12,7 @@ from torch.nn import functional
 from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.flops import checkpoint_contexts
+from pytest_gputrain.worker.zoo.attention import named_attention
 from pytest_gputrain.worker.zoo.pangu import PanGu
 from pytest_gputrain.worker.zoo.samples import packed_positions, real_tokens, spread_lengths
 from pytest_gputrain.worker.zoo.workload import Batch, Workload, checkpointed
@@ -23,13 +24,16 @@ IGNORED_LABEL: Final = -100
 
 
 class LanguageModel(Workload):
-    """Random weights, and the attention that transformers picks (eager for Gemma 2, sdpa else; sdpa for PanGu)."""
+    """Random weights, and the case's attention, else what transformers picks: eager for Gemma 2, sdpa for all others."""
 
     own = (PanGu,)
 
     def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
         super().__init__(architecture, case, scale)
         self._labels: Tensor | None = None
+        if case.attention:
+            model: Any = self.model
+            model.set_attn_implementation(named_attention(case.attention))
         if case.loss_chunks > 1:
             head: Any = self.model.get_submodule("lm_head")
             head.forward = self._loss_in_place_of_logits(head.forward)

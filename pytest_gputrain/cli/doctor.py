@@ -1,0 +1,339 @@
+"""Runs the command ``gputrain doctor``, which checks whether this host has everything that a run on its GPUs needs.
+
+Each check is a function that yields what it found; none of them starts a case. This process never imports torch: which build
+is installed, torch's own file of versions tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from pytest_gputrain.execution.launch.environment import CHOOSING
+from pytest_gputrain.hardware import amd, drivers, lease, machine, nvidia
+from pytest_gputrain.hardware.devices import Gpu, HardwareError, Vendor
+from pytest_gputrain.utils import console
+
+Status = Literal["ok", "warning", "problem"]
+
+_GET_TORCH: Final = "install the build for it from https://pytorch.org/get-started/locally"
+_COMPILERS: Final = ("cc", "gcc", "clang")
+_ORDER: Final = "CUDA_DEVICE_ORDER"
+_NO_ROCM: Final = (20,)
+"""No release of ROCm: the binding that ROCm brings counts those of the C library, from 23 on."""
+
+
+class Check(NamedTuple):
+    """What one check found."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status:<8} {self.name:<12} {self.found}{f'; {self.remedy}' if self.remedy else ''}"
+
+
+class Torch(NamedTuple):
+    """The installed build of torch."""
+
+    version: str
+    cuda: str
+    """The release of CUDA that it is built for; empty for none."""
+    rocm: str
+
+
+def add_to(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check drivers, bindings, torch, permissions and the lock folder of this host, each with its remedy",
+        description="Check whether this host has everything that a run on its GPUs needs: a line for each check. The exit "
+        "status is 1 where something needs a remedy first, and 0 otherwise, warnings included.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the checks; 1 where one found a problem, else 0."""
+    checks = examine()
+    sound = all(check.status != "problem" for check in checks)
+    if options.json:
+        console.put(json.dumps({"sound": sound, "checks": [check._asdict() for check in checks]}, indent=1))
+    else:
+        for check in checks:
+            console.put(str(check))
+    return 0 if sound else 1
+
+
+def examine() -> list[Check]:
+    """Examine this host."""
+    checks: list[Check] = []
+    gpus: list[Gpu] = []
+    for vendor_checks in (_nvidia(gpus), _amd(gpus)):
+        checks += vendor_checks
+    if all(check.status != "problem" for check in checks):  # else no run gets as far
+        checks += _visible(gpus)
+    for more in (_torch(gpus), _compiler(), _lock_folder()):
+        checks += more
+    return checks
+
+
+def _nvidia(gpus: list[Gpu]) -> Iterator[Check]:
+    """Check NVIDIA's driver and its binding, and add the GPUs."""
+    if fault := drivers.nvidia_binding_fault():
+        yield Check("nvidia", "problem", fault)
+        return
+    try:
+        with drivers.driver("nvidia") as driver:
+            found = list(driver.gpus()) if driver is not None else None
+    except HardwareError as error:
+        yield Check("nvidia", "problem", str(error))
+        return
+    if found is None:
+        yield Check("nvidia", "ok", "no NVIDIA driver on this host")
+        return
+    silent = [gpu for gpu in found if gpu.fault]
+    found = [gpu for gpu in found if not gpu.fault]
+    gpus += found
+    for gpu in silent:
+        yield Check(
+            "gpus",
+            "warning" if found else "problem",  # all others are used without it
+            f"GPU {gpu.index} is not described by its driver ({gpu.fault})",
+            "see what nvidia-smi says",
+        )
+    if silent and not found:
+        return
+    yield from _listed("nvidia", found, f"binding nvidia-ml-py {_installed('nvidia-ml-py')}", "see what nvidia-smi says")
+    control, memory = (nvidia.DEVICE_FILES / name for name in ("nvidiactl", "nvidia-uvm"))
+    if control.exists() and not memory.exists():
+        yield Check(
+            "permissions", "problem", f"{memory} is missing, without which CUDA does not start", "run nvidia-modprobe -u"
+        )
+    if found:
+        yield from _permissions([control, memory, *sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))])
+
+
+def _amd(gpus: list[Gpu]) -> Iterator[Check]:
+    """Check AMD's driver and its binding, and add the GPUs.
+
+    Beside NVIDIA's GPUs one of AMD's may only be the graphics of the processor, so nothing about it is a problem.
+    """
+    worst: Status = "warning" if gpus else "problem"
+    if fault := amd.binding_fault():
+        yield Check("amd", worst, fault)
+        return
+    try:
+        with amd.opened() as driver:
+            found = None if driver is None else driver.gpus()
+            left_out = () if driver is None else driver.left_out()
+    except HardwareError as error:
+        yield Check("amd", "problem", str(error))  # which stops every run
+        return
+    if found is None:
+        yield Check("amd", "ok", "no AMD driver on this host")
+        return
+    gpus += found
+    binding, rocm = _installed("amdsmi"), amd.rocm_version()
+    versions = f"binding amdsmi {binding}, {f'ROCm {rocm}' if rocm else 'ROCm in no usual place'}"
+    yield from _listed("amd", found, versions, "see what amd-smi says" if not left_out else "")
+    if rocm and () < _release(binding) < _NO_ROCM and _release(binding) != _release(rocm):
+        wanted = ".".join(map(str, _release(rocm)))
+        yield Check(
+            "amd",
+            "warning",
+            f"amdsmi {binding} beside ROCm {rocm} is the binding of another release, so that figures may be wrong",
+            f'pip install "amdsmi=={wanted}.*"',
+        )
+    for sentence in left_out:
+        yield Check("left out", "warning" if found else worst, sentence)
+    if found:
+        yield from _permissions([amd.DEVICE_FILE])
+
+
+def _listed(vendor: Vendor, gpus: Sequence[Gpu], versions: str, remedy: str) -> Iterator[Check]:
+    """Tell which kinds of GPUs there are, and what they are to the catalog."""
+    if not gpus:
+        yield Check(vendor, "warning", f"the driver lists no GPU that can be used, {versions}", remedy)
+        return
+    yield Check(vendor, "ok", f"driver {gpus[0].driver}, {versions}")
+    for (name, marker), count in Counter((gpu.name, machine.marker_of(gpu)) for gpu in gpus).items():
+        if marker is not None:
+            yield Check("gpus", "ok", f"{count} x {name}, marker {marker}")
+        else:
+            yield Check(
+                "gpus",
+                "warning",
+                f"{count} x {name}, which the catalog does not know",
+                "name the platform that it is to pass for with --gpu-platform",
+            )
+
+
+def _permissions(files: Sequence[Path]) -> Iterator[Check]:
+    """Open the files by which the kernel gives GPUs to processes, as far as they are there."""
+    opened = []
+    for file in files:
+        try:
+            os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            is_group = error.errno == errno.EACCES
+            remedy = (
+                f"add this user to the group {amd.group_of(file)}" if is_group else f"pass --device {file} to the container"
+            )
+            yield Check("permissions", "problem", f"{file} cannot be opened ({error.strerror})", remedy)
+        else:
+            opened.append(str(file))
+    if opened:
+        yield Check("permissions", "ok", f"{', '.join(opened)} can be opened")
+
+
+def _visible(gpus: Sequence[Gpu]) -> Iterator[Check]:
+    """Check what the variables of the runtimes leave, and in which order."""
+    names = (*CHOOSING, _ORDER)
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or "no variable hides any"
+    if not gpus:
+        yield Check("visible", "ok", "no GPU: cases train on the CPU, at tiny scale")
+        return
+    try:
+        visible = machine.detect().gpus
+    except HardwareError as error:
+        yield Check("visible", "problem", str(error))
+        return
+    order = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in visible)
+    if visible:
+        yield Check("visible", "ok", f"a run uses GPU {order}: {variables}")
+    else:
+        yield Check("visible", "warning", f"a run uses none of the {len(gpus)} GPUs: {variables}", "unset it to use them")
+    kinds = {gpu.name for gpu in gpus if gpu.vendor == "nvidia"}
+    if len(kinds) > 1 and os.environ.get(_ORDER) != "PCI_BUS_ID":
+        yield Check(
+            "visible",
+            "warning",
+            f"the numbers of {len(kinds)} kinds of GPU are the driver's here, and by speed in other programs",
+            f"set {_ORDER}=PCI_BUS_ID, or choose by UUIDs",
+        )
+
+
+def torch_build() -> Torch | None:
+    """The build of torch that is installed beside this package, read from its file of versions; None where there is none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path(spec.origin).with_name("version.py").read_text()
+
+    def told(name: str) -> str:
+        match = re.search(rf"^{name}\b.*= *'([^']*)'", text, re.MULTILINE)
+        return match[1] if match else ""
+
+    return Torch(told("__version__") or _installed("torch"), told("cuda"), told("hip"))
+
+
+def _torch(gpus: Sequence[Gpu]) -> Iterator[Check]:
+    torch = torch_build()
+    if torch is None:
+        yield Check("torch", "problem", "torch is not installed", 'pip install "pytest-gputrain[suite]"')
+        return
+    built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.rocm.partition('-')[0]}" if torch.rocm else "the CPU only"
+    found = f"torch {torch.version} is built for {built}"
+    vendors = {gpu.vendor for gpu in gpus}
+    if "nvidia" in vendors:
+        yield _torch_for_nvidia(torch, found)
+    if "amd" in vendors:
+        yield _torch_for_amd(torch, found)
+    if not gpus:
+        yield Check("torch", "ok", found)
+
+
+def _torch_for_nvidia(torch: Torch, found: str) -> Check:
+    if not torch.cuda:
+        return Check("torch", "problem", f"{found}, and the GPUs are NVIDIA's", _GET_TORCH)
+    most = _cuda_of_driver()
+    if most is None:
+        return Check("torch", "ok", found)
+    beside = f"{found}, the driver supports CUDA up to {most[0]}.{most[1]}"
+    if _release(torch.cuda)[:1] > most[:1]:  # within one of CUDA's major releases older drivers do
+        return Check("torch", "problem", beside, f"update the driver, or for CUDA {most[0]} {_GET_TORCH}")
+    return Check("torch", "ok", beside)
+
+
+def _torch_for_amd(torch: Torch, found: str) -> Check:
+    if not torch.rocm:
+        return Check("torch", "problem", f"{found}, and the GPUs are AMD's", _GET_TORCH)
+    rocm = amd.rocm_version()
+    if rocm and _release(torch.rocm)[:1] != _release(rocm)[:1]:
+        return Check("torch", "warning", f"{found}, beside ROCm {rocm}", f"for ROCm {rocm} {_GET_TORCH}")
+    return Check("torch", "ok", found)
+
+
+def _cuda_of_driver() -> tuple[int, int] | None:
+    """The newest release of CUDA that the NVIDIA driver supports; None where it does not tell."""
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            number = pynvml.nvmlSystemGetCudaDriverVersion()
+        finally:
+            pynvml.nvmlShutdown()
+        return number // 1000, number % 1000 // 10
+    return None
+
+
+def _compiler() -> Iterator[Check]:
+    """Look for what torch.compile and DeepSpeed build their kernels with."""
+    named = os.environ.get("CC")
+    path = next(filter(None, map(shutil.which, [named] if named else _COMPILERS)), None)
+    if path is not None:
+        yield Check("compiler", "ok", path)
+        return
+    looked = f"CC={named}" if named else ", ".join(_COMPILERS)
+    yield Check(
+        "compiler",
+        "warning",
+        f"no C compiler is found ({looked}), without which cases with compile= and those of DeepSpeed fail on a GPU",
+        "install gcc",
+    )
+
+
+def _lock_folder() -> Iterator[Check]:
+    """Take one of the locks by which runs lend each other the GPUs."""
+    try:
+        folder = lease.check_folder()
+    except (HardwareError, OSError) as error:
+        yield Check(
+            "locks",
+            "problem",
+            f"GPUs cannot be lent: {error}",
+            "set TMPDIR to a folder that every user of this host can write to",
+        )
+    else:
+        yield Check("locks", "ok", f"{folder} can be used")
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor release; empty where a version does not begin so."""
+    parts = version.split(".")[:2]
+    return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdigit() for part in parts) else ()

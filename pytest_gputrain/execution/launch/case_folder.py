@@ -1,0 +1,91 @@
+"""Makes the folder of a case, and removes it with all that the workers have started, at the latest in the next run."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pytest_gputrain.execution.launch.processes import end_all_of
+from pytest_gputrain.records import Task
+from pytest_gputrain.utils.signals import undisturbed
+
+_PREFIX: Final = "gputrain-"
+_LOCK: Final = "owner.lock"
+"""A file that the process whose case it is has locked. The kernel unlocks it when that process ends, however it does."""
+
+_running: Final[dict[Path, int]] = {}
+"""Folders of cases that are not over, with the descriptors of their locks."""
+_swept: Final[set[Path]] = set()
+"""Folders for temporary files in which this process has looked for what others left."""
+
+
+@contextlib.contextmanager
+def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
+    """A folder for the case, with the task in it, that is gone afterwards, and with it all that its workers started.
+
+    Args:
+        shared: where to make it; a place of this machine for temporary files by default.
+    """
+    if shared is None:
+        _sweep(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared))
+    try:
+        _running[folder] = _take(folder)
+        (folder / "case.json").write_bytes(msgspec.json.encode(task))
+        yield folder
+    finally:
+        with undisturbed():
+            _clear(folder)
+
+
+def _take(folder: Path) -> int:
+    """Lock the folder for as long as this process lives; who finds the file finds it locked."""
+    part = folder / f"{_LOCK}.part"
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody ever takes it for left
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        part.rename(folder / _LOCK)
+    return descriptor
+
+
+def _sweep(temporary: Path) -> None:
+    """Remove the folders of cases whose process was killed. Folders of others, such as torch's caches, stay."""
+    if temporary in _swept:
+        return
+    _swept.add(temporary)
+    for lock in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):  # in use, gone meanwhile, or another user's
+            if lock.parent.is_symlink() or lock.parent.lstat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _clear(lock.parent)
+            finally:
+                os.close(descriptor)
+
+
+def _clear(folder: Path) -> None:
+    end_all_of(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    if (descriptor := _running.pop(folder, None)) is not None:
+        os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_running.clear)
+
+
+@atexit.register
+def _clear_all() -> None:
+    """Clear up after cases whose end was itself interrupted: a second Ctrl-C may come at any moment."""
+    for folder in list(_running):
+        _clear(folder)

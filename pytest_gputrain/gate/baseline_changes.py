@@ -1,0 +1,112 @@
+"""Describes how a stored baseline differs from that of an earlier commit where it lets more pass than before. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from pytest_gputrain.cases.identity import differences
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.records import Baseline, Prediction
+from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent, format_seconds
+
+
+class Loosened(NamedTuple):
+    """What a baseline lets pass that the one before did not."""
+
+    raised: tuple[str, ...]
+    """Figures that are higher now."""
+    lost: tuple[str, ...]
+    """What is not compared any more, or of another kind."""
+
+
+_Stored = Baseline | Prediction
+
+
+class _Figure(NamedTuple):
+    name: str
+    value: float | None
+    show: Callable[[float], str]
+
+
+def loosened(before: Baseline | Recorded, after: Baseline | Recorded | None) -> Loosened:
+    """Compare an entry with that of the same device, suite and key before.
+
+    Args:
+        after: None where it is gone.
+    """
+    if after is None:
+        return Loosened((), ("removed",))
+    raised: dict[str, None] = {}
+    lost: dict[str, None] = {}
+    if changed := differences(before.case, after.case):
+        lost[f"another case: {changed}"] = None
+    for old, new in _pairs(before, after):
+        kind, kind_before = _kind(new), _kind(old)
+        if kind != kind_before:
+            lost[f"{kind_before} -> {kind}"] = None
+            continue
+        now = {figure.name: figure.value for figure in _figures(new)}
+        for name, value, show in _figures(old):
+            value_now = now.get(name)
+            if value and not value_now:
+                lost[f"without {name}, which was {show(value)}"] = None
+            elif value and value_now and value_now > value:
+                raised[f"{name} {show(value)} -> {show(value_now)} ({format_percent(value_now / value - 1)})"] = None
+    runs, runs_before = _runs(after), _runs(before)
+    if runs < runs_before:
+        lost[f"{count(runs_before, 'run')} -> {runs}"] = None
+    return Loosened(tuple(raised), tuple(lost))
+
+
+def _pairs(before: Baseline | Recorded, after: Baseline | Recorded) -> Iterator[tuple[_Stored, _Stored]]:
+    """Yield what a run would be compared with before and now: of predictions each, under its own conditions."""
+    if isinstance(before, Recorded) and isinstance(after, Recorded):
+        yield from ((old, after.like(old) or after.predictions[-1]) for old in before.predictions)
+    elif isinstance(before, Baseline) and isinstance(after, Baseline):
+        yield before, after
+
+
+def _kind(stored: _Stored) -> str:
+    if isinstance(stored, Prediction):
+        return "predicted not to fit" if stored.fits is False else "predicted to fit"
+    environment = stored.runs[-1].environment
+    outcome = "figures" if any(run.outcome == "measured" for run in stored.runs) else "out of memory"
+    return f"{outcome} of {environment.device_count} x {environment.device_type}"
+
+
+def _runs(record: Baseline | Recorded) -> int:
+    return len(record.runs) if isinstance(record, Baseline) else 0
+
+
+def _figures(record: _Stored) -> Iterator[_Figure]:
+    """Yield what a run is compared with."""
+    if isinstance(record, Prediction):
+        yield from _predicted(record)
+        return
+    runs = [run for run in record.runs if run.outcome == "measured"]
+    if not runs:
+        return
+    peaks = [run.peak_allocated_bytes or 0 for run in runs]
+    yield _Figure("peak memory", max(peaks), format_bytes)
+    for phase in dict.fromkeys(phase for run in runs for phase in run.phase_peak_bytes):
+        yield _Figure(f"peak of {phase}", max(run.phase_peak_bytes.get(phase, 0) for run in runs), format_bytes)
+    yield _Figure("FLOPs", runs[-1].flops_per_step, format_flops)
+    if record.device != CPU:
+        medians = [statistics.median(run.step_seconds) for run in runs]
+        yield _Figure("step time", statistics.median(medians), format_seconds)
+        yield _Figure("step time of the slowest run", max(medians), format_seconds)
+        alone = [run.one_worker_seconds for run in runs if run.one_worker_seconds is not None]
+        yield _Figure("time of one worker", max(alone, default=None), format_seconds)
+
+
+def _predicted(prediction: Prediction) -> Iterator[_Figure]:
+    yield _Figure("peak memory", prediction.peak_allocated_bytes, format_bytes)
+    for phase, peak in prediction.phase_peak_bytes.items():
+        yield _Figure(f"peak of {phase}", peak, format_bytes)
+    yield _Figure("FLOPs", prediction.flops_per_step, format_flops)
+    yield _Figure("recomputed FLOPs", prediction.recomputed_flops_per_step, format_flops)
+    yield _Figure("bytes moved", prediction.bytes_per_step, format_bytes)

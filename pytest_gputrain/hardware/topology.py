@@ -1,0 +1,87 @@
+"""Reads from Linux where GPUs and network cards sit: the cores that are near a GPU, and the PCIe between it and each card.
+
+GPUs are found by `devices.Gpu.pci_address`, whatever their vendor. The names of paths are those of ``nvidia-smi topo -m``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pytest_gputrain.hardware.devices import UNKNOWN
+
+_BRIDGE: Final = re.compile(r"pci[0-9a-f]+:[0-9a-f]{2}")
+"""A host bridge, as sysfs names it."""
+_FUNCTION: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+"""A device on PCIe, or a bridge on the way to it."""
+
+
+class Place(NamedTuple):
+    """Where a device is."""
+
+    cores: str = ""
+    """The nearest ones, as Linux writes lists: ``0-19,40-59``; empty where it does not tell."""
+    numa_node: int | None = None
+    """None where Linux does not tell, or where there is only one."""
+
+
+class Sysfs:
+    """The devices of this host.
+
+    Args:
+        root: where sysfs is mounted.
+    """
+
+    def __init__(self, root: Path = Path("/sys")) -> None:
+        self._root = root
+
+    def place(self, address: str) -> Place:
+        """Where the device with that PCI address is."""
+        device = self._root / "bus" / "pci" / "devices" / address
+        if not address or not device.exists():
+            return Place()
+        node = _text(device / "numa_node")
+        return Place(_text(device / "local_cpulist"), int(node) if node.isdecimal() else None)  # -1 for none
+
+    def cards(self) -> dict[str, str]:
+        """The PCI addresses of network cards, by name: of those that have RDMA or, where none has, of all."""
+        return dict(self._cards("infiniband")) or dict(self._cards("net"))
+
+    def path(self, address: str, other: str) -> str:
+        """What is between two devices on PCIe, ``N/A`` where it is not known."""
+        ways = self._way(address), self._way(other)
+        if not all(ways):
+            return UNKNOWN
+        # Host bridge, root port, ports of switches, device.
+        common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*ways, strict=False))))
+        if common == 0:
+            nodes = self.place(address).numa_node, self.place(other).numa_node
+            return "NODE" if nodes[0] == nodes[1] else "SYS"
+        if common == 1:
+            return "PHB"
+        # One switch is two bridges, of which the upper is common; behind a root port without a switch it is one.
+        return "PIX" if max(map(len, ways)) - common <= 2 else "PXB"
+
+    def _way(self, address: str) -> list[str]:
+        """The host bridge, the bridges and the device, from the processor on; empty for an address that is not there."""
+        device = self._root / "bus" / "pci" / "devices" / address
+        if not address or not device.exists():
+            return []
+        return [part for part in device.resolve().parts if _BRIDGE.fullmatch(part) or _FUNCTION.fullmatch(part)]
+
+    def _cards(self, kind: str) -> Iterator[tuple[str, str]]:
+        for card in sorted((self._root / "class" / kind).glob("*")):
+            # Bridges, tunnels and the like have no device. That of a virtual card is a child of the one on PCIe.
+            functions = [part for part in (card / "device").resolve().parts if _FUNCTION.fullmatch(part)]
+            if (card / "device").exists() and functions:
+                yield card.name, functions[-1]
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""

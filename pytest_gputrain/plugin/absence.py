@@ -1,0 +1,141 @@
+"""Notes where a run is green because something was not there: cases that were all skipped, failures that a test caught, and
+baselines that no test asks for any more, which ``--gpu-baseline-prune`` removes.
+
+Which cases a file has shows only when all of its tests have run to their end on the device whose baselines they are. Nothing
+is said of baselines of other files, and nothing removed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from pytest_gputrain.cases.identity import suite_of
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles
+from pytest_gputrain.records import Measured, Predicted, Result
+from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.report.collector import Collector
+from pytest_gputrain.session.criteria import is_strict
+from pytest_gputrain.session.selection import platforms_named
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
+from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.utils.git import in_pull_request
+
+_MOST_SHOWN: Final = 3
+
+
+def note_missing(collector: Collector, tests: CaseTests, expression: str, *, ended: bool) -> None:
+    """Note what a run is not green for; where strict, it fails.
+
+    Args:
+        expression: of ``-m``.
+        ended: whether it came to its end, so that no test is missing for another reason.
+    """
+    settings, results, notes = collector.settings, collector.results, collector.notes
+    strict = is_strict(settings)
+    if ended and tests.are_all_missed and not results:
+        verb = "predicted" if settings.predict else "measured"
+        notes.append(f"nothing was {verb}: every case was skipped ({tests.why_missed()})")
+        is_asked_for = settings.predict or bool(platforms_named(expression))
+        collector.failed |= strict and (is_asked_for or tests.are_skipped_by_others)
+    elif tests.outcomes and all(result.figures is None for result in results):
+        notes.append(f"no case gave figures: {tests.counted()}")
+    for how, sentences in {
+        "caught by the test, which passed": tests.caught,
+        "expected by a mark (xfail)": tests.expected,
+    }.items():
+        if sentences:
+            more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
+            notes.append(f"{count(len(sentences), 'failure')} {how}: {sentences[0]}{more}")
+    collector.failed |= strict and bool(tests.caught)
+    if settings.baseline_update == "all" and results and in_pull_request():
+        notes.append(
+            "the gate did not run in this pull request's job: --gpu-baseline-update records figures, and compares none"
+        )
+
+
+def note_unclaimed(collector: Collector, files: WholeFiles) -> int:
+    """Note the baselines that no test asks for any more, or remove them; return how many are left."""
+    settings, notes = collector.settings, collector.notes
+    found = list(_unclaimed(settings, collector.results, files))
+    if not settings.baseline_prune:
+        if found:
+            notes.append(_described(found))
+            collector.failed |= is_strict(settings)
+        return sum(len(entry.keys) for entry in found)
+    for entry in found:
+        try:
+            notes.append(entry.remove())
+        except BaselineError as error:
+            notes.append(str(error))
+            collector.failed = True
+    notes += filter(None, [_why_not_pruned(files, collector.results)])
+    return 0
+
+
+class _Unclaimed(NamedTuple):
+    """Entries of a file of baselines that no test asked for."""
+
+    store: SuiteStore[Any, Any]
+    device: str
+    suite: str
+    keys: tuple[str, ...]
+
+    def remove(self) -> str:
+        """Remove them, and return a sentence.
+
+        Raises:
+            BaselineError: the file cannot be read or written.
+        """
+        path = self.store.remove(self.device, self.suite, self.keys)
+        return f"{count(len(self.keys), 'baseline')} removed from {path}; review the difference in git"
+
+
+def _unclaimed(settings: Settings, results: Sequence[Result], files: WholeFiles) -> Iterator[_Unclaimed]:
+    """Yield the entries of the suites that were seen as a whole, on the devices of their results."""
+    if not _asks_for_every_case(settings):
+        return
+    partial = {suite_of(path) for path in files.paths if files.why_partial(path)}
+    whole = {suite_of(path) for path in files.paths} - partial
+    claimed: defaultdict[tuple[bool, str, str, bool], set[str]] = defaultdict(set)
+    for result in results:
+        if result.suite in whole and isinstance(result, Measured | Predicted):
+            is_predicted = isinstance(result, Predicted)
+            device = result.platform if is_predicted else result.device
+            claimed[is_predicted, device, result.suite, result.scale == "tiny"].add(result.key)
+    for (is_predicted, device, suite, is_tiny), keys in claimed.items():
+        store = (PredictionStore if is_predicted else BaselineStore)(settings.baseline_dir)
+        try:
+            stored = store.suite(device, suite)
+        except BaselineError:
+            continue  # the tests have told it
+        gone = tuple(sorted(key for key in stored.keys() - keys if key.endswith("@tiny") == is_tiny))
+        if gone:
+            yield _Unclaimed(store, device, suite, gone)
+
+
+def _why_not_pruned(files: WholeFiles, results: Sequence[Result]) -> str:
+    """Name the files with cases of which nothing could be removed; empty for none."""
+    suites = {result.suite for result in results}
+    reasons = {path.name: why for path in files.paths if suite_of(path) in suites and (why := files.why_partial(path))}
+    listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    return f"not pruned, because not every test was seen to its end: {listed}" if listed else ""
+
+
+def _described(found: Sequence[_Unclaimed]) -> str:
+    """Name baselines that no test asked for."""
+    names = [f"{entry.suite} {key} on {entry.device}" for entry in found for key in entry.keys]
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return (
+        f"no test asks any more for {count(len(names), 'baseline')}: {', '.join(names[:_MOST_SHOWN])}{more}; "
+        "--gpu-baseline-prune removes what no test asks for"
+    )
+
+
+def _asks_for_every_case(settings: Settings) -> bool:
+    """Whether the tests of this run ask for the cases that they have baselines for, rather than for others of their own."""
+    if settings.sweep or settings.find_batch or settings.loss_steps is not None or settings.baseline != "measured":
+        return False
+    return settings.steps is None and settings.warmup is None  # which a case may have in its id

@@ -1,0 +1,45 @@
+"""Says in one line what a run did not compare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.records import Result
+from pytest_gputrain.report.terminal import METRIC_NAMES
+
+_STATUSES: Final = {
+    "new": "without a baseline",
+    "not-comparable": "not comparable with the baseline",
+    "recorded": "recorded instead",
+}
+
+
+def line(results: Sequence[Result], *, skipped: int = 0, unclaimed: int = 0) -> str:
+    """Return the line; empty where everything was compared.
+
+    Args:
+        skipped: tests with cases that were.
+        unclaimed: baselines that no test asked for.
+    """
+    cases: Counter[str] = Counter()
+    metrics: Counter[str] = Counter()
+    for result in results:
+        verdict = result.verdict
+        if verdict is None:
+            continue
+        is_held = verdict.status == "new" and verdict.held_to is not None
+        if verdict.status in _STATUSES and not is_held:
+            cases[_STATUSES[verdict.status]] += 1
+            continue
+        missing = {metric.metric for metric in verdict.metrics if metric.status == "not-comparable"}
+        missing |= {limit.metric for limit in verdict.limits if limit.status == "not-judged"}
+        missing |= {"step_seconds"} if is_held else set()  # which no prediction and no row of another machine limits
+        metrics.update(METRIC_NAMES[metric] for metric in sorted(missing))
+    parts = [f"{count(number, 'case')} {what}" for what, number in cases.items()]
+    parts += [f"{name} of {count(number, 'case')}" for name, number in metrics.items()]
+    parts += [f"{count(skipped, 'test')} skipped"] if skipped else []
+    parts += [f"{count(unclaimed, 'baseline')} that no test asked for"] if unclaimed else []
+    return f"not compared: {', '.join(parts)}" if parts else ""

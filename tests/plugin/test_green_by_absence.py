@@ -1,0 +1,283 @@
+"""Tests that a run says in its last lines what it is not green for, and fails for it where it is strict."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plugin_project import (
+    BUILD,
+    GEMMA,
+    H100_FOLDER,
+    LLAMA,
+    LLAMA_2,
+    SUITE,
+    Project,
+    assert_refused,
+    failures,
+    recorded,
+)
+
+DECLARED = SUITE.replace('method=["lora"]', 'method=["lora"], platforms=["h100"]')
+CAUGHT = SUITE.replace(
+    "    gputrain.check(case)",
+    "    try:\n        gputrain.check(case)\n    except pytest.fail.Exception:\n        pass",
+)
+STRICT = pytest.mark.parametrize(("strict", "status"), [((), 0), (("--gpu-strict",), 1)], ids=["", "strict"])
+
+
+@pytest.fixture
+def cpu(project: Project) -> Project:
+    project.machine(None)
+    return project
+
+
+@pytest.fixture
+def gated(suite: Project) -> Project:
+    """Three cases with baselines."""
+    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+    return suite
+
+
+def last_line(result: pytest.RunResult) -> str:
+    """Of the section of this plugin."""
+    section = result.stdout.str().partition("= gputrain =")[2].splitlines()
+    return [line for line in section if line and not line.startswith("=")][-1]
+
+
+@STRICT
+def test_a_platform_that_is_not_there_is_told(cpu: Project, strict: tuple[str, ...], status: int) -> None:
+    cpu.write(test_tuning=DECLARED)
+    result = cpu.run("-m", "h100", "--gpu-json=report.json", *strict)
+    result.assert_outcomes(skipped=3)
+    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (needs h100 x1, found cpu)"])
+    assert result.ret == cpu.report()["exit_status"] == status
+
+
+def test_a_platform_that_is_not_there_fails_a_job_of_ci(cpu: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu.write(test_tuning=DECLARED)
+    monkeypatch.setenv("CI", "1")
+    assert cpu.run("-m", "h100").ret == pytest.ExitCode.TESTS_FAILED
+    assert cpu.run("-m", "h100", "--no-gpu-strict").ret == pytest.ExitCode.OK
+    assert cpu.run("-m", "h100", "--gpu-baseline-update").ret == pytest.ExitCode.OK
+    pytest.importorskip("xdist")
+    result = cpu.spawn("-n2", "-m", "h100")
+    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (needs h100 x1, found cpu)"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_run_on_a_cpu_that_names_no_platform_skips_and_is_green(cpu: Project) -> None:
+    cpu.write(
+        test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], parallel=["ddp"], gpus=[2]').replace(
+            "batch_size=2, ", ""
+        )
+    )
+    result = cpu.run("-o", "gpu_processes=1", "--gpu-strict")
+    result.assert_outcomes(skipped=3)
+    assert result.ret == pytest.ExitCode.OK
+    assert last_line(result) == "not compared: 3 tests skipped"
+
+
+@pytest.mark.parametrize("mark", ["skip", "skipif(True, reason='no')", "xfail(run=False)"])
+def test_what_somebody_marked_is_not_missed(cpu: Project, mark: str) -> None:
+    cpu.write(test_tuning=DECLARED.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
+    assert cpu.run("-m", "h100", "--gpu-strict").ret == pytest.ExitCode.OK
+
+
+@STRICT
+def test_an_option_that_skips_every_case_is_told(suite: Project, strict: tuple[str, ...], status: int) -> None:
+    pytest.importorskip("pytest_benchmark")
+    suite.write(test_plain="def test_plain(benchmark):\n    benchmark(int)\n")
+    result = suite.run("--benchmark-only", *strict)
+    result.assert_outcomes(passed=1, skipped=3)
+    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (*--benchmark-only*)"])
+    assert result.ret == status
+
+
+def test_a_mark_that_a_conftest_adds_for_an_option_is_nobody_s_decision(suite: Project) -> None:
+    conftest = suite.path / "conftest.py"
+    added = (
+        "def pytest_collection_modifyitems(items):\n    for it in items:\n        it.add_marker(pytest.mark.skip('slow'))"
+    )
+    conftest.write_text(f"{conftest.read_text()}\n\n{added}\n")
+    result = suite.run("--gpu-strict")
+    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (slow)"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+@STRICT
+def test_a_failure_that_the_test_catches_is_told(gated: Project, strict: tuple[str, ...], status: int) -> None:
+    gated.write(test_tuning=CAUGHT)
+    gated.answer(recorded(slower=1.1), to=GEMMA)
+    result = gated.run(*strict)
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines([f"1 failure caught by the test, which passed: {GEMMA} is 10.0 % slower at *"])
+    assert result.ret == status
+
+
+def test_a_failure_that_a_mark_expects_is_told(gated: Project) -> None:
+    gated.write(test_tuning=SUITE.replace("@pytest", "@pytest.mark.xfail\n@pytest", 1))
+    gated.answer(recorded(slower=1.1), to=GEMMA)
+    result = gated.run("--gpu-strict")
+    result.stdout.fnmatch_lines([f"1 failure expected by a mark (xfail): {GEMMA} is 10.0 % slower at *"])
+    assert result.ret == pytest.ExitCode.OK
+
+
+def test_an_update_in_ci_never_fails_for_being_there(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CI": "true", "GITHUB_EVENT_NAME": "pull_request"}.items():
+        monkeypatch.setenv(name, value)
+    result = suite.run("--gpu-baseline-update")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(
+        [
+            "the gate did not run in this pull request's job: --gpu-baseline-update records figures, and compares none",
+            f"3 baselines recorded in {suite.baseline_file('tuning', H100_FOLDER)}; review the difference in git",
+            "not compared: 3 cases recorded instead",
+        ]
+    )
+    monkeypatch.setenv("GITHUB_EVENT_NAME", "push")
+    assert "the gate did not run" not in suite.run("--gpu-baseline-update").stdout.str()
+
+
+def test_what_a_baseline_lacks_is_told_as_not_compared(gated: Project) -> None:
+    file = gated.baseline_file("tuning", H100_FOLDER)
+    document = json.loads(file.read_text())
+    for run in document["cases"][GEMMA]["runs"]:
+        del run["flops_per_step"]
+    file.write_text(json.dumps(document))
+    result = gated.run()
+    result.stdout.fnmatch_lines(["1 case with FLOPs not compared: its baseline has no FLOPs; record it again"])
+    assert last_line(result) == "not compared: FLOPs of 1 case"
+
+
+def test_where_all_is_compared_nothing_is_said(gated: Project) -> None:
+    assert "not compared" not in gated.run().stdout.str()
+
+
+# Baselines that no test asks for
+
+ONE_LESS = SUITE.replace('"llama-3.1-8b", ', "")
+
+
+@STRICT
+def test_a_baseline_whose_test_is_gone_is_told(gated: Project, strict: tuple[str, ...], status: int) -> None:
+    gated.write(test_tuning=ONE_LESS)
+    result = gated.run(*strict)
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(
+        [
+            f"no test asks any more for 1 baseline: tuning {LLAMA} on {H100_FOLDER}; --gpu-baseline-prune removes *",
+            "not compared: 1 baseline that no test asked for",
+        ]
+    )
+    assert result.ret == status
+    assert len(gated.baselines("tuning", H100_FOLDER)) == 3
+
+
+def test_a_baseline_whose_test_is_gone_is_removed(gated: Project) -> None:
+    gated.write(test_tuning=ONE_LESS)
+    result = gated.run("--gpu-baseline-prune", "--gpu-strict")
+    result.stdout.fnmatch_lines(["1 baseline removed from *tuning.json; review the difference in git"])
+    assert result.ret == pytest.ExitCode.OK
+    assert sorted(gated.baselines("tuning", H100_FOLDER)) == [GEMMA, LLAMA_2]
+    assert gated.run("--gpu-strict").ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["-k", "gemma"], "tests of it were deselected"),
+        ([f"test_tuning.py::test_tuning[{GEMMA}]"], "only some of its tests were chosen"),
+        (["--maxfail=1"], "1 of its tests failed, 1 of its tests not run"),
+    ],
+)
+def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(gated: Project, arguments: list[str], why: str) -> None:
+    gated.answer(recorded("crashed"), to=GEMMA)
+    before = gated.baseline_file("tuning", H100_FOLDER).read_bytes()
+    result = gated.run("--gpu-baseline-prune", *arguments)
+    result.stdout.fnmatch_lines([f"not pruned, because not every test was seen to its end: test_tuning.py: {why}"])
+    assert gated.baseline_file("tuning", H100_FOLDER).read_bytes() == before
+    assert "no test asks any more" not in gated.run("--gpu-strict", *arguments).stdout.str()
+
+
+@pytest.mark.parametrize("body", ["pytest.skip('not today')", "pytest.importorskip('no_such_module')"])
+def test_nothing_is_removed_of_a_test_that_was_skipped(gated: Project, body: str) -> None:
+    gated.write(test_tuning=SUITE.replace("    gputrain", f"    if 'gemma' in str(case):\n        {body}\n    gputrain"))
+    result = gated.run("--gpu-baseline-prune")
+    result.assert_outcomes(passed=2, skipped=1)
+    result.stdout.fnmatch_lines(["not pruned, *: test_tuning.py: 1 of its tests skipped"])
+    assert len(gated.baselines("tuning", H100_FOLDER)) == 3
+
+
+def test_nothing_is_removed_of_a_file_of_which_a_conftest_left_out_tests(gated: Project) -> None:
+    conftest = gated.path / "conftest.py"
+    conftest.write_text(f"{conftest.read_text()}\n\ndef pytest_collection_modifyitems(items):\n    del items[0]\n")
+    result = gated.run("--gpu-baseline-prune")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["not pruned, *: test_tuning.py: tests of it were left out"])
+    assert len(gated.baselines("tuning", H100_FOLDER)) == 3
+
+
+def test_a_case_of_another_platform_keeps_nobody_from_pruning(gated: Project) -> None:
+    """It cannot have a baseline of this device that anybody compares with."""
+    gated.write(
+        test_tuning=ONE_LESS.replace("\n\n\n@pytest", "\nCASES[0] = CASES[0].replace(platforms=('a100',))\n\n\n@pytest")
+    )
+    gated.run("--gpu-baseline-prune").assert_outcomes(passed=1, skipped=1)
+    assert sorted(gated.baselines("tuning", H100_FOLDER)) == [LLAMA_2]
+
+
+def test_the_file_goes_with_its_last_entry(gated: Project) -> None:
+    gated.write(
+        test_tuning="from pytest_gputrain import Case\n\n\ndef test_it(gputrain):\n    "
+        "gputrain.measure(Case(model='gemma-7b', method='full', sequence_length=8))\n"
+    )
+    gated.run("--gpu-baseline-prune").assert_outcomes(passed=1)
+    assert not gated.baseline_file("tuning", H100_FOLDER).exists()
+
+
+def test_baselines_of_the_other_scale_and_of_other_devices_stay(gated: Project) -> None:
+    other = gated.path / "baselines" / "nvidia-a100" / "tuning.json"
+    other.parent.mkdir()
+    other.write_text(gated.baseline_file("tuning", H100_FOLDER).read_text().replace(H100_FOLDER, "nvidia-a100"))
+    gated.run("--gpu-baseline-update", "--gpu-scale=tiny").assert_outcomes(passed=3)
+    gated.write(test_tuning=ONE_LESS)
+    before = other.read_bytes()
+    gated.run("--gpu-baseline-prune", "--gpu-scale=tiny").assert_outcomes(passed=2)
+    assert sorted(gated.baselines("tuning", H100_FOLDER)) == sorted(
+        [LLAMA, GEMMA, LLAMA_2, f"{GEMMA}@tiny", f"{LLAMA_2}@tiny"]
+    )
+    assert other.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "against",
+    [
+        "--gpu-set=batch_size=1,2",
+        "--gpu-find-batch",
+        "--gpu-loss=20",
+        "--gpu-steps=3",
+        "--gpu-warmup=0",
+        "--gpu-baseline=published",
+    ],
+)
+def test_pruning_needs_the_cases_of_the_tests(suite: Project, against: str) -> None:
+    assert_refused(suite, "--gpu-baseline-prune and --gpu-* contradict each other: *", "--gpu-baseline-prune", against)
+
+
+def test_pruning_needs_one_process(suite: Project) -> None:
+    pytest.importorskip("xdist")
+    result = suite.spawn("-n2", "--gpu-baseline-prune")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--gpu-baseline-prune and -n contradict each other" in result.stderr.str()
+
+
+def test_own_code_is_pruned_too(project: Project) -> None:
+    other = "\n\ndef test_other(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, model='other')\n"
+    text = f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"
+    project.write(test_mine=text + other)
+    project.run("--gpu-baseline-update").assert_outcomes(passed=2)
+    project.write(test_mine=text)
+    result = project.run("--gpu-baseline-prune")
+    assert failures(result) == {}
+    assert list(project.baselines("mine")) == ["build-fp32@tiny"]

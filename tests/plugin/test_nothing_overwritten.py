@@ -1,0 +1,112 @@
+"""Tests that a run neither destroys files that it did not make, nor empties reports of earlier ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+import pytest
+from plugin_project import GEMMA, Project, assert_refused, recorded
+
+OUTPUTS = ("--gpu-json=report.json", "--gpu-html=page.html", "--gpu-summary=own.md", "--gpu-history=history.jsonl")
+REPORTS = ("report.json", "page.html", "own.md")
+PLAIN = "def test_plain():\n    pass\n"
+KEPT = "no case was run, so nothing was written to *report.json, *page.html, *own.md"
+
+
+@pytest.mark.parametrize("option", ["json", "html", "summary", "history"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite: Project, option: str, kind: str) -> None:
+    path = suite.path / "odd"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        try:
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root can make a device")
+    before = path.stat()
+    assert_refused(
+        suite, f"--gpu-{option}: * cannot be written (it is no regular file); give another file", f"--gpu-{option}=odd"
+    )
+    assert (path.stat().st_mode, path.stat().st_ino) == (before.st_mode, before.st_ino)
+
+
+def test_links_stay_and_lead_to_what_was_written(suite: Project) -> None:
+    (suite.path / "kept").mkdir()
+    names = [option.partition("=")[2] for option in OUTPUTS]
+    for name in names:
+        (suite.path / name).symlink_to(f"kept/{name}")
+    suite.run(*OUTPUTS, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    for name in names:
+        assert (suite.path / name).is_symlink()
+        assert GEMMA in (suite.path / "kept" / name).read_text()
+
+
+@pytest.mark.parametrize("option", ["json", "html", "summary", "history"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_first_case(suite: Project, option: str) -> None:
+    (suite.path / "file").write_text("")
+    assert_refused(
+        suite, f"--gpu-{option}: * cannot be written (Not a directory); give another file", f"--gpu-{option}=file/deep/x"
+    )
+
+
+def test_what_pytest_prints_to_is_refused(suite: Project) -> None:
+    assert_refused(suite, "--gpu-json: * cannot be written (*); give another file", "--gpu-json=/dev/stdout")
+
+
+def test_a_test_file_is_not_taken_for_the_value_of_an_option(suite: Project) -> None:
+    before = (suite.path / "test_tuning.py").read_bytes()
+    assert_refused(suite, "--gpu-json: test_tuning.py is code, *", "--gpu-json", "test_tuning.py")
+    assert (suite.path / "test_tuning.py").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--collect-only"], ["-k", "plain"], ["test_broken.py"]], ids=["list", "none", "broken"]
+)
+def test_reports_stay_where_no_case_was_run(suite: Project, arguments: list[str]) -> None:
+    suite.run(*OUTPUTS).assert_outcomes(passed=3)
+    before = {name: (suite.path / name).read_bytes() for name in REPORTS}
+    suite.write(test_plain=PLAIN, test_broken="from pytest_gputrain import Case\n\nassert not Case\n")
+    result = suite.run(*OUTPUTS, "--continue-on-collection-errors", *arguments)
+    result.stdout.fnmatch_lines([KEPT])
+    assert {name: (suite.path / name).read_bytes() for name in REPORTS} == before
+
+
+def test_listing_makes_no_file(suite: Project) -> None:
+    before = sorted(suite.path.rglob("*.*"))
+    result = suite.run("--collect-only", "--gpu-json=deep/report.json", "--gpu-html=page.html", "--gpu-history=deep/h.jsonl")
+    assert "nothing was written" not in result.stdout.str()
+    assert [path for path in sorted(suite.path.rglob("*.*")) if path.suffix in (".json", ".html", ".jsonl")] == [
+        path for path in before if path.suffix in (".json", ".html", ".jsonl")
+    ]
+    assert not (suite.path / "deep").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_without_figures_is_reported_as_one(suite: Project, workers: int) -> None:
+    suite.run(*OUTPUTS).assert_outcomes(passed=3)
+    suite.answer(recorded("crashed"))
+    suite.write(test_zz="import pytest\n\n\n@pytest.mark.skip\ndef test_zz(gputrain):\n    pass\n")
+    result = suite.spawn("-n2", *OUTPUTS) if workers else suite.run(*OUTPUTS)
+    result.assert_outcomes(failed=3, skipped=1)
+    assert set(suite.verdicts().values()) == {"failed"}
+    assert suite.report()["notes"][0] == "no case gave figures: 3 failed, 1 skipped"
+    assert "3 failed" in (suite.path / "own.md").read_text()
+
+
+def test_a_run_whose_cases_were_all_skipped_is_reported_as_one(project: Project) -> None:
+    project.machine(None)
+    project.write(test_tuning="def test_it(gputrain):\n    import pytest\n\n    pytest.skip('no network')\n")
+    for name in REPORTS:
+        (project.path / name).write_text("{}")
+    result = project.run(*OUTPUTS)
+    result.assert_outcomes(skipped=1)
+    sentence = "nothing was measured: every case was skipped (no network)"
+    result.stdout.fnmatch_lines([sentence])
+    report = json.loads((project.path / "report.json").read_text())
+    assert report["results"] == []
+    assert report["notes"] == [sentence, "not compared: 1 test skipped"]
+    assert "no case has run" in (project.path / "own.md").read_text()
+    assert "no network" in (project.path / "page.html").read_text()

@@ -1,0 +1,230 @@
+"""Runs the plugin on a real amdsmi binding whose C library is a stand-in. Each process has one binding, so it is a program.
+
+    python amd_stand_in.py BINDING SCENE.json            prints what `drivers` tells, as JSON
+    python amd_stand_in.py BINDING SCENE.json doctor     runs ``gputrain doctor``
+
+The binding is a folder that pip installed amdsmi into. ``ROCM_PATH`` names a folder from `library`, whose C functions answer
+"not supported" to all; those that a scene has an answer for are replaced by functions here, which fill the binding's own
+structures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NOT_SUPPORTED = 2
+NONE16, NONE32 = 0xFFFF, 0xFFFFFFFF
+
+
+def library(rocm: Path, binding: Path, release: str, compiler: str) -> None:
+    """Build the folder of a release of ROCm; its C library has the functions that the release's binding calls, no others."""
+    wrapper = (binding / "amdsmi" / "amdsmi_wrapper.py").read_text()
+    names = sorted(set(re.findall(r"_libraries\['libamd_smi.so'\]\.(\w+)", wrapper)))
+    assert len(names) > 100
+    (rocm / "lib").mkdir(parents=True)
+    (rocm / ".info").mkdir()
+    (rocm / ".info" / "version").write_text(f"{release}-1\n")
+    source = "\n".join(f"int {name}() {{ return {NOT_SUPPORTED}; }}" for name in names)
+    command = [compiler, "-w", "-shared", "-fPIC", "-x", "c", "-", "-o", str(rocm / "lib" / "libamd_smi.so")]
+    subprocess.run(command, input=source.encode(), check=True, timeout=120)
+
+
+class StandIn:
+    """C functions of the library that answer for the GPUs of a scene: dictionaries, without what is not known of one."""
+
+    def __init__(self, wrapper: Any, gpus: list[dict[str, Any]]) -> None:
+        self._wrapper, self._gpus = wrapper, gpus
+        for name, answer in {
+            "amdsmi_init": lambda *_: 0,
+            "amdsmi_shut_down": lambda *_: 0,
+            "amdsmi_get_socket_handles": self._sockets,
+            "amdsmi_get_processor_handles": self._processors,
+            "amdsmi_get_gpu_asic_info": self._answer(self._asic),
+            "amdsmi_get_gpu_device_bdf": self._answer(self._address),
+            "amdsmi_get_gpu_enumeration_info": self._answer(self._enumeration),
+            "amdsmi_get_gpu_kfd_info": self._answer(self._kfd),
+            "amdsmi_get_gpu_compute_partition": self._answer(self._partition),
+            "amdsmi_get_gpu_memory_total": self._answer(self._number("memory")),
+            "amdsmi_get_gpu_memory_usage": self._answer(self._number("used")),
+            "amdsmi_get_power_cap_info": self._answer(self._power_cap),
+            "amdsmi_get_gpu_driver_info": self._answer(self._driver),
+            "amdsmi_get_energy_count": self._answer(self._energy),
+            "amdsmi_get_power_info": self._answer(self._power),
+            "amdsmi_get_power_info_v2": self._answer(self._power),
+            "amdsmi_get_clock_info": self._answer(self._clock),
+            "amdsmi_get_gpu_activity": self._answer(self._activity),
+            "amdsmi_get_violation_status": self._answer(self._violations),
+            "amdsmi_get_gpu_process_list": self._answer(self._processes),
+            "amdsmi_topo_get_link_type": self._answer(self._link),
+        }.items():
+            if hasattr(wrapper, name):  # of this release
+                setattr(wrapper, name, answer)
+
+    def _sockets(self, count: Any, handles: Any) -> int:
+        count._obj.value = 1
+        if handles:
+            handles[0] = 1
+        return 0
+
+    def _processors(self, socket: Any, count: Any, handles: Any) -> int:
+        count._obj.value = len(self._gpus)
+        for at in range(len(self._gpus) if handles else 0):
+            handles[at] = 0x1000 + at
+        return 0
+
+    def _answer(self, fill: Callable[..., None]) -> Callable[..., int]:
+        """A C function of a handle that fills what the other arguments point to, and has no answer where a value lacks."""
+
+        @functools.wraps(fill)
+        def function(handle: Any, *arguments: Any) -> int:
+            try:
+                fill(self._gpus[handle.value - 0x1000], *(getattr(pointer, "_obj", pointer) for pointer in arguments))
+            except KeyError:
+                return NOT_SUPPORTED
+            return 0
+
+        return function
+
+    @staticmethod
+    def _number(key: str) -> Callable[..., None]:
+        def fill(gpu: dict[str, Any], kind: Any, number: Any) -> None:
+            number.value = gpu[key]
+
+        return fill
+
+    @staticmethod
+    def _asic(gpu: dict[str, Any], info: Any) -> None:
+        info.market_name, info.vendor_id = gpu.get("name", "").encode(), 0x1002
+        info.device_id, info.asic_serial = int(gpu.get("device_id", "0"), 16), gpu.get("serial", "").encode()
+        if hasattr(info, "num_of_compute_units"):
+            info.num_of_compute_units = gpu.get("compute_units", NONE32)
+
+    @staticmethod
+    def _address(gpu: dict[str, Any], bdf: Any) -> None:
+        domain, bus, device, function = (int(part, 16) for part in re.split("[:.]", gpu["bdf"]))
+        bdf.as_uint = domain << 16 | bus << 8 | device << 3 | function
+
+    @staticmethod
+    def _enumeration(gpu: dict[str, Any], info: Any) -> None:
+        info.hip_id, info.hip_uuid = gpu["hip_id"], gpu.get("hip_uuid", "").encode()
+        info.drm_render, info.drm_card, info.hsa_id = gpu.get("render", NONE32), NONE32, NONE32
+
+    @staticmethod
+    def _kfd(gpu: dict[str, Any], info: Any) -> None:
+        info.kfd_id, info.node_id = gpu.get("kfd_id", 2**64 - 1), gpu["node_id"]
+        info.current_partition_id = gpu.get("partition_id", NONE32)
+
+    @staticmethod
+    def _partition(gpu: dict[str, Any], text: Any, length: Any) -> None:
+        text.value = gpu["partition"].encode()
+
+    @staticmethod
+    def _power_cap(gpu: dict[str, Any], sensor: Any, info: Any) -> None:
+        info.power_cap = int(gpu["power_cap_watts"] * 1e6)
+
+    @staticmethod
+    def _driver(gpu: dict[str, Any], info: Any) -> None:
+        info.driver_name, info.driver_version = b"amdgpu", gpu["driver"].encode()
+
+    @staticmethod
+    def _energy(gpu: dict[str, Any], count: Any, resolution: Any, timestamp: Any) -> None:
+        count.value, resolution.value = gpu["energy"]
+
+    @staticmethod
+    def _power(gpu: dict[str, Any], *arguments: Any) -> None:
+        info = arguments[-1]
+        info.current_socket_power = gpu.get("power", NONE16)
+        info.average_socket_power = gpu.get("average_power", NONE16)
+        if hasattr(info, "socket_power"):
+            info.socket_power = gpu.get("power", gpu.get("average_power", NONE16))
+
+    @staticmethod
+    def _clock(gpu: dict[str, Any], kind: Any, info: Any) -> None:
+        setattr(info, "clk" if hasattr(info, "clk") else "cur_clk", gpu["clock"])  # the latter before ROCm 6.2
+
+    @staticmethod
+    def _activity(gpu: dict[str, Any], info: Any) -> None:
+        info.gfx_activity, info.umc_activity, info.mm_activity = gpu["gfx"], NONE16, NONE16
+
+    @staticmethod
+    def _violations(gpu: dict[str, Any], info: Any) -> None:
+        active = gpu["violations"]
+        for name in ("prochot_thrm", "ppt_pwr", "socket_thrm", "vr_thrm", "hbm_thrm"):
+            setattr(info, f"active_{name}", active.get(name, 0xFF))
+
+    @staticmethod
+    def _processes(gpu: dict[str, Any], count: Any, listed: Any) -> None:
+        count.value = len(gpu["processes"])
+        for at, process in enumerate(gpu["processes"]):
+            listed[at].pid, listed[at].name = process["pid"], process["name"].encode()
+            listed[at].memory_usage.vram_mem = process["bytes"]
+
+    @staticmethod
+    def _link(gpu: dict[str, Any], other: Any, hops: Any, kind: Any) -> None:
+        hops.value, kind.value = 1, gpu["link"]
+
+
+def told() -> dict[str, Any]:
+    """What the plugin makes of the answers."""
+    from pytest_gputrain.hardware import amd, drivers
+
+    with amd.opened() as driver:
+        if driver is None:
+            return {"unseen": drivers.unseen()}
+        gpus = driver.gpus()
+        readings = [driver.read(gpu)._asdict() for gpu in gpus]
+        return {
+            "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
+            "readings": [{**reading, "throttling": sorted(reading["throttling"] or ())} for reading in readings],
+            "holders": [
+                [(holder.pid, holder.name, holder.bytes) for holder in driver.occupancy(gpu).holders or ()] for gpu in gpus
+            ],
+            "free": [driver.occupancy(gpu).free_bytes for gpu in gpus],
+            "paths": driver.paths(gpus),
+            "left_out": driver.left_out(),
+            "unseen": drivers.unseen(),
+        }
+
+
+def run(binding: str, scene_file: str, *command: str) -> int:
+    from pytest_gputrain.cli.main import main
+    from pytest_gputrain.hardware import amd, nvidia
+
+    scene = json.loads(Path(scene_file).read_text())
+    root = Path(scene["root"])
+    amd.DEVICE_FILE, amd.RENDER_NODES, amd.PCI_DEVICES = root / "kfd", root / "dri", root / "pci"  # type: ignore[misc]
+    nvidia.DEVICE_FILES = root  # type: ignore[misc]
+    sys.modules["pynvml"] = None  # type: ignore[assignment]
+    refused, open_file = {str(root / "dri" / f"renderD{number}") for number in scene["refused"]}, os.open
+
+    def opened(path: Any, *arguments: Any) -> int:
+        if str(path) in refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(path, *arguments)
+
+    os.open = opened  # type: ignore[assignment]  # root may open every file
+    sys.path.insert(0, binding)
+    if scene["gpus"] is not None:
+        importlib.import_module("amdsmi")
+        StandIn(sys.modules["amdsmi.amdsmi_wrapper"], scene["gpus"])
+    if command:
+        return main(list(command))
+    print(json.dumps(told()))
+    return 0
+
+
+if __name__ == "__main__":
+    assert ctypes.sizeof(ctypes.c_void_p) == 8
+    sys.exit(run(*sys.argv[1:]))
