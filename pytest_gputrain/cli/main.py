@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_gputrain.cli import ab, check_baselines, compare, devices, doctor, export, html, node, trend
+from pytest_gputrain.cli import ab, check_baselines, compare, devices, doctor, emulate, export, html, node, trend
 from pytest_gputrain.utils import console
 
 COMMANDS: Final = {
@@ -16,6 +16,7 @@ COMMANDS: Final = {
     "compare": compare,
     "devices": devices,
     "doctor": doctor,
+    "emulate": emulate,
     "export": export,
     "html": html,
     "node": node,
@@ -45,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gputrain",
-        description="Reports, histories and baselines of pytest-gputrain.",
+        description="Reports, histories and baselines of pytest-gputrain, and programs on emulated GPUs.",
         epilog="The exit status is 1 for a verdict of --fail-on (by default a regression), a damaged baseline or a problem "
-        "that doctor finds, 2 for bad input, and 0 otherwise.",
+        "that doctor finds, 2 for bad input, and 0 otherwise; that of emulate is its program's own.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS.values():

@@ -15,3 +15,7 @@ class CannotRun(Exception):
 
 class OtherPlatform(CannotRun):
     """The case is for machines of another platform."""
+
+
+class CannotEmulate(OneLineError):
+    """A GPU cannot be emulated here; the sentence says why and what to do."""

@@ -172,7 +172,7 @@ def conflicts(data: bytes) -> list[int]:
     return numbers
 
 
-def _make_own(folder: Path) -> None:
+def make_own(folder: Path) -> None:
     """Make a folder that nobody else can put links into.
 
     Raises:
@@ -204,7 +204,7 @@ def locked(path: Path) -> Iterator[None]:
     locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.geteuid()}"
     lock = FileLock(locks / hashlib.sha256(os.fsencode(path.resolve())).hexdigest())
     try:
-        _make_own(locks)
+        make_own(locks)
         lock.acquire(timeout=_PATIENCE_SECONDS)
     except Timeout:
         raise TimeoutError(

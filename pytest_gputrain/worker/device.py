@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import resource
 import time
@@ -73,6 +74,11 @@ def is_gpu(device: torch.device) -> bool:
     return device.type != "cpu" or device.index is not None
 
 
+def stand_ins_loaded() -> bool:
+    """Tell whether this process uses an emulated GPU: by a symbol that only the stand-ins of CUDA's libraries export."""
+    return hasattr(ctypes.CDLL(None), "gputrain_emulated_gpu")
+
+
 class Accelerator:
     """The visible GPU of this rank: the parent decides which ones are visible before this process starts."""
 
@@ -81,6 +87,11 @@ class Accelerator:
             raise RuntimeError(
                 f"the parent saw a GPU, but this torch ({torch.__version__}) cannot use one; install a build of torch "
                 "for the machine's CUDA or ROCm driver"
+            )
+        if stand_ins_loaded():
+            raise RuntimeError(
+                "this worker found stand-ins of CUDA's libraries, and figures of an emulated GPU are no measurements; "
+                "run pytest without gputrain emulate (--gpu-predict needs no GPU)"
             )
         self.type: Literal["cpu", "cuda", "rocm"] = "rocm" if torch.version.hip else "cuda"
         self.torch_device = torch.device("cuda", rank)

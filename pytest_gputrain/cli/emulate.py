@@ -1,0 +1,209 @@
+"""Runs the command ``gputrain emulate``: a program on an emulated GPU, and what it would have taken of a real one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.hardware.emulation import boards, build, libraries
+from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.records.emulation import DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
+from pytest_gputrain.utils import console
+from pytest_gputrain.utils.errors import CannotEmulate
+from pytest_gputrain.utils.files import UNREADABLE, write_atomically
+from pytest_gputrain.utils.units import format_bytes
+
+_STARTUP: Final = Path(__file__).parents[1] / "worker" / "startup"
+"""On the program's PYTHONPATH, with a ``sitecustomize`` that has torch record its memory."""
+
+_STATE: Final = struct.Struct(f"={2 * boards.MOST_DEVICES + 2}Q")
+"""What the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last one."""
+
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_SIGNALLED = 128
+
+
+def add_to(commands: Any) -> None:
+    emulate = commands.add_parser(
+        "emulate",
+        allow_abbrev=False,
+        help="run a training script on an emulated GPU: does it fit, and what is in memory at the peak?",
+        description="Run a program on an emulated GPU, on a machine that needs none: gputrain emulate --gpu h100 -- python "
+        "train.py. torch's own allocator and CUDA operators decide how much memory is allocated, and kernels compute "
+        "nothing: losses and times mean nothing. The program runs with your rights, as it would without gputrain. The exit "
+        "status is the program's own, or 2 where the GPU cannot be emulated.",
+    )
+    emulate.add_argument("--gpu", required=True, metavar="MARKER", help=f"which GPU: {', '.join(boards.emulated_markers())}")
+    emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the program, and return its exit status."""
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not program:
+        console.say("name the program to run: gputrain emulate --gpu h100 -- python train.py")
+        return 2
+    try:
+        board = boards.board(options.gpu)
+        torch = libraries.find_torch()
+        stand_ins = build.stand_ins(torch)
+        kernels = boards.find_kernels(board, stand_ins.architectures, torch.version)
+        with tempfile.TemporaryDirectory(prefix="gputrain-emulate-") as state:
+            description = boards.describe(board, kernels=kernels)
+            environ = emulated_environment(os.environ, stand_ins, description, state=Path(state))
+            environ["GPUTRAIN_EMULATED_TORCH"] = str(torch.folder)
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH", "")]))
+            status = _run(program, environ)
+            report = Emulation(
+                gpu=board.name,
+                marker=board.marker,
+                memory_bytes=board.memory_bytes,
+                torch=torch.version,
+                command=tuple(program),
+                status=status,
+                processes=tuple(_processes(Path(state))),
+                use=tuple(_use(Path(state))),
+            )
+    except CannotEmulate as error:
+        console.say(error)
+        return 2
+    for line in _told(report):
+        console.say(line)
+    if options.json is not None:
+        try:
+            write_atomically(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        except OSError as error:
+            console.say(f"{options.json} cannot be written: {error.strerror}")
+            return status or 2
+    return status
+
+
+def _run(program: list[str], environ: dict[str, str]) -> int:
+    """Run the program to its end, with this process's input and output."""
+    try:
+        process = subprocess.Popen(program, env=environ)
+    except FileNotFoundError:
+        console.say(f"{program[0]} is not found; name a program of this environment, such as python")
+        return _NOT_FOUND
+    except OSError as error:
+        console.say(f"{program[0]} cannot be run: {error.strerror}")
+        return _NOT_EXECUTABLE
+
+    def pass_on(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    # Ctrl-C reaches the program from the terminal. Whoever ends this process means the program, too.
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    before |= {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return status if status >= 0 else _SIGNALLED - status
+
+
+def _processes(state: Path) -> Iterator[EmulatedProcess]:
+    for path in sorted(state.glob("*.json")):
+        try:
+            yield msgspec.json.decode(path.read_bytes(), type=EmulatedProcess)
+        except UNREADABLE as error:
+            console.say(f"what process {path.stem} recorded cannot be read: {error}")
+
+
+def _use(state: Path) -> Iterator[DeviceUse]:
+    for path in sorted(state.iterdir()):
+        data = path.read_bytes() if path.name.isdigit() else b""
+        if len(data) == _STATE.size:
+            figures = _STATE.unpack(data)
+            peaks = figures[boards.MOST_DEVICES : 2 * boards.MOST_DEVICES]
+            yield DeviceUse(process=int(path.name), peak_bytes=max(peaks), refused=figures[-2])
+
+
+def _told(report: Emulation) -> Iterator[str]:
+    """The report as lines."""
+    if not report.use:
+        yield (
+            f"{shlex.join(report.command)} never used the GPU, so there are no figures; it may choose its device by an "
+            "option, or have ended before"
+        )
+        return
+    yield (
+        f"emulated {report.gpu} ({format_bytes(report.memory_bytes)}), torch {report.torch}; its kernels computed nothing, "
+        "so losses, scores and times above mean nothing"
+    )
+    by_process = {process.process: process for process in report.processes}
+    for use in report.use:
+        if len(report.use) > 1:
+            rank = by_process[use.process].rank if use.process in by_process else None
+            yield f"process {use.process}" + (f", rank {rank}" if rank else "")
+        yield from _told_of(use, by_process.get(use.process), report)
+    if len(report.use) > 1:
+        together = sum(use.peak_bytes for use in report.use)
+        fits = "" if together <= report.memory_bytes else ", which is more than it has"
+        yield f"{len(report.use)} processes used the GPU: at most {format_bytes(together)} together{fits}"
+
+
+def _told_of(use: DeviceUse, process: EmulatedProcess | None, report: Emulation) -> Iterator[str]:
+    if process is None or not process.devices:
+        yield (
+            f"  peak device use {format_bytes(use.peak_bytes)}; what torch allocated is not known, since the process "
+            "ended without Python's own end, or ran without PYTHONPATH"
+        )
+        return
+    at_least = "at least " if process.unknown else ""
+    for device in process.devices:
+        yield f"  peak allocated  {at_least}{format_bytes(device.peak_allocated)}"
+        yield f"  peak reserved   {at_least}{format_bytes(device.peak_reserved)}"
+        yield (
+            f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
+            f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
+        )
+        if process.unknown:
+            yield f"  not known, and not counted: {', '.join(process.unknown)}"
+        yield from _told_of_refusals(device)
+        yield from _told_of_peak(device)
+
+
+def _told_of_refusals(device: EmulatedDevice) -> Iterator[str]:
+    for refused in device.refused:
+        yield (
+            f"  out of memory: {format_bytes(refused.bytes)} were asked for and {format_bytes(refused.free)} were free, at "
+            f"{refused.where or 'a place without a Python line'}"
+        )
+
+
+def _told_of_peak(device: EmulatedDevice) -> Iterator[str]:
+    peak = device.peak
+    if peak is None:
+        yield (
+            "  the tensors at the peak are not known: too many allocations came after it, or the program recorded its "
+            "memory itself; run fewer steps"
+        )
+        return
+    yield (
+        f"  the peak came {peak.seconds:.1f} s after the first allocation, with allocation {peak.event:,} of {peak.events:,}"
+    )
+    yield "  the largest tensors at the peak:"
+    yield from _rows(peak.tensors)
+    rest = peak.bytes - sum(tensors.bytes * tensors.count for tensors in peak.tensors)
+    if rest:
+        yield f"  {format_bytes(rest):>12}  all others"
+
+
+def _rows(groups: Iterable[Tensors]) -> Iterator[str]:
+    for group in groups:
+        together = format_bytes(group.bytes * group.count)
+        parts = f" ({group.count} x {format_bytes(group.bytes)})" if group.count > 1 else ""
+        yield f"  {together:>12}  {group.where}{parts}"

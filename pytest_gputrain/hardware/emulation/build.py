@@ -1,0 +1,277 @@
+"""Builds the stand-ins by the host's C compiler, and keeps them in the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pytest_gputrain.hardware.emulation.elf import Elf
+from pytest_gputrain.hardware.emulation.libraries import (
+    PREFIXES,
+    Functions,
+    Torch,
+    architectures,
+    needed_functions,
+    users_of_cuda,
+)
+from pytest_gputrain.utils.errors import CannotEmulate
+from pytest_gputrain.utils.files import locked, make_own
+
+SOURCES: Final = Path(__file__).with_name("c")
+
+CORE: Final = "libgputrain_emulated.so"
+"""The library that holds the state of the emulated GPUs, which all stand-ins share."""
+
+_CORE_SOURCES: Final = ("gpus.c", "memory.c", "threads.c")
+
+_MANIFEST: Final = "manifest.json"
+_COMPILERS: Final = ("cc", "gcc", "clang")
+_FLAGS: Final = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE")
+_SECONDS: Final = 120.0
+"""For the compiler to make one library, which takes it less than one."""
+
+_SIZES: Final = ("ufferSize", "orkspaceSize", "GetWorkspace", "CompressedSize", "workEstimation", "MatGetSize", "geam2Nnz")
+"""In the names of functions that answer with a size. A stand-in that made one up would make a wrong figure of memory."""
+
+_REFUSED: Final = {"cusolver": 9, "cusparse": 10, "cusparseLt": 10, "cublas": 15, "cublasLt": 15, "cudnn": 3000}
+"""The libraries' own numbers for what they do not support."""
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies in a folder of stand-ins."""
+
+    digests: dict[str, str]
+    """Of each library's bytes, by its name."""
+    architectures: tuple[str, ...]
+
+
+class StandIns:
+    """Stand-ins that were built for a torch.
+
+    Attributes:
+        folder: where they lie.
+        libraries: their paths, in the order in which they are to be loaded: before torch, by their absolute paths, since
+            torch's own search path comes before that of the environment.
+        architectures: of GPUs that torch has kernels for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            ValueError: they are not as they were built.
+            OSError: they cannot be read.
+        """
+        manifest = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=_Manifest)
+        self.folder = folder
+        self.libraries = [folder / CORE, *(folder / name for name in sorted(manifest.digests) if name != CORE)]
+        self.architectures = manifest.architectures
+        for name, digest in manifest.digests.items():
+            if _digest(folder / name) != digest:
+                raise ValueError(f"{name} is not what was built")
+
+
+def stand_ins(torch: Torch) -> StandIns:
+    """Find the stand-ins for this torch in the cache, or build them.
+
+    Raises:
+        CannotEmulate: they cannot be built or kept here.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise CannotEmulate(
+            f"a GPU is emulated on Linux x86-64 only, and this is {platform.system()} {platform.machine()}; "
+            "run it in a Linux container, or predict memory on this machine by --gpu-predict"
+        )
+    users = users_of_cuda(torch)
+    folder = cache_folder() / _key(torch, users)
+    try:
+        make_own(folder.parent)
+        with locked(folder):
+            return _load(folder) or _build(folder, torch, users)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise CannotEmulate(
+            f"the emulated GPU cannot be kept in {folder.parent}: {where}{error.strerror or error}; "
+            "set XDG_CACHE_HOME to a folder of yours"
+        ) from None
+
+
+def cache_folder() -> Path:
+    """The folder of this user's that stand-ins are kept in."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pytest-gputrain-emulation"
+
+
+def _key(torch: Torch, users: Iterable[Path]) -> str:
+    """Name all that the stand-ins depend on: torch, the other libraries that need CUDA, and this package's own code."""
+    digest = hashlib.sha256(repr(torch).encode())
+    for path in users:
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    for path in sorted((*SOURCES.glob("*.[ch]"), *Path(__file__).parent.glob("*.py"))):
+        digest.update(path.read_bytes())
+    return f"torch-{torch.version}-{digest.hexdigest()[:16]}"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _load(folder: Path) -> StandIns | None:
+    """Read what an earlier run built; None where there is nothing, or where a file is not as it was built."""
+    with contextlib.suppress(FileNotFoundError, ValueError):  # msgspec's errors are of the second kind
+        make_own(folder)
+        return StandIns(folder)
+    return None
+
+
+def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
+    compiler = find_compiler()
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as made:
+        target = Path(made) / "whole"
+        target.mkdir(mode=0o700)
+        compile_all(compiler, torch, needed_functions(torch, users), target)
+        digests = {path.name: _digest(path) for path in sorted(target.glob("*.so*"))}
+        manifest = _Manifest(digests=digests, architectures=architectures(torch))
+        (target / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        target.rename(folder)
+    return StandIns(folder)
+
+
+def find_compiler() -> list[str]:
+    """Find the host's C compiler: the one that CC names, or the system's.
+
+    Raises:
+        CannotEmulate: there is none.
+    """
+    chosen = os.environ.get("CC", "").split()
+    if chosen:
+        if shutil.which(chosen[0]) is None:
+            raise CannotEmulate(f"CC names the C compiler {chosen[0]}, which is not installed; unset CC or install it")
+        return chosen
+    for name in _COMPILERS:
+        if path := shutil.which(name):
+            return [path]
+    raise CannotEmulate(
+        "emulating a GPU needs a C compiler, and there is no cc, gcc or clang; install one (apt-get install gcc libc6-dev, "
+        "or conda install gcc_linux-64) or name it in CC"
+    )
+
+
+def compile_all(
+    compiler: list[str], torch: Torch, needed: Mapping[str, Functions], folder: Path, *, flags: Iterable[str] = ("-w",)
+) -> None:
+    """Compile a stand-in for each library.
+
+    Args:
+        needed: the functions that each must have.
+        flags: about warnings, for which nobody is to be stopped but who develops this.
+
+    Raises:
+        CannotEmulate: the compiler fails.
+    """
+    options = [*flags, *_FLAGS, *_versions(torch), f"-I{SOURCES}"]
+    core = folder / CORE
+    sources = [str(SOURCES / name) for name in _CORE_SOURCES]
+    _run([*compiler, *options, f"-Wl,-soname,{CORE}", "-o", str(core), *sources, "-lpthread", "-ldl"])
+    driver = next(name for name in needed if name.startswith("libcuda.so."))
+
+    def compile_one(soname: str, *others: Path) -> None:
+        _compile_one(compiler, options, soname, needed[soname], folder, [core, *others])
+
+    compile_one(driver)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # The runtime calls the driver.
+        rest = [soname for soname in needed if soname != driver]
+        for _ in pool.map(lambda soname: compile_one(soname, folder / driver), rest):
+            pass
+
+
+def _versions(torch: Torch) -> list[str]:
+    (cuda_major, cuda_minor), cudnn, nccl = torch.cuda, torch.cudnn, torch.nccl
+    return [
+        f"-DCUDA_VERSION={cuda_major * 1000 + cuda_minor * 10}",
+        f"-DCUDNN_VERSION={cudnn[0] * 10000 + cudnn[1] * 100 + cudnn[2]}",
+        f"-DNCCL_VERSION={nccl[0] * 10000 + nccl[1] * 100 + nccl[2]}",
+    ]
+
+
+def _compile_one(
+    compiler: list[str], options: list[str], soname: str, functions: Functions, folder: Path, others: list[Path]
+) -> None:
+    stem = soname.removeprefix("lib").split(".so.")[0]
+    assert stem in PREFIXES, soname
+    source = SOURCES / f"{stem}.c"
+    with tempfile.TemporaryDirectory() as scratch:
+        parts, written = [], set()
+        if source.exists():
+            written_part = Path(scratch) / "written.o"
+            _run(
+                [
+                    *compiler,
+                    *(option for option in options if option != "-shared"),
+                    "-c",
+                    str(source),
+                    "-o",
+                    str(written_part),
+                ]
+            )
+            with Elf(written_part) as part:
+                written = part.defined()
+            parts.append(str(written_part))
+        stubs = Path(scratch) / "stubs.c"
+        stubs.write_text(stubs_text(stem, sorted(functions.keys() - written)))
+        script = Path(scratch) / "versions.map"
+        script.write_text(_version_script(functions))
+        versioned = [f"-Wl,--version-script={script}"] if script.stat().st_size else []
+        linked = [*versioned, f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *map(str, others), "-ldl"]
+        _run([*compiler, *options, "-o", str(folder / soname), str(stubs), *parts, *linked])
+
+
+def stubs_text(stem: str, names: Iterable[str]) -> str:
+    """The C text of functions that do nothing and succeed, but for those that must answer with a size: these fail."""
+    lines = ['#include "emulated.h"']
+    for name in names:
+        if any(part in name for part in _SIZES):
+            lines.append(f'int {name}(void) {{ return gputrain_missing("{name}", {_REFUSED.get(stem, 801)}); }}')
+            continue
+        parameters, body = "void", "return 0;"
+        if ("Create" in name or name.endswith("createDescr")) and "Identity" not in name:
+            parameters, body = "void **out", "*out = gputrain_handle(); return 0;"
+        lines.append(f'long {name}({parameters}) {{ static int seen; gputrain_trace("{name}", &seen); {body} }}')
+    return "\n".join(lines) + "\n"
+
+
+def _version_script(functions: Functions) -> str:
+    """What the linker is told of the functions' versions, which whoever loads them compares."""
+    versions: defaultdict[str, list[str]] = defaultdict(list)
+    for name, version in sorted(functions.items()):
+        versions[version].append(name)
+    return "".join(f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items() if version)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotEmulate(f"the C compiler {command[0]} cannot be run: {error}; name another in CC") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+        raise CannotEmulate(
+            f"the C compiler fails: {lines[0] if lines else f'exit status {done.returncode}'} "
+            f"({shlex.join(command[:1])}); name another in CC, or install the C library's headers (libc6-dev)"
+        )

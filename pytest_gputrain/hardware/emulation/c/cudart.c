@@ -1,0 +1,348 @@
+// Stands in for CUDA's runtime. A kernel's launch succeeds and does nothing.
+#include "emulated.h"
+#include "properties.h"
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+int gputrain_attribute(int attribute); // in cuda.c
+
+static __thread int last_error;
+
+static int check(int status) {
+  if (status)
+    last_error = status;
+  return status;
+}
+
+// --- Devices
+
+int cudaGetDeviceCount(int *devices) {
+  *devices = gputrain_visible();
+  return *devices ? OK : check(NO_DEVICE);
+}
+int cudaGetDevice(int *device) {
+  *device = gputrain_current();
+  return gputrain_visible() ? OK : check(NO_DEVICE);
+}
+int cudaSetDevice(int device) { return check(gputrain_use(device)); }
+int cudaDriverGetVersion(int *version) {
+  *version = CUDA_VERSION;
+  return OK;
+}
+int cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(version); }
+int cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  *value = gputrain_attribute(attribute);
+  return gputrain_physical(device) < 0 ? check(INVALID_DEVICE) : OK;
+}
+int cudaDeviceGetPCIBusId(char *text, int bytes, int device) {
+  snprintf(text, (size_t)bytes, "0000:%02x:00.0", gputrain_physical(device) + 1);
+  return OK;
+}
+int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+  if (least)
+    *least = 0;
+  if (greatest)
+    *greatest = -5;
+  return OK;
+}
+int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+  *can = device != peer;
+  return OK;
+}
+
+static int get_properties(struct properties *to, int device) {
+  const struct gpu *gpu = gputrain_gpu();
+  int physical = gputrain_physical(device);
+  if (physical < 0)
+    return check(INVALID_DEVICE);
+  memset(to, 0, sizeof *to);
+  snprintf(to->name, sizeof to->name, "%s", gpu->name);
+  gputrain_uuid(to->uuid.bytes, physical);
+  to->totalGlobalMem = gpu->memory;
+  to->sharedMemPerBlock = 48 << 10;
+  to->regsPerBlock = to->regsPerMultiprocessor = REGISTERS;
+  to->warpSize = WARP;
+  to->memPitch = INT32_MAX;
+  to->maxThreadsPerBlock = to->maxThreadsDim[0] = to->maxThreadsDim[1] = 1024;
+  to->maxThreadsDim[2] = 64;
+  to->maxGridSize[0] = INT32_MAX;
+  to->maxGridSize[1] = to->maxGridSize[2] = 65535;
+  to->totalConstMem = 64 << 10;
+  to->major = gpu->major;
+  to->minor = gpu->minor;
+  to->textureAlignment = 512;
+  to->texturePitchAlignment = 32;
+  to->multiProcessorCount = gpu->multiprocessors;
+  to->canMapHostMemory = to->concurrentKernels = to->unifiedAddressing = to->streamPrioritiesSupported = 1;
+  to->globalL1CacheSupported = to->localL1CacheSupported = to->managedMemory = to->concurrentManagedAccess = 1;
+  to->computePreemptionSupported = to->cooperativeLaunch = to->hostRegisterSupported = to->memoryPoolsSupported = 1;
+  to->unifiedFunctionPointers = 1;
+  to->pciBusID = physical + 1;
+  to->asyncEngineCount = 3;
+  to->l2CacheSize = gpu->l2_bytes;
+  to->maxThreadsPerMultiProcessor = gpu->threads_per_multiprocessor;
+  to->maxBlocksPerMultiProcessor = gpu->blocks_per_multiprocessor;
+  to->sharedMemPerMultiprocessor = (size_t)gpu->shared_per_multiprocessor;
+  to->sharedMemPerBlockOptin = (size_t)gpu->shared_per_block;
+  to->reservedSharedMemPerBlock = (size_t)gpu->shared_reserved;
+  to->clusterLaunch = gpu->major >= 9;
+  return OK;
+}
+#if CUDA_VERSION >= 13000
+int cudaGetDeviceProperties(struct properties *to, int device) { return get_properties(to, device); }
+#else
+// The function without a suffix has CUDA 11's properties, and programs for CUDA 12 do not call it.
+int cudaGetDeviceProperties_v2(struct properties *to, int device) { return get_properties(to, device); }
+#endif
+
+// --- Errors
+
+int cudaGetLastError(void) {
+  int error = last_error;
+  last_error = OK;
+  return error;
+}
+int cudaPeekAtLastError(void) { return last_error; }
+const char *cudaGetErrorName(int error) {
+  switch (error) {
+  case OK:
+    return "cudaSuccess";
+  case OUT_OF_MEMORY:
+    return "cudaErrorMemoryAllocation";
+  case NO_DEVICE:
+    return "cudaErrorNoDevice";
+  case INVALID_DEVICE:
+    return "cudaErrorInvalidDevice";
+  case NOT_SUPPORTED:
+    return "cudaErrorNotSupported";
+  case CAPTURE_UNSUPPORTED:
+    return "cudaErrorStreamCaptureUnsupported";
+  default:
+    return "cudaErrorUnknown";
+  }
+}
+const char *cudaGetErrorString(int error) {
+  static __thread char text[48];
+  switch (error) {
+  case OK:
+    return "no error";
+  case OUT_OF_MEMORY:
+    return "out of memory";
+  case NO_DEVICE:
+    return "no CUDA-capable device is detected";
+  case INVALID_DEVICE:
+    return "invalid device ordinal";
+  case NOT_SUPPORTED:
+    return "an emulated GPU does not support this operation";
+  case CAPTURE_UNSUPPORTED:
+    return "an emulated GPU captures no CUDA graphs; switch them off, for torch.compile by another mode than "
+           "reduce-overhead "
+           "and max-autotune";
+  default:
+    snprintf(text, sizeof text, "error %d of CUDA's runtime", error);
+    return text;
+  }
+}
+
+// --- Memory
+
+int cudaMalloc(void **out, size_t bytes) { return check(gputrain_allocate(out, bytes, DEVICE)); }
+int cudaFree(void *start) { return check(gputrain_free(start)); }
+int cudaMallocAsync(void **out, size_t bytes, void *stream) { return cudaMalloc(out, bytes); }
+int cudaMallocFromPoolAsync(void **out, size_t bytes, void *pool, void *stream) { return cudaMalloc(out, bytes); }
+int cudaFreeAsync(void *start, void *stream) { return cudaFree(start); }
+int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return check(gputrain_allocate(out, bytes, MANAGED)); }
+int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return check(gputrain_allocate(out, bytes, HOST)); }
+int cudaMallocHost(void **out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
+int cudaFreeHost(void *start) { return cudaFree(start); }
+int cudaHostRegister(void *start, size_t bytes, unsigned flags) {
+  gputrain_register(start, bytes);
+  return OK;
+}
+int cudaHostUnregister(void *start) { return check(gputrain_release(start)); }
+int cudaHostGetDevicePointer(void **out, void *host, unsigned flags) {
+  *out = host;
+  return OK;
+}
+int cudaMemGetInfo(size_t *left, size_t *total) {
+  if (!gputrain_visible())
+    return check(NO_DEVICE);
+  *total = gputrain_gpu()->memory;
+  *left = *total - gputrain_used(gputrain_physical(gputrain_current()));
+  return OK;
+}
+int cudaMemcpy(void *to, const void *from, size_t bytes, int direction) {
+  gputrain_copy(to, from, bytes);
+  return OK;
+}
+int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, void *stream) {
+  return cudaMemcpy(to, from, bytes, direction);
+}
+int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, void *stream) {
+  return cudaMemcpy(to, from, bytes, 0);
+}
+int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height,
+                      int direction, void *stream) {
+  for (size_t row = 0; row < height; row++)
+    gputrain_copy(to + row * to_pitch, from + row * from_pitch, width);
+  return OK;
+}
+int cudaMemset(void *start, int value, size_t bytes) {
+  gputrain_set(start, value, bytes);
+  return OK;
+}
+int cudaMemsetAsync(void *start, int value, size_t bytes, void *stream) { return cudaMemset(start, value, bytes); }
+
+struct pointer {
+  int kind, device;
+  void *on_device, *on_host;
+};
+int cudaPointerGetAttributes(struct pointer *to, const void *address) {
+  int device = -2; // cudaInvalidDeviceId
+  int kind = gputrain_kind(address, &device);
+  to->kind = kind;
+  to->device = device;
+  to->on_device = kind == UNKNOWN ? NULL : (void *)address;
+  to->on_host = kind == DEVICE ? NULL : (void *)address;
+  return OK;
+}
+
+static void *scratch(void) { // for variables in kernels' code, which nothing reads
+  static void *block;
+  if (!block)
+    gputrain_allocate(&block, PAGE, MANAGED);
+  return block;
+}
+int cudaGetSymbolAddress(void **out, const void *symbol) {
+  *out = scratch();
+  return OK;
+}
+int cudaDeviceGetDefaultMemPool(void **out, int device) {
+  *out = gputrain_handle();
+  return OK;
+}
+int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *value) {
+  *value = 0;
+  return OK;
+}
+int cudaIpcGetMemHandle(void *handle, void *start) { return check(NOT_SUPPORTED); }
+int cudaIpcOpenMemHandle(void **start, ...) { return check(NOT_SUPPORTED); }
+
+// --- Streams and events
+
+int cudaStreamCreate(void **stream) {
+  *stream = gputrain_handle();
+  return OK;
+}
+int cudaStreamCreateWithFlags(void **stream, unsigned flags) { return cudaStreamCreate(stream); }
+int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) { return cudaStreamCreate(stream); }
+int cudaStreamGetPriority(void *stream, int *priority) {
+  *priority = 0;
+  return OK;
+}
+int cudaStreamIsCapturing(void *stream, int *status) {
+  *status = 0;
+  return OK;
+}
+// Nothing captures, so what it would capture into is left alone.
+int cudaStreamGetCaptureInfo(void *stream, int *status, uint64_t *id) {
+  if (status)
+    *status = 0;
+  if (id)
+    *id = 0;
+  return OK;
+}
+int cudaStreamGetCaptureInfo_v2(void *stream, int *status, uint64_t *id) {
+  return cudaStreamGetCaptureInfo(stream, status, id);
+}
+int cudaStreamGetCaptureInfo_v3(void *stream, int *status, uint64_t *id) {
+  return cudaStreamGetCaptureInfo(stream, status, id);
+}
+int cudaStreamBeginCapture(void *stream, int mode) { return check(CAPTURE_UNSUPPORTED); }
+int cudaThreadExchangeStreamCaptureMode(int *mode) {
+  *mode = 0;
+  return OK;
+}
+int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data) {
+  function(data);
+  return OK;
+}
+int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *), void *data, unsigned flags) {
+  function(stream, OK, data);
+  return OK;
+}
+
+int cudaEventCreate(void **event) { return cudaStreamCreate(event); }
+int cudaEventCreateWithFlags(void **event, unsigned flags) { return cudaStreamCreate(event); }
+int cudaEventDestroy(void *event) {
+  free(event);
+  return OK;
+}
+int cudaEventRecord(struct timespec *event, void *stream) {
+  clock_gettime(CLOCK_MONOTONIC, event);
+  return OK;
+}
+int cudaEventRecordWithFlags(struct timespec *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
+int cudaEventElapsedTime(float *milliseconds, const struct timespec *from, const struct timespec *to) {
+  *milliseconds = (float)((double)(to->tv_sec - from->tv_sec) * 1e3 + (double)(to->tv_nsec - from->tv_nsec) / 1e6);
+  return OK;
+}
+
+// --- Kernels
+
+void **__cudaRegisterFatBinary(void *binary) {
+  static void *handle[1];
+  return handle;
+}
+int __cudaGetKernel(void **kernel, const void *function) {
+  *kernel = (void *)function;
+  return OK;
+}
+int cudaGetFuncBySymbol(void **kernel, const void *function) { return __cudaGetKernel(kernel, function); }
+int cudaLibraryLoadData(void **library) {
+  *library = gputrain_handle();
+  return OK;
+}
+int cudaLibraryGetKernel(void **kernel, void *library, const char *name) {
+  *kernel = gputrain_handle();
+  return OK;
+}
+
+struct function {
+  size_t shared, constant, local;
+  int max_threads, registers, ptx, binary, cache, max_dynamic, carveout;
+};
+int cudaFuncGetAttributes(struct function *to, const void *function) {
+  const struct gpu *gpu = gputrain_gpu();
+  memset(to, 0, sizeof *to);
+  to->max_threads = 1024;
+  to->registers = 32; // a guess: only a compiled kernel tells
+  to->ptx = to->binary = gpu->kernels;
+  to->max_dynamic = gpu->shared_per_block;
+  to->carveout = -1;
+  return OK;
+}
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads, size_t shared) {
+  const struct gpu *gpu = gputrain_gpu();
+  int most = gpu->blocks_per_multiprocessor;
+  int by_threads = threads > 0 ? gpu->threads_per_multiprocessor / threads : 1;
+  int by_shared = shared ? gpu->shared_per_multiprocessor / ((int)shared + gpu->shared_reserved) : most;
+  *blocks = by_threads < by_shared ? by_threads : by_shared;
+  *blocks = *blocks > most ? most : *blocks < 1 ? 1 : *blocks;
+  return OK;
+}
+int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads, size_t shared,
+                                                           unsigned flags) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared);
+}
+
+int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status); // in cuda.c
+int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, uint64_t flags, int *status) {
+  return check(cuGetProcAddress_v2(name, function, (int)version, flags, status));
+}
+int cudaGetDriverEntryPoint(const char *name, void **function, uint64_t flags, int *status) {
+  return cudaGetDriverEntryPointByVersion(name, function, CUDA_VERSION, flags, status);
+}

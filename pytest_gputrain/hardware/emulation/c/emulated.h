@@ -1,0 +1,73 @@
+// What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in gpus.c and memory.c.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+// The functions have the parameters of those that they stand in for, and need few of them.
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+enum { MAX_DEVICES = 16, PAGE = 2 << 20, WARP = 32, REGISTERS = 65536 };
+
+// Errors, which the driver and the runtime number alike.
+enum {
+  OK = 0,
+  INVALID_VALUE = 1,
+  OUT_OF_MEMORY = 2,
+  NO_DEVICE = 100,
+  INVALID_DEVICE = 101,
+  NOT_FOUND = 500,
+  NOT_SUPPORTED = 801,
+  CAPTURE_UNSUPPORTED = 900,
+};
+
+// Kinds of memory, as cudaMemoryType numbers them.
+enum { UNKNOWN = 0, HOST = 1, DEVICE = 2, MANAGED = 3 };
+
+// The model of GPU, as GPUTRAIN_EMULATED_DEVICE describes it.
+struct gpu {
+  char name[96];
+  size_t memory;  // bytes that the driver calls the total
+  size_t context; // bytes that a process takes by its first call
+  int devices, major, minor, multiprocessors;
+  int kernels; // which of torch's kernels it runs: 86 for those that were compiled for sm_86
+  int shared_per_multiprocessor, shared_per_block, shared_reserved; // bytes
+  int threads_per_multiprocessor, blocks_per_multiprocessor;
+  int l2_bytes;
+  unsigned char uuid[16]; // of the first; the last byte counts devices
+};
+
+const struct gpu *gputrain_gpu(void);
+
+// Devices that CUDA_VISIBLE_DEVICES leaves, and the number among all of the one that this thread uses.
+int gputrain_visible(void);
+int gputrain_physical(int visible);
+int gputrain_visible_number(int physical);
+int gputrain_current(void);
+int gputrain_use(int visible);
+void gputrain_uuid(unsigned char uuid[16], int physical);
+
+int gputrain_allocate(void **out, size_t bytes, int kind);
+int gputrain_free(void *start);
+int gputrain_take(int device, size_t bytes); // counts bytes of a device that have no address yet
+void gputrain_give(int device, size_t bytes);
+void *gputrain_reserve(int device, size_t bytes); // addresses without memory
+int gputrain_release(void *start);
+int gputrain_map(void *start, size_t bytes);
+int gputrain_unmap(void *start, size_t bytes);
+void gputrain_register(void *start, size_t bytes);
+int gputrain_kind(const void *address, int *device);
+size_t gputrain_extent(const void *address, void **start);
+size_t gputrain_used(int device);
+size_t gputrain_used_so_far(int device);
+size_t gputrain_peak(int device);
+
+void gputrain_copy(void *to, const void *from, size_t bytes);
+void gputrain_set(void *to, int value, size_t bytes);
+
+// A block of zeros for what the caller only passes back.
+void *gputrain_handle(void);
+
+// Notes that a figure does not hold all memory, since a library's own share is unknown.
+void gputrain_unknown(const char *what);
+int gputrain_missing(const char *function, int status);
+void gputrain_trace(const char *function, int *seen);

@@ -1,0 +1,29 @@
+// Keeps threads from ending the program with an abort when Python ends.
+//
+// On an emulated GPU a backward pass takes no time, so a program can end while autograd's thread still lets go of Python
+// objects. Python before 3.14 ends such a thread by pthread_exit, whose unwinding meets a C++ function that may not be
+// unwound: "terminate called without an active exception". As Python 3.14 does, the thread waits for the end of the process
+// instead.
+#include "emulated.h"
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+typedef int (*finalizing)(void);
+typedef void (*leave)(void *) __attribute__((noreturn));
+
+static int python_ends(void) {
+  finalizing ends = (finalizing)dlsym(RTLD_DEFAULT, "Py_IsFinalizing"); // since Python 3.13
+  if (!ends)
+    ends = (finalizing)dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
+  return ends && ends();
+}
+
+__attribute__((noreturn)) void pthread_exit(void *value) {
+  while (python_ends())
+    pause();
+  leave leave_thread = (leave)dlsym(RTLD_NEXT, "pthread_exit");
+  if (!leave_thread)
+    abort();
+  leave_thread(value);
+}

@@ -1,0 +1,46 @@
+"""Makes the environment in which a program, and whatever it starts, finds emulated GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from pytest_gputrain.hardware.emulation.build import StandIns
+from pytest_gputrain.utils.errors import CannotEmulate
+
+DEVICE: Final = "GPUTRAIN_EMULATED_DEVICE"
+"""Environment variable: what the stand-ins are told of the GPUs."""
+
+STATE: Final = "GPUTRAIN_EMULATED_STATE"
+"""Environment variable: the folder in which each process that uses an emulated GPU leaves what it took of it."""
+
+_PRELOAD: Final = "LD_PRELOAD"
+_OF_REAL_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+
+
+def emulated_environment(
+    environ: Mapping[str, str], libraries: StandIns, description: str, *, state: Path | None = None
+) -> dict[str, str]:
+    """Make an environment like this one, but with emulated GPUs in place of the host's.
+
+    Args:
+        description: of the GPUs, by `boards.describe`.
+
+    Raises:
+        CannotEmulate: the loader cannot be told where the stand-ins lie.
+    """
+    paths = [str(path) for path in libraries.libraries]
+    if any(character in str(libraries.folder) for character in " :"):
+        raise CannotEmulate(
+            f"the loader takes no path with a space or a colon, and the stand-ins lie in {libraries.folder}; "
+            "set XDG_CACHE_HOME to a folder without them"
+        )
+    emulated = {name: value for name, value in environ.items() if name not in _OF_REAL_GPUS}
+    emulated[DEVICE] = description
+    if state is not None:
+        emulated[STATE] = str(state)
+    # By absolute paths: torch looks into the folders of the nvidia-* packages before it looks into LD_LIBRARY_PATH.
+    emulated[_PRELOAD] = ":".join([*paths, *environ.get(_PRELOAD, "").split(":")]).rstrip(":")
+    emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
+    return emulated

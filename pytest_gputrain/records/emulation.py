@@ -1,0 +1,85 @@
+"""Records of what a program took of an emulated GPU: written by the program's processes, read by `gputrain emulate`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Tensors(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors of one size that were allocated at one place in the code."""
+
+    bytes: int
+    """Of each."""
+    count: int
+    where: str
+    """File and line of the program, and of the library that it called there."""
+
+
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
+    """The moment at which most memory was in use."""
+
+    seconds: float
+    """Since the first allocation."""
+    event: int
+    """Its number among the program's allocations."""
+    events: int
+    bytes: int
+    """What was asked for and in use then, which torch rounds up to what it allocates."""
+    tensors: tuple[Tensors, ...]
+    """The largest, by what they take together."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that the GPU had no memory for."""
+
+    bytes: int
+    free: int
+    where: str
+
+
+class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch's allocator took of one emulated GPU."""
+
+    index: int
+    peak_allocated: int
+    peak_reserved: int
+    peak: Peak | None
+    """None where the program made too many allocations since, or recorded them itself."""
+    refused: tuple[Refused, ...]
+
+
+class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process of the program took of the emulated GPUs."""
+
+    process: int
+    rank: str | None = None
+    """As torchrun and its like tell it."""
+    devices: tuple[EmulatedDevice, ...] = ()
+    """Empty where the process ended without Python's own end, and only the driver's figures are known."""
+    unknown: tuple[str, ...] = ()
+    """Memory of libraries that is not known and not counted."""
+
+
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver saw of one process: torch's memory, that of others, and the context."""
+
+    process: int
+    peak_bytes: int
+    """Of the GPU that it used most of."""
+    refused: int
+    """How often the driver had no memory."""
+
+
+class Emulation(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of ``gputrain emulate --json``."""
+
+    gpu: str
+    marker: str
+    memory_bytes: int
+    torch: str
+    command: tuple[str, ...]
+    status: int
+    """The program's own exit status; 128 and the number of the signal that ended it."""
+    processes: tuple[EmulatedProcess, ...]
+    use: tuple[DeviceUse, ...]
+    """Empty where the program never used the GPU."""

@@ -1,0 +1,210 @@
+"""Records what a program allocates on an emulated GPU, and writes at its end what was allocated at the peak, and where.
+
+It runs inside the program that `gputrain emulate` starts, loaded by its path: it imports the standard library and torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+MOST_EVENTS: Final = 1_000_000
+"""Events that torch keeps of each device, the last ones, of which an allocation and its free make three. They take some
+0.6 GB of the host."""
+
+_LARGEST: Final = 12
+"""Groups of tensors that are told."""
+
+Trace = list[dict[str, Any]]
+"""Events of torch's memory history."""
+
+
+def install(torch: ModuleType) -> None:
+    """Begin to record when the program first uses the GPU, and write when it ends."""
+    recorder = _Recorder(torch)
+    torch.cuda._lazy_call(recorder.begin)  # not now: a program that uses CUDA before it forks cannot use it in its children
+    atexit.register(recorder.write)
+    recorder.watch_resets()
+
+
+class _Recorder:
+    def __init__(self, torch: ModuleType) -> None:
+        self._torch = torch
+        self._process = os.getpid()
+        self._peaks: dict[int, Counter[str]] = {}
+
+    def begin(self) -> None:
+        self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
+
+    def watch_resets(self) -> None:
+        """Keep the peaks that the program resets."""
+        for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
+            reset = getattr(self._torch._C, name, None)
+            if reset is not None:
+                setattr(self._torch._C, name, self._after_keeping(reset))
+
+    def _after_keeping(self, reset: Any) -> Any:
+        def keep_and_reset(device: int) -> None:
+            self._keep_peaks(device)
+            reset(device)
+
+        return keep_and_reset
+
+    def _keep_peaks(self, device: int) -> Counter[str]:
+        statistics = self._torch.cuda.memory_stats(device)
+        now = {name: statistics.get(f"{name}_bytes.all.peak", 0) for name in ("allocated", "reserved", "requested")}
+        self._peaks[device] = self._peaks.get(device, Counter()) | Counter(now)  # the larger of each
+        return self._peaks[device]
+
+    def write(self) -> None:
+        """Write what happened beside what the stand-ins write of this process."""
+        torch, folder = self._torch, os.environ.get("GPUTRAIN_EMULATED_STATE")
+        if not folder or os.getpid() != self._process or not torch.cuda.is_initialized():
+            return
+        snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        devices = [_device(device, self._keep_peaks(device), snapshot) for device in range(torch.cuda.device_count())]
+        report = {
+            "process": os.getpid(),
+            "rank": os.environ.get("RANK"),
+            "devices": [device for device in devices if device["peak_allocated"] or device["refused"]],
+            "unknown": list(_unknown()),
+        }
+        path = Path(folder, f"{os.getpid()}.json")
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(report))
+        part.rename(path)
+
+
+def _unknown() -> Iterator[str]:
+    """Memory of libraries that the stand-ins know nothing of."""
+    try:
+        at = ctypes.CDLL(None).gputrain_unknown_at
+    except AttributeError:
+        return
+    at.restype = ctypes.c_char_p
+    for number in range(1000):
+        text = at(number)
+        if text is None:
+            return
+        yield text.decode()
+
+
+def _device(index: int, peaks: Counter[str], snapshot: dict[str, Any]) -> dict[str, Any]:
+    traces = snapshot.get("device_traces", [])
+    trace: Trace = traces[index] if index < len(traces) else []
+    refused = [event for event in trace if event["action"] == "oom"]
+    events = [event for event in trace if event["action"] in ("alloc", "free_completed")]
+    live = {
+        block["address"]: (block["requested_size"], block.get("frames") or [])
+        for segment in snapshot.get("segments", ())
+        if segment["device"] == index
+        for block in segment["blocks"]
+        if block["state"] != "inactive"
+    }
+    at, peak = find_peak(events, sum(size for size, _ in live.values()))
+    known = peak == peaks["requested"]
+    return {
+        "index": index,
+        "peak_allocated": peaks["allocated"],
+        "peak_reserved": peaks["reserved"],
+        "peak": _moment(events, at, live) if known and events else None,
+        "refused": [
+            {"bytes": event["size"], "free": event.get("device_free", 0), "where": _where(event.get("frames") or [])}
+            for event in refused[-3:]
+        ],
+    }
+
+
+def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
+    """Find after which event most bytes were in use, from how many are at the end, and how many these were.
+
+    From the end, since only the last events are kept.
+    """
+    at, peak, now = len(events) - 1, at_end, at_end
+    for number in range(len(events) - 1, -1, -1):
+        if now >= peak:  # the first time that it was reached
+            at, peak = number, now
+        event = events[number]
+        now += event["size"] if event["action"] == "free_completed" else -event["size"]
+    return at, peak
+
+
+def live_at(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) -> dict[int, tuple[int, list[Any]]]:
+    """Find the blocks in use after this event, by address: bytes and Python frames of each."""
+    live = dict(at_end)
+    for event in reversed(events[at + 1 :]):
+        if event["action"] == "free_completed":
+            live[event["addr"]] = (event["size"], [])
+        else:
+            live.pop(event["addr"], None)
+    found = set()
+    for event in reversed(events[: at + 1]):
+        address = event["addr"]
+        if event["action"] == "alloc" and address in live and address not in found:
+            live[address] = (live[address][0], event.get("frames") or [])
+            found.add(address)
+    return live
+
+
+def _moment(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) -> dict[str, Any]:
+    groups: Counter[tuple[int, str]] = Counter()
+    for size, frames in live_at(events, at, at_end).values():
+        groups[size, _where(frames)] += 1
+    largest = sorted(groups.items(), key=lambda group: group[0][0] * group[1], reverse=True)
+    in_use = sum(size * count for (size, _), count in largest)
+    return {
+        "seconds": (events[at]["time_us"] - events[0]["time_us"]) / 1e6,
+        "event": sum(event["action"] == "alloc" for event in events[: at + 1]),
+        "events": sum(event["action"] == "alloc" for event in events),
+        "bytes": in_use,
+        "tensors": [{"bytes": size, "count": count, "where": where} for (size, where), count in largest[:_LARGEST]],
+    }
+
+
+_LIBRARIES: Final = tuple(
+    os.path.join(path, "") for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
+)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file or _is_compiled(file)
+
+
+def _is_compiled(file: str) -> bool:
+    """Whether torch.compile wrote this file."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{os.sep}torchinductor_") in file
+
+
+def _where(frames: Iterable[dict[str, Any]]) -> str:
+    """The innermost line of the program itself, and the innermost one of a library of models that it called there."""
+    own, library = "", ""
+    for frame in frames:
+        file = frame["filename"]
+        if not _is_library(file):
+            own = _line(frame)
+            break
+        if not library and _is_compiled(file):
+            library = "code of torch.compile"
+        elif not library and "site-packages/" in file and f"{os.sep}torch{os.sep}" not in file:
+            library = _line(frame)
+    # Autograd's threads run without the program's frames.
+    return ", ".join(filter(None, (own or "backward pass", library)))
+
+
+def _line(frame: dict[str, Any]) -> str:
+    file = frame["filename"]
+    if "site-packages/" in file:
+        file = file.rpartition("site-packages/")[2]
+    else:
+        shorter = os.path.relpath(file)
+        file = file if shorter.startswith("..") else shorter
+    return f"{file}:{frame['line']} in {frame['name']}"

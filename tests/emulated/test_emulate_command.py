@@ -1,0 +1,348 @@
+"""`gputrain emulate` with real programs. Needs a CUDA build of torch, and no GPU."""
+
+import importlib.machinery
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import pytest_gputrain
+from pytest_gputrain.hardware.emulation import boards, build, libraries
+from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.utils.errors import CannotEmulate
+
+GIB = 1 << 30
+ROOT = Path(pytest_gputrain.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def torch():
+    try:
+        return libraries.find_torch()
+    except CannotEmulate as error:
+        pytest.skip(f"needs a CUDA build of torch: {error}")
+
+
+@pytest.fixture(scope="module")
+def stand_ins(torch):
+    try:
+        return build.stand_ins(torch)
+    except CannotEmulate as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def emulate(stand_ins, tmp_path):
+    """Run a program on an emulated GPU: its completed process, and the report."""
+
+    def run(code, *arguments, gpu="h100", **variables):
+        script, report = tmp_path / "train.py", tmp_path / "report.json"
+        script.write_text(textwrap.dedent(code))
+        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, "--json", str(report)]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environ = {**os.environ, "PYTHONPATH": path, **variables}
+        program = [*command, "--", sys.executable, script.name, *arguments]
+        done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=300)
+        return done, json.loads(report.read_bytes()) if report.exists() else None
+
+    return run
+
+
+def only_device(report):
+    (process,) = report["processes"]
+    (device,) = process["devices"]
+    return device
+
+
+LOOP = """
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 16384), torch.nn.GELU(), torch.nn.Linear(16384, 4096)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch):
+        activations = batch.exp()
+        loss = model(activations).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(3):
+        step(torch.ones(4096, 4096, device="cuda"))
+        torch.cuda.reset_peak_memory_stats()
+    print("allocated", torch.cuda.memory_allocated())
+"""
+
+
+def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
+    done, report = emulate(LOOP)
+    assert done.returncode == 0, done.stderr
+    parameters = 4 * (2 * 4096 * 16384 + 16384 + 4096)
+    allocated = int(done.stdout.split()[1])
+    assert 3 * parameters < allocated < 3 * parameters + 300e6  # weights, AdamW's two moments, cuBLAS' workspaces, a batch
+    device = only_device(report)
+    # Resets of the peak do not hide it: there are activations, gradients and more.
+    assert device["peak_allocated"] > allocated + parameters / 2
+    assert device["peak_reserved"] >= device["peak_allocated"]
+    (use,) = report["use"]
+    assert use["peak_bytes"] >= device["peak_reserved"] + boards.CONTEXT_BYTES
+    tensors = device["peak"]["tensors"]
+    weights = [group for group in tensors if group["where"] == "train.py:4 in <module>"]
+    assert (weights[0]["bytes"], weights[0]["count"]) == (4 * 4096 * 16384, 2)
+    assert any(group["where"] == "train.py:9 in step" and group["bytes"] == 4 * 4096 * 16384 for group in tensors)
+    assert any(group["where"].startswith("backward pass") for group in tensors)
+    assert sum(group["bytes"] * group["count"] for group in tensors) > 0.9 * device["peak_allocated"]
+    assert "losses, scores and times above mean nothing" in done.stderr
+    assert "train.py:9 in step" in done.stderr
+
+
+def test_two_runs_allocate_and_reserve_the_same(emulate):
+    code = """
+        import random, torch
+        held = []
+        random.seed(1)
+        for number in range(3000):
+            held.append(torch.empty(random.randrange(1, 40 << 20), dtype=torch.uint8, device="cuda"))
+            if random.random() < 0.6 or len(held) > 300:
+                held.pop(random.randrange(len(held)))
+            if number % 500 == 0:
+                torch.cuda.empty_cache()
+    """
+    first, second = (only_device(emulate(code)[1]) for _ in range(2))
+    assert first["peak_reserved"] > 1e9
+    assert first["peak"].pop("seconds") >= 0
+    assert second["peak"].pop("seconds") >= 0
+    assert first == second
+
+
+def test_the_exit_status_is_the_programs_own(emulate):
+    done, _ = emulate("import sys, torch; torch.ones(1, device='cuda'); print(sys.argv[1:]); sys.exit(7)", "--lr", "1")
+    assert (done.returncode, done.stdout) == (7, "['--lr', '1']\n")
+    done, _ = emulate("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert done.returncode == 128 + signal.SIGKILL
+
+
+def test_a_program_that_never_used_the_gpu_is_told_so(emulate):
+    done, report = emulate("import torch; print(torch.ones(3).sum(), torch.cuda.is_available(), torch.cuda.device_count())")
+    assert (done.returncode, done.stdout) == (0, "tensor(3.) True 1\n")
+    assert "never used the GPU" in done.stderr
+    assert report["use"] == []
+
+
+def test_out_of_memory_is_told_with_what_was_asked(emulate):
+    code = """
+        import torch
+        held = [torch.empty(60 << 30, dtype=torch.uint8, device="cuda")]
+        def grow():
+            held.append(torch.empty(30 << 30, dtype=torch.uint8, device="cuda"))
+        grow()
+    """
+    done, report = emulate(code)
+    assert done.returncode == 1
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 30.00 GiB" in done.stderr
+    (refused,) = only_device(report)["refused"]
+    assert (refused["bytes"], refused["where"]) == (30 * GIB, "train.py:5 in grow")
+    assert refused["free"] == boards.board("h100").memory_bytes - 60 * GIB - boards.CONTEXT_BYTES
+    assert "out of memory: 30.0 GiB were asked for" in done.stderr
+    assert only_device(report)["peak_allocated"] == 60 * GIB
+    assert emulate(code, gpu="h200")[0].returncode == 0
+
+
+def test_a_program_that_ends_without_pythons_end_leaves_the_drivers_figures(emulate):
+    done, report = emulate("import os, torch; x = torch.empty(1 << 30, device='cuda'); os._exit(3)")
+    assert done.returncode == 3
+    assert [use["peak_bytes"] for use in report["use"]] == [4 * GIB + boards.CONTEXT_BYTES]
+    assert report["processes"] == []
+    assert "what torch allocated is not known" in done.stderr
+
+
+def test_a_program_may_fork_before_it_uses_the_gpu(emulate):
+    done, _ = emulate("""
+        import os, torch
+        child = os.fork()
+        x = torch.ones(8, device="cuda")
+        if child == 0:
+            raise SystemExit(4)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), x.tolist() == [1.0] * 8)
+    """)
+    assert done.stdout.split()[0] == "4", done.stderr
+
+
+def test_values_that_the_host_wrote_are_read_back(emulate):
+    done, _ = emulate("""
+        import torch
+        numbers = torch.arange(1000)
+        print(torch.equal(numbers.cuda().cpu(), numbers), torch.randn(4 << 20, device="cuda").cpu().abs().max().item())
+    """)
+    assert done.stdout.split() == ["True", "0.0"]
+
+
+def test_a_sitecustomize_of_the_programs_own_still_runs(emulate, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['OWN'] = 'ran'")
+    done, report = emulate(
+        "import os, sitecustomize, torch; print(os.environ['OWN'], sitecustomize.__file__); torch.ones(1, device='cuda')",
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
+    )
+    assert done.stdout.split() == ["ran", str(tmp_path / "sitecustomize.py")]
+    assert only_device(report)["peak"] is not None
+
+
+def test_the_stand_ins_win_over_nvidias_packages_beside_torch(emulate, stand_ins, torch, tmp_path):
+    """As ``pip install torch`` leaves them: torch's libraries name their folders before any in the environment."""
+    site = tmp_path / "site"
+    folder = site / "nvidia" / "cu13" / "lib" if torch.cuda[0] == 13 else site / "nvidia" / "cuda_runtime" / "lib"
+    folder.mkdir(parents=True)
+    (site / "torch" / "lib").mkdir(parents=True)  # the loader resolves links to folders, not those to files
+    for original in (*torch.folder.iterdir(), *(torch.folder / "lib").iterdir(), *torch.site.glob("torch-*.dist-info")):
+        link = site / original.relative_to(torch.site)
+        if not link.exists():
+            link.symlink_to(original)
+    source = tmp_path / "dummy.c"
+    source.write_text("int nothing;\n")
+    soname = f"libcudart.so.{torch.cuda[0]}"
+    command = [*build.find_compiler(), "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", str(folder / soname), str(source)]
+    subprocess.run(command, check=True)
+    path = os.pathsep.join([str(site), str(ROOT)])
+    # The dummy is what torch finds, before what LD_LIBRARY_PATH names:
+    searched = {**os.environ, "PYTHONPATH": path, "LD_LIBRARY_PATH": str(stand_ins.folder)}
+    plain = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=searched, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert "undefined symbol: cuda" in plain.stderr
+    done, _ = emulate("import torch; print(torch.__file__, torch.ones(1, device='cuda').item())", PYTHONPATH=path)
+    assert done.stdout.split() == [str(site / "torch" / "__init__.py"), "0.0"], done.stderr
+
+
+def test_a_program_with_another_torch_is_refused(emulate, tmp_path):
+    other = tmp_path / "other"
+    (other / "torch").mkdir(parents=True)
+    (other / "torch" / "__init__.py").write_text("")
+    done, _ = emulate(f"import sys; sys.path.insert(0, {str(other)!r}); import torch")
+    assert done.returncode == 1
+    assert f"this program imports the one in {other / 'torch'}" in done.stderr
+
+
+def test_no_figure_of_an_emulated_gpu_is_taken_for_a_measurement(emulate, tmp_path):
+    (tmp_path / "test_mine.py").write_text(
+        textwrap.dedent("""
+            import pytest, torch
+
+            def my_step(setup):
+                weight = torch.ones(64, 64, device=setup.device, requires_grad=True)
+                return lambda: (weight @ weight).sum().backward()
+
+            @pytest.mark.h100
+            def test_mine(gputrain):
+                gputrain.check(my_step, precision="fp32", batch_size=1, steps=2)
+        """)
+    )
+    arguments = ["-q", "-p", "no:cacheprovider", "-m", "h100", "--gpu-baseline-update", "test_mine.py"]
+    done, _ = emulate(f"import pytest; raise SystemExit(pytest.main({arguments}))")
+    assert done.returncode == 1, done.stderr
+    assert "figures of an emulated GPU are no measurements" in done.stdout
+    assert list(tmp_path.glob("baselines/**/*.json")) == []
+
+
+OFTEN = ("h100", "t4", "v100")
+
+
+@pytest.mark.parametrize(
+    "marker", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in boards.emulated_markers()]
+)
+def test_torch_sees_each_gpu_of_the_catalog(emulate, stand_ins, marker, torch):
+    board = boards.board(marker)
+    code = """
+        import torch
+        properties = torch.cuda.get_device_properties(0)
+        print(properties.total_memory, properties.multi_processor_count, properties.major, properties.minor, properties.uuid)
+        print(properties.name)
+        x = torch.ones(2048, 2048, device="cuda", requires_grad=True)
+        (x @ x).sum().backward()
+        x.nonzero(), x.topk(5), x.sort(), x.cumsum(0)  # by CUB, which takes its algorithms by the kernels' architecture
+    """
+    done, _ = emulate(code, gpu=marker)
+    major, minor = board.capability
+    if not {f"sm_{major}{older}" for older in range(minor + 1)} & set(stand_ins.architectures):
+        assert done.returncode == 2
+        assert f"torch {torch.version} has no kernels for {board.name}" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    figures, name = done.stdout.splitlines()
+    *numbers, uuid = figures.split()
+    assert list(map(int, numbers)) == [board.memory_bytes, board.multiprocessors, major, minor]
+    assert (name, uuid[:9]) == (board.name, "656d756c-")
+
+
+@pytest.mark.slow
+def test_thirty_runs_end_with_the_programs_own_status(stand_ins, tmp_path):
+    """Right after a backward pass, when autograd's thread still lets go of Python objects: a third of the runs aborted."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import torch
+
+            class Double(torch.autograd.Function):
+                @staticmethod
+                def forward(context, x):
+                    context.save_for_backward(x)
+                    return x * 2
+
+                @staticmethod
+                def backward(context, gradient):
+                    return gradient * 2
+
+            x = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+            for _ in range(300):
+                x = Double.apply(x)
+                x.register_hook(lambda gradient: gradient + 1)
+            x.sum().backward()
+            raise SystemExit(5)
+        """)
+    )
+    environ = emulated_environment(
+        os.environ, stand_ins, boards.describe(boards.board("h100"), kernels=90)
+    )  # which records nothing
+    statuses = [
+        subprocess.run([sys.executable, str(script)], env=environ, check=False, timeout=120).returncode for _ in range(30)
+    ]
+    assert statuses == [5] * 30
+
+
+def test_expandable_segments_are_counted(emulate):
+    code = """
+        import torch
+        held = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(10)]
+        del held[::2]
+        held.append(torch.empty(4 << 30, dtype=torch.uint8, device="cuda"))
+        print(torch.cuda.memory_reserved() >> 20)
+    """
+    done, report = emulate(code, PYTORCH_ALLOC_CONF="expandable_segments:True", PYTORCH_CUDA_ALLOC_CONF="")
+    assert done.returncode == 0, done.stderr
+    device = only_device(report)
+    assert device["peak_allocated"] == 10 * GIB
+    assert report["use"][0]["peak_bytes"] == device["peak_reserved"] + boards.CONTEXT_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.machinery.PathFinder.find_spec("triton") is None, reason="needs Triton")
+def test_compiled_code_runs(emulate, tmp_path):
+    done, report = emulate(
+        """
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
+        compiled = torch.compile(model)
+        for _ in range(2):
+            compiled(torch.ones(4096, 1024, device="cuda")).square().mean().backward()
+        from torch._dynamo.utils import counters
+        print(counters["stats"]["unique_graphs"])
+        """,
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
+        TRITON_CACHE_DIR=str(tmp_path / "triton"),
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert only_device(report)["peak_allocated"] > 2 * 4 * 4096 * 4096

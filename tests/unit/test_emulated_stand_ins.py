@@ -1,0 +1,314 @@
+"""The C stand-ins themselves, compiled without torch and called by ctypes in processes of their own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pytest_gputrain.hardware.emulation import boards, build
+from pytest_gputrain.hardware.emulation.elf import Elf
+from pytest_gputrain.hardware.emulation.libraries import Torch
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs Linux and a C compiler"
+)
+
+CUDA_12 = Torch(Path("none"), "2.9.1", (12, 8), (9, 10, 2), (2, 27, 5))
+CUDA_13 = Torch(Path("none"), "2.13.0", (13, 0), (9, 20, 0), (2, 29, 7))
+
+NEEDED = {
+    "libcuda.so.1": {"cuInit": "", "cuStreamSynchronize": ""},
+    "libcudart.so.13": {"cudaMalloc": "libcudart.so.13", "cudaDeviceSynchronize": "libcudart.so.13"},
+    "libcublas.so.13": {"cublasCreate_v2": "libcublas.so.13"},
+    "libcublasLt.so.13": {},
+    "libcudnn.so.9": {},
+    "libcufft.so.12": {},
+    "libcupti.so.13": {},
+    "libcusolver.so.12": {"cusolverDnSgeqrf_bufferSize": "libcusolver.so.12"},
+    "libnccl.so.2": {},
+    "libnvidia-ml.so.1": {},
+    "libnvrtc.so.13": {},
+}
+
+
+@pytest.mark.parametrize("torch", [CUDA_12, CUDA_13], ids=["cuda12", "cuda13"])
+def test_they_compile_without_a_warning(torch, tmp_path):
+    build.compile_all(build.find_compiler(), torch, NEEDED, tmp_path, flags=("-Wall", "-Wextra", "-Werror"))
+    assert {path.name for path in tmp_path.iterdir()} == {build.CORE, *NEEDED}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built")
+    build.compile_all(build.find_compiler(), CUDA_13, NEEDED, folder)
+    return folder
+
+
+@pytest.fixture
+def call(built):
+    """Run code in a process that has the stand-ins as ``core``, ``driver``, ``runtime`` and so on; return what it prints."""
+
+    def run(code, *, marker="h100", devices=1, **variables):
+        preamble = """
+            import ctypes, sys
+            from ctypes import byref, c_int, c_size_t, c_void_p
+            def load(name):
+                library = ctypes.CDLL(f"{sys.argv[1]}/{name}")
+                return library
+            core, driver, runtime, solver, management = map(load, (
+                "libgputrain_emulated.so", "libcuda.so.1", "libcudart.so.13", "libcusolver.so.12", "libnvidia-ml.so.1"
+            ))
+            runtime.cudaFree.argtypes = [c_void_p]
+            runtime.cudaMemcpy.argtypes = [c_void_p, c_void_p, c_size_t, c_int]
+            runtime.cudaMemset.argtypes = [c_void_p, c_int, c_size_t]
+            MIB = 1 << 20
+            def allocate(size):
+                pointer = c_void_p()
+                status = runtime.cudaMalloc(byref(pointer), c_size_t(size))
+                return status or pointer.value
+            def memory():
+                left, total = c_size_t(), c_size_t()
+                assert runtime.cudaMemGetInfo(byref(left), byref(total)) == 0
+                return left.value, total.value
+        """
+        description = boards.describe(boards.board(marker), kernels=86, devices=devices)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(preamble) + textwrap.dedent(code), str(built)],
+            env={**os.environ, "GPUTRAIN_EMULATED_DEVICE": description, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    return run
+
+
+def test_memory_comes_ascending_and_first_fit(call):
+    printed = call("""
+        one, two, three = (allocate(size * MIB) for size in (4, 2, 8))
+        print(two - one, three - two)
+        runtime.cudaFree(one)
+        print(allocate(2 * MIB) - one, allocate(1) - one, allocate(2 * MIB) - three)
+    """)
+    assert [int(number) >> 20 for number in printed] == [4, 2, 0, 2, 8]
+
+
+def test_what_does_not_fit_is_refused_and_counted(call, tmp_path):
+    printed = call(
+        """
+        import os
+        left, total = memory()
+        print(total, total - left)
+        first = allocate(60 << 30)
+        print(allocate(20 << 30), runtime.cudaGetLastError(), runtime.cudaGetLastError())
+        runtime.cudaFree(first)
+        print(memory()[0] == left, allocate(20 << 30) == first, os.getpid())
+        """,
+        GPUTRAIN_EMULATED_STATE=str(tmp_path),
+    )
+    assert printed[:2] == [str(boards.board("h100").memory_bytes), str(boards.CONTEXT_BYTES)]
+    assert printed[2:5] == ["2", "2", "0"]
+    assert printed[5:7] == ["True", "True"]
+    shared = tmp_path / printed[7]
+    assert shared.stat().st_mode & 0o777 == 0o600
+    figures = memoryview(shared.read_bytes()).cast("Q")
+    used, peak, refused = figures[0], figures[16], figures[32]
+    assert (used, peak, refused, figures[33]) == ((20 << 30) + (520 << 20), (60 << 30) + (520 << 20), 1, 20 << 30)
+
+
+def test_small_contents_are_kept_and_large_ones_are_zero(call):
+    printed = call("""
+        device = allocate(64 * MIB)
+        small, large = ctypes.create_string_buffer(b"x" * MIB, MIB), ctypes.create_string_buffer(b"x" * (2 * MIB), 2 * MIB)
+        runtime.cudaMemcpy(device, small, MIB, 1)
+        back = ctypes.create_string_buffer(MIB)
+        runtime.cudaMemcpy(back, device, MIB, 2)
+        print(back.raw == small.raw)
+        runtime.cudaMemcpy(large, device, 2 * MIB, 2)
+        print(set(large.raw) == {0})
+        runtime.cudaMemset(device, 0, 64 * MIB)
+        runtime.cudaMemcpy(back, device, MIB, 2)
+        print(set(back.raw) == {0})
+        runtime.cudaMemset(device, 7, 1024)
+        runtime.cudaMemcpy(back, device, MIB, 2)
+        print(set(back.raw[:1024]) == {7})
+        runtime.cudaFree(device)
+        runtime.cudaMemcpy(back, allocate(64 * MIB), MIB, 2)
+        print(set(back.raw) == {0})
+    """)
+    assert printed == ["True"] * 5
+
+
+def test_memory_that_is_not_touched_takes_none_of_the_host(call):
+    printed = call("""
+        import resource
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(10):
+            runtime.cudaMemset(allocate(4 << 30), 0, 4 << 30)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """)
+    assert int(printed[0]) < 4096  # KiB
+
+
+def test_physical_memory_is_counted_when_it_is_made_and_not_when_it_is_mapped(call):
+    printed = call("""
+        import struct
+        left = memory()[0]
+        start, handle = c_void_p(), c_void_p()
+        print(driver.cuMemAddressReserve(byref(start), c_size_t(100 << 30), c_size_t(0), None, ctypes.c_uint64(0)))
+        print(left - memory()[0])
+        properties = struct.pack("4i", 1, 0, 1, 0)
+        print(driver.cuMemCreate(byref(handle), c_size_t(40 * MIB), properties, ctypes.c_uint64(0)))
+        print(left - memory()[0])
+        driver.cuMemMap.argtypes = [c_void_p, c_size_t, c_size_t, c_void_p, ctypes.c_uint64]
+        print(driver.cuMemMap(start, 40 * MIB, 0, handle, 0))
+        ctypes.memset(start.value, 1, 40 * MIB)
+        driver.cuMemUnmap.argtypes = [c_void_p, c_size_t]
+        driver.cuMemRelease.argtypes = [c_void_p]
+        print(driver.cuMemUnmap(start, 40 * MIB), driver.cuMemRelease(handle), left - memory()[0])
+        properties = struct.pack("4i", 1, 0, 1, 0)
+        print(driver.cuMemCreate(byref(handle), c_size_t(100 << 30), properties, ctypes.c_uint64(0)))
+    """)
+    assert list(map(int, printed)) == [0, 0, 0, 40 << 20, 0, 0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("3,1", 2), ("1,7,2", 1), ("GPU-656d756c", 1), ("GPU-1", 0)],
+)
+def test_cuda_visible_devices_is_read_as_by_the_driver(call, visible, devices):
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    printed = call(
+        """
+        count = c_int()
+        status = runtime.cudaGetDeviceCount(byref(count))
+        print(count.value, status, allocate(1) == 100)
+        management.nvmlDeviceGetCount_v2(byref(count))
+        print(count.value)
+        """,
+        devices=4,
+        **variables,
+    )
+    assert printed == [str(devices), "0" if devices else "100", str(not devices), "4"]
+
+
+def test_devices_have_uuids_of_their_own_in_each_program(call):
+    code = """
+        for index in range(2):
+            handle, text = c_void_p(), ctypes.create_string_buffer(64)
+            management.nvmlDeviceGetHandleByIndex_v2(index, byref(handle))
+            management.nvmlDeviceGetUUID(handle, text, 64)
+            raw = ctypes.create_string_buffer(16)
+            driver.cuDeviceGetUuid_v2(raw, index)
+            print(text.value.decode(), raw.raw.hex())
+    """
+    first, second = call(code, devices=2), call(code, devices=2)
+    texts = [*first[::2], *second[::2]]
+    assert len(set(texts)) == 4
+    assert all(re.fullmatch(r"GPU-656d756c-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", text) for text in texts)
+    assert [text.removeprefix("GPU-").replace("-", "") for text in texts] == [*first[1::2], *second[1::2]]
+
+
+def test_a_size_that_is_not_known_is_an_error(built, call):
+    printed = call("""
+        bytes_ = c_int(-1)
+        print(solver.cusolverDnSgeqrf_bufferSize(None, 1, 1, None, 1, byref(bytes_)), bytes_.value)
+    """)
+    assert printed == ["9", "-1"]
+
+
+def test_graphs_are_refused_in_words(call):
+    printed = call("""
+        runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        status = runtime.cudaStreamBeginCapture(None, 0)
+        print(status, runtime.cudaGetErrorString(status).decode())
+    """)
+    assert printed[0] == "900"
+    assert "captures no CUDA graphs" in " ".join(printed)
+
+
+def test_kernels_are_those_that_torch_was_compiled_with(call):
+    printed = call("""
+        attributes = (c_int * 64)()
+        print(runtime.cudaFuncGetAttributes(attributes, None), *attributes[6:10])
+    """)
+    assert printed == ["0", "1024", "32", "86", "86"]
+
+
+def test_without_a_description_there_is_no_gpu(call):
+    assert call("count = c_int(7); print(runtime.cudaGetDeviceCount(byref(count)), count.value)", devices=0) == ["100", "0"]
+
+
+def test_only_stand_ins_have_the_symbol_by_which_they_are_known(built):
+    with Elf(built / build.CORE) as library:
+        assert "gputrain_emulated_gpu" in library.defined()
+
+
+@pytest.mark.parametrize("marker", boards.emulated_markers())
+def test_the_runtime_tells_what_the_catalog_has(call, marker):
+    chosen = boards.board(marker)
+    attributes = {16: chosen.multiprocessors, 75: chosen.capability[0], 76: chosen.capability[1]}
+    printed = call(
+        f"""
+        name = ctypes.create_string_buffer(256)
+        driver.cuDeviceGetName(name, 256, 0)
+        values = []
+        for attribute in {list(attributes)}:
+            value = c_int()
+            runtime.cudaDeviceGetAttribute(byref(value), attribute, 0)
+            values.append(value.value)
+        print(*values, memory()[1], name.value.decode())
+        """,
+        marker=marker,
+    )
+    assert list(map(int, printed[:4])) == [*attributes.values(), chosen.memory_bytes]
+    assert " ".join(printed[4:]) == chosen.name
+
+
+def test_no_source_has_a_line_that_is_too_long_or_no_comment_at_its_top():
+    sources = sorted(build.SOURCES.glob("*.[ch]"))
+    assert len(sources) > 10
+    assert [path.name for path in sources if not path.read_text().startswith("// ")] == []
+    assert [path.name for path in sources if max(map(len, path.read_text().splitlines())) > 125] == []
+
+
+HEADERS = {"nvidia/cu13/include/driver_types.h": "13000", "nvidia/cuda_runtime/include/driver_types.h": "12080"}
+
+
+def nvidia_headers():
+    folders = [*map(Path, sys.path), *map(Path, os.environ.get("GPUTRAIN_NVIDIA_HEADERS", "").split(os.pathsep))]
+    return {folder / name: version for folder in folders for name, version in HEADERS.items() if (folder / name).exists()}
+
+
+def test_the_properties_lie_where_nvidias_header_has_them(tmp_path):
+    headers = nvidia_headers()
+    if not headers:
+        pytest.skip("needs NVIDIA's header: pip install nvidia-cuda-runtime, or its folder in GPUTRAIN_NVIDIA_HEADERS")
+    for header, version in headers.items():
+        text = header.read_text()
+        match = re.search(r"struct __device_builtin__ (cudaDeviceProp\s*\{.*?\n\};)", text, re.DOTALL)
+        assert match is not None, header
+        names = set(re.findall(r"(\w+)(?:\[\d+\])*;", match[1]))
+        assert len(names) > 80
+        checks = [
+            f'_Static_assert(offsetof(struct properties, {name}) == offsetof(struct cudaDeviceProp, {name}), "{name}");'
+            for name in sorted(names)
+        ]
+        source = tmp_path / "offsets.c"
+        source.write_text(
+            f'#include "properties.h"\ntypedef struct uuid cudaUUID_t;\nstruct {match[1]}\n'
+            + "\n".join(checks)
+            + '\n_Static_assert(sizeof(struct properties) == sizeof(struct cudaDeviceProp), "size");\n'
+        )
+        subprocess.run(
+            [*build.find_compiler(), f"-DCUDA_VERSION={version}", f"-I{build.SOURCES}", "-fsyntax-only", str(source)],
+            check=True,
+        )

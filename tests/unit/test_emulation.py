@@ -1,0 +1,365 @@
+"""Finding, building and keeping the stand-ins of CUDA's libraries."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gputrain.cli.main import main
+from pytest_gputrain.hardware.catalog import PLATFORMS, marker_of
+from pytest_gputrain.hardware.emulation import boards, build, libraries
+from pytest_gputrain.hardware.emulation.elf import Elf, Import, NotElf
+from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.utils.errors import CannotEmulate
+
+COMPILER = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
+needs_compiler = pytest.mark.skipif(sys.platform != "linux" or COMPILER is None, reason="needs Linux and a C compiler")
+
+
+def compile_library(path, code, *options):
+    source = path.with_suffix(".c")
+    source.write_text(code)
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-w", "-o", str(path), str(source), *options], check=True)
+
+
+@pytest.fixture
+def site(tmp_path):
+    """An environment with a made-up CUDA build of torch."""
+    site = tmp_path / "site"
+    lib = site / "torch" / "lib"
+    lib.mkdir(parents=True)
+    (site / "torch" / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n")
+    runtime, versions = tmp_path / "libcudart.so.13", tmp_path / "versions.map"
+    versions.write_text("libcudart.so.13 { global: cudaMalloc; };\n")
+    compile_library(runtime, "void cudaMalloc(void) {}", "-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}")
+    code = """
+        extern void cudaMalloc(void), cudnnCreate(void), custom(void), cuFileRead(void);
+        const char looked_up[] = "\\0nvmlInit_v2\\0cuStreamCreate\\0cuBe\\0 cuSpaced \\0customer\\0";
+        void use(void) { cudaMalloc(); cudnnCreate(); custom(); cuFileRead(); }
+        static void mine(void) {}
+    """
+    compile_library(lib / "libtorch_cuda.so", code, str(runtime))
+    compile_library(
+        lib / "libtorch_python.so",
+        'const char a[] = "sm_\\0sm_80\\0 othersm_75 sm_90 sm_90a\\0";',
+        "-Wl,--no-as-needed",
+        str(runtime),
+    )
+    return site
+
+
+@needs_compiler
+def test_symbols_are_read_as_the_loader_reads_them(site):
+    with Elf(site / "torch" / "lib" / "libtorch_cuda.so") as library:
+        assert "libcudart.so.13" in library.needed()
+        imports = {symbol.name: symbol for symbol in library.imports()}
+        assert imports["cudaMalloc"] == Import("cudaMalloc", "libcudart.so.13", "libcudart.so.13")
+        assert imports["cudnnCreate"] == Import("cudnnCreate", "", "")
+        defined = library.defined()
+        assert {"use", "looked_up"} <= defined
+        assert not {"mine", "cudaMalloc"} & defined
+        assert b"nvmlInit_v2" in library.constants()
+
+
+@needs_compiler
+def test_what_is_no_library_is_told_apart(site, tmp_path):
+    whole = (site / "torch" / "lib" / "libtorch_cuda.so").read_bytes()
+    for data in (b"", b"text", b"\x7fELF\x01\x01" + whole[6:], whole[:64], whole[: len(whole) - 500]):
+        path = tmp_path / "other.so"
+        path.write_bytes(data)
+        with pytest.raises(NotElf):
+            Elf(path)
+
+
+@needs_compiler
+def test_functions_are_found_by_version_by_name_and_by_text(site):
+    torch = libraries.read_torch(site / "torch")
+    assert (torch.version, torch.cuda, torch.site) == ("2.13.0+cu130", (13, 0), site)
+    users = libraries.users_of_cuda(torch)
+    assert [path.name for path in users] == ["libtorch_cuda.so", "libtorch_python.so"]
+    assert libraries.needed_functions(torch, users) == {
+        "libcuda.so.1": {"cuStreamCreate": ""},
+        "libnvidia-ml.so.1": {"nvmlInit_v2": ""},
+        "libcudart.so.13": {"cudaMalloc": "libcudart.so.13"},
+    }
+    assert libraries.architectures(torch) == ("sm_75", "sm_90", "sm_90a")
+
+
+@needs_compiler
+def test_a_library_for_another_cuda_is_left_out(site, tmp_path):
+    other = tmp_path / "libcudart.so.12"
+    compile_library(other, "void cudaMalloc(void) {}", "-Wl,-soname,libcudart.so.12")
+    package = site / "bitsandbytes"
+    package.mkdir()
+    for soname, path in {"12": other, "13": tmp_path / "libcudart.so.13"}.items():
+        compile_library(
+            package / f"lib{soname}.so", "extern void cudaMalloc(void); void f(void) { cudaMalloc(); }", str(path)
+        )
+    names = [path.name for path in libraries.users_of_cuda(libraries.read_torch(site / "torch"))]
+    assert "lib13.so" in names
+    assert "lib12.so" not in names
+
+
+@pytest.mark.parametrize(("package", "version"), [("nvidia-cudnn", (9, 20, 0)), ("nvidia-nccl", (2, 29, 7))])
+def test_versions_are_those_that_torch_asks_for(tmp_path, package, version):
+    folder = tmp_path / "torch-2.13.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\nRequires-Dist: numpy\n"
+        'Requires-Dist: nvidia-cudnn-cu13==9.20.0.48; platform_system == "Linux"\nRequires-Dist: nvidia-nccl-cu13==2.29.7\n'
+    )
+    requirements = libraries._requirements(tmp_path / "torch")
+    assert libraries._pinned(requirements, package, (0, 0, 0)) == version
+    assert libraries._pinned([], package, (1, 2, 3)) == (1, 2, 3)
+
+
+def test_a_cpu_build_is_refused_with_what_to_install(tmp_path):
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    with pytest.raises(
+        CannotEmulate, match=r"torch 2.13.0\+cpu in .* is no CUDA build; install one .* pip install --no-deps"
+    ):
+        libraries.read_torch(tmp_path)
+
+
+def test_no_torch_is_told(monkeypatch):
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CannotEmulate, match="there is no torch to emulate a GPU for; install it"):
+        libraries.find_torch()
+
+
+# --- Building
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pytest-gputrain-emulation"
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """How often a build was made; what it makes is small."""
+    made = []
+
+    def compile_little(compiler, torch, needed, folder):
+        made.append(folder)
+        (folder / build.CORE).write_bytes(b"core")
+        (folder / "libcuda.so.1").write_bytes(b"driver")
+
+    monkeypatch.setattr(build, "compile_all", compile_little)
+    monkeypatch.setattr(build, "find_compiler", lambda: ["cc"])
+    return made
+
+
+@needs_compiler
+def test_a_second_run_finds_what_the_first_one_built(site, cache, builds):
+    torch = libraries.read_torch(site / "torch")
+    first, second = build.stand_ins(torch), build.stand_ins(torch)
+    assert len(builds) == 1
+    assert first.folder == second.folder
+    assert [path.name for path in first.libraries] == [build.CORE, "libcuda.so.1"]
+    assert first.architectures == ("sm_75", "sm_90", "sm_90a")
+    assert (cache.stat().st_mode & 0o777, first.folder.stat().st_mode & 0o777) == (0o700, 0o700)
+    assert list(cache.iterdir()) == [first.folder]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["changed", "gone", "no manifest", "half a manifest", "another manifest"])
+def test_what_is_not_as_it_was_built_is_built_again(site, cache, builds, damage):
+    torch = libraries.read_torch(site / "torch")
+    folder = build.stand_ins(torch).folder
+    driver, manifest = folder / "libcuda.so.1", folder / "manifest.json"
+    if damage == "changed":
+        driver.write_bytes(b"others'")
+    elif damage == "gone":
+        driver.unlink()
+    elif damage == "no manifest":
+        manifest.unlink()
+    else:
+        manifest.write_bytes(manifest.read_bytes()[:40] if damage == "half a manifest" else b'{"digests": []}')
+    assert build.stand_ins(torch).folder == folder
+    assert len(builds) == 2
+    assert driver.read_bytes() == b"driver"
+    assert "libcuda.so.1" in json.loads(manifest.read_bytes())["digests"]
+
+
+@needs_compiler
+def test_another_library_of_the_environment_makes_another_build(site, cache, builds, tmp_path):
+    torch = libraries.read_torch(site / "torch")
+    build.stand_ins(torch)
+    (site / "bitsandbytes").mkdir()
+    code = "extern void cudaMalloc(void); void f(void) { cudaMalloc(); }"
+    compile_library(site / "bitsandbytes" / "lib13.so", code, str(tmp_path / "libcudart.so.13"))
+    build.stand_ins(torch)
+    assert len(builds) == 2
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_compiler
+def test_a_folder_that_others_can_write_to_is_refused(site, cache, builds):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(CannotEmulate, match=r"cannot be kept in .*not a folder of this user alone.*set XDG_CACHE_HOME"):
+        build.stand_ins(libraries.read_torch(site / "torch"))
+    assert builds == []
+
+
+@needs_compiler
+def test_a_folder_that_is_a_link_is_refused(site, cache, builds, tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    cache.parent.mkdir()
+    cache.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CannotEmulate, match="not a folder of this user alone"):
+        build.stand_ins(libraries.read_torch(site / "torch"))
+
+
+@needs_compiler
+def test_a_build_that_fails_leaves_nothing(site, cache, monkeypatch, tmp_path):
+    bad = tmp_path / "bad-compiler"
+    bad.write_text("#!/bin/sh\necho 'x.c:1: fatal error: stdio.h: No such file' >&2\nexit 1\n")
+    bad.chmod(0o755)
+    monkeypatch.setenv("CC", str(bad))
+    with pytest.raises(CannotEmulate, match=r"the C compiler fails: x.c:1: fatal error: stdio.h.* or install .*libc6-dev"):
+        build.stand_ins(libraries.read_torch(site / "torch"))
+    assert list(cache.iterdir()) == []
+
+
+@needs_compiler
+def test_no_compiler_is_told_with_what_to_install(site, cache, monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CannotEmulate, match="needs a C compiler, and there is no cc, gcc or clang; install one"):
+        build.stand_ins(libraries.read_torch(site / "torch"))
+    monkeypatch.setenv("CC", "cc-of-mine -m64")
+    with pytest.raises(CannotEmulate, match="CC names the C compiler cc-of-mine, which is not installed"):
+        build.find_compiler()
+
+
+@pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64")])
+def test_another_system_is_refused_with_what_to_do(monkeypatch, system, machine, tmp_path):
+    monkeypatch.setattr(build.sys, "platform", system)
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    torch = libraries.Torch(tmp_path, "2.13.0", (13, 0), (9, 20, 0), (2, 29, 7))
+    with pytest.raises(CannotEmulate, match=rf"on Linux x86-64 only, and this is \w+ {machine}; .*--gpu-predict"):
+        build.stand_ins(torch)
+
+
+def test_stubs_succeed_make_handles_or_refuse_to_make_up_a_size():
+    text = build.stubs_text("cusparse", ["cusparseSpMM", "cusparseCreateCsr", "cusparseSpMM_bufferSize"])
+    assert 'cusparseSpMM(void) { static int seen; gputrain_trace("cusparseSpMM", &seen); return 0; }' in text
+    assert "cusparseCreateCsr(void **out)" in text
+    assert 'cusparseSpMM_bufferSize(void) { return gputrain_missing("cusparseSpMM_bufferSize", 10); }' in text
+
+
+# --- Which GPU
+
+
+def test_every_nvidia_gpu_of_the_catalog_can_be_emulated():
+    assert {marker for marker in PLATFORMS if not marker.startswith("mi")} == set(boards.emulated_markers())
+
+
+@pytest.mark.parametrize("marker", boards.emulated_markers())
+def test_an_emulated_gpu_is_known_by_its_name(marker):
+    chosen = boards.board(marker)
+    assert marker_of(chosen.name) == marker
+    assert "," not in chosen.name
+    assert f"name={chosen.name}" in boards.describe(chosen, kernels=90)
+
+
+@pytest.mark.parametrize(("marker", "sentence"), [("h1000", "did you mean 'h100'"), ("mi300x", "is no NVIDIA GPU")])
+def test_a_gpu_that_cannot_be_emulated_is_refused_by_name(marker, sentence):
+    with pytest.raises(CannotEmulate, match=sentence):
+        boards.board(marker)
+
+
+@pytest.mark.parametrize(
+    ("marker", "compiled", "kernels"),
+    [
+        ("h100", "sm_80 sm_90 sm_100", 90),
+        ("l4", "sm_80 sm_86 sm_90", 86),
+        ("l4", "sm_80 sm_86 sm_89", 89),
+        ("a10g", "sm_80 sm_89", 80),
+        ("t4", "sm_70", 70),
+        ("b200", "sm_90 sm_100", 100),
+    ],
+)
+def test_the_newest_kernels_of_the_generation_run(marker, compiled, kernels):
+    assert boards.find_kernels(boards.board(marker), compiled.split(), "2.13.0") == kernels
+
+
+@pytest.mark.parametrize(
+    ("marker", "compiled"), [("v100", "sm_75 sm_90"), ("h100", "sm_80 sm_90a sm_100"), ("a100", "sm_86")]
+)
+def test_a_gpu_that_torch_has_no_kernels_for_is_refused_by_name(marker, compiled):
+    chosen = boards.board(marker)
+    with pytest.raises(CannotEmulate, match=f"torch 2.13.0 has no kernels for {chosen.name}"):
+        boards.find_kernels(chosen, compiled.split(), "2.13.0")
+
+
+def test_a_torch_that_does_not_tell_its_kernels_is_refused():
+    with pytest.raises(CannotEmulate, match="does not tell which GPUs it has kernels for"):
+        boards.find_kernels(boards.board("h100"), (), "2.13.0")
+
+
+# --- The command
+
+
+def test_a_command_without_a_program_says_how_to_name_one(capsys):
+    assert main(["emulate", "--gpu", "h100"]) == 2
+    assert "name the program to run: gputrain emulate --gpu h100 -- python train.py" in capsys.readouterr().err
+
+
+def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeypatch, tmp_path):
+    program = ["--", "touch", str(tmp_path / "ran")]
+    assert main(["emulate", "--gpu", "h1000", *program]) == 2
+    assert "the catalog has no GPU 'h1000' (did you mean 'h100'?)" in capsys.readouterr().err
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    assert main(["emulate", "--gpu", "h100", *program]) == 2
+    assert "there is no torch to emulate a GPU for" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- The environment of the program
+
+
+def made_up_stand_ins(folder):
+    folder.mkdir(mode=0o700)
+    (folder / build.CORE).write_bytes(b"")
+    manifest = {"digests": {build.CORE: build._digest(folder / build.CORE)}, "architectures": ["sm_90"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return build.StandIns(folder)
+
+
+def test_the_stand_ins_are_loaded_first_and_what_was_loaded_before_stays(tmp_path):
+    stand_ins = made_up_stand_ins(tmp_path / "built")
+    environ = {"LD_PRELOAD": "/lib/mine.so", "CUDA_VISIBLE_DEVICES": "3", "HOME": "/home"}
+    emulated = emulated_environment(environ, stand_ins, "name=H100", state=tmp_path)
+    assert emulated == {
+        "HOME": "/home",
+        "LD_PRELOAD": f"{tmp_path}/built/{build.CORE}:/lib/mine.so",
+        "TRITON_LIBCUDA_PATH": f"{tmp_path}/built",
+        "GPUTRAIN_EMULATED_DEVICE": "name=H100",
+        "GPUTRAIN_EMULATED_STATE": str(tmp_path),
+    }
+    assert emulated_environment({}, stand_ins, "")["LD_PRELOAD"] == f"{tmp_path}/built/{build.CORE}"
+
+
+@pytest.mark.parametrize("name", ["with space", "with:colon"])
+def test_a_path_that_the_loader_cannot_take_is_refused(tmp_path, name):
+    with pytest.raises(CannotEmulate, match="set XDG_CACHE_HOME to a folder without them"):
+        emulated_environment({}, made_up_stand_ins(tmp_path / name), "")
+
+
+def test_the_cache_is_in_the_users_own_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / ".cache" / "pytest-gputrain-emulation"
+
+
+def test_the_sources_are_in_the_package():
+    assert {"gpus.c", "memory.c", "cuda.c", "cudart.c", "emulated.h"} <= {path.name for path in build.SOURCES.iterdir()}
+    assert build.SOURCES.is_relative_to(Path(os.path.dirname(build.__file__)))

@@ -1,0 +1,66 @@
+"""What the recorder of `gputrain emulate` makes of torch's memory history."""
+
+import random
+import sysconfig
+
+import pytest
+
+from pytest_gputrain.worker import memory_recorder
+from pytest_gputrain.worker.memory_recorder import find_peak, live_at
+
+
+def event(action, address, size, line=1):
+    return {"action": action, "addr": address, "size": size, "frames": [{"filename": "train.py", "line": line, "name": "f"}]}
+
+
+def history(seed):
+    """Random allocations and frees; with what is live after each."""
+    chance, live, events, states = random.Random(seed), {}, [], []
+    for number in range(chance.randrange(1, 60)):
+        if live and chance.random() < 0.45:
+            address = chance.choice(sorted(live))
+            events.append(event("free_completed", address, live.pop(address)[0]) | {"frames": []})
+        else:
+            address = chance.choice([free for free in range(40) if free not in live])
+            events.append(event("alloc", address, chance.randrange(1, 9), line=number))
+            live[address] = (events[-1]["size"], events[-1]["frames"])
+        states.append(dict(live))
+    return events, states
+
+
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+def test_the_peak_and_what_lived_then_are_found_from_the_end(seed, kept):
+    events, states = history(seed)
+    left = len(events) - max(1, int(kept * len(events)))
+    sums = [sum(size for size, _ in state.values()) for state in states[left:]]
+    at, peak = find_peak(events[left:], sums[-1])
+    assert (at, peak) == (sums.index(max(sums)), max(sums))
+    found = live_at(events[left:], at, states[-1])
+    expected = states[left + at]
+    assert {address: size for address, (size, _) in found.items()} == {
+        address: size for address, (size, _) in expected.items()
+    }
+    if left == 0:
+        assert found == expected
+
+
+LIBRARY = sysconfig.get_path("purelib")
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        ([], "backward pass"),
+        (["/work/train.py"], "/work/train.py:1 in f"),
+        ([f"{LIBRARY}/torch/nn/linear.py", f"{LIBRARY}/models/llama.py", "/work/train.py", "/work/main.py"],
+         "/work/train.py:1 in f, models/llama.py:1 in f"),
+        ([f"{LIBRARY}/torch/utils/checkpoint.py", f"{LIBRARY}/models/llama.py"], "backward pass, models/llama.py:1 in f"),
+        (["/tmp/torchinductor_me/ab/cd.py", f"{LIBRARY}/torch/_dynamo/x.py", "/work/train.py"],
+         "/work/train.py:1 in f, code of torch.compile"),
+        (["<frozen runpy>", "/work/train.py"], "/work/train.py:1 in f"),
+    ],
+)  # fmt: skip
+def test_a_place_is_told_by_the_programs_line_and_the_librarys(files, where):
+    frames = [{"filename": file, "line": 1, "name": "f"} for file in files]
+    assert memory_recorder._where(frames) == where
