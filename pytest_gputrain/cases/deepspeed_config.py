@@ -106,6 +106,8 @@ def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], An
         if key not in decided:
             if value == "auto":
                 raise _Wrong(f"has {key}='auto', which transformers fills in and nobody does here; write its value")
+            if isinstance(value, str) and _is_number(value):
+                raise _Wrong(f"has {key}={_shown(value)}, which is text; write the number without quotes")
             yield path, value
         elif value not in ("auto", decided[key][1]):
             knob, expected = decided[key]
@@ -113,6 +115,14 @@ def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], An
                 f"has {key}={_shown(value)}, which contradicts the case, whose {knob} makes it {_shown(expected)}; change "
                 "the case, or leave it out of the file"
             )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _decided(case: Case) -> dict[str, tuple[str, Any]]:

@@ -196,6 +196,8 @@ def _bad_model(case: Case) -> str | None:
 
 
 def _bad_input(case: Case, architecture: Architecture) -> str | None:
+    if case.lengths == "padded" and case.batch_size == 1:
+        return "asks for lengths='padded', which pads nothing with batch_size=1; set batch_size=2 or more"
     families = {"padded": ("language", "vision_language"), "packed": ("language",)}.get(case.lengths)
     if families and (architecture.family not in families or architecture.trained_part.library == "own"):
         return f"asks for lengths={case.lengths!r}, which {case.model} does not have; leave it out"

@@ -123,7 +123,9 @@ def _nvidia(gpus: list[Gpu]) -> Iterator[Check]:
             "permissions", "problem", f"{memory} is missing, without which CUDA does not start", "run nvidia-modprobe -u"
         )
     if found:
-        yield from _permissions([control, memory, *sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))])
+        yield from _permissions(
+            [control, memory, *(nvidia.DEVICE_FILES / f"nvidia{gpu.minor}" for gpu in found if gpu.minor is not None)]
+        )
 
 
 def _amd(gpus: list[Gpu]) -> Iterator[Check]:

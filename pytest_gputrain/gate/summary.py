@@ -31,6 +31,8 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
     first = measured[0]
     samples = first.batch_size / seconds
     peak = catalog.peak_flops(platform, case.precision, tf32=bool(case.tf32))
+    if case.quantized_compute not in ("", case.precision):
+        peak = None  # products of two types have no peak together
     has_utilization = peak is not None and first.flops_per_step is not None
     return Summary(
         median_step_seconds=seconds,

@@ -237,6 +237,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
 def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | None:
     """Median of the sums of ``accumulation`` steps; None where there are fewer."""
+    accumulation = max(1, accumulation)  # of a report that somebody wrote
     starts = range(0, len(step_seconds) - accumulation + 1, accumulation)
     return statistics.median(sum(step_seconds[at : at + accumulation]) for at in starts) if starts else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -71,7 +72,6 @@ class CriteriaLookup:
         self._store = BaselineStore(settings.baseline_dir)
         published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
         self._published = PublishedStore.beside(settings.baseline_dir) if published else None
-        self._fallback: PublishedStore | None = None
         self._report = ReportStore(Path(settings.baseline)) if report else None
         self._priors: dict[tuple[str, str], float] = {}
         self._forecasts: dict[str, Forecast] = {}
@@ -118,12 +118,15 @@ class CriteriaLookup:
 
     def _fallback_row(self, platform: str, suite: str, case: Case) -> Published | None:
         """Return the published row of a case that has neither baseline nor prediction; None where there is none."""
-        if self._fallback is None:
-            try:
-                self._fallback = PublishedStore.beside(self.settings.baseline_dir)
-            except BaselineError:  # --gpu-baseline=published tells of it; a comparison with baselines can do without
-                return None
-        return self._fallback.get(platform, suite, str(case))
+        return None if self._fallback is None else self._fallback.get(platform, suite, str(case))
+
+    @functools.cached_property
+    def _fallback(self) -> PublishedStore | None:
+        """The published tables; None where they cannot be read."""
+        try:
+            return PublishedStore.beside(self.settings.baseline_dir)
+        except BaselineError:  # --gpu-baseline=published tells of it; a comparison with baselines can do without
+            return None
 
     def _forecast(self, platform: str) -> Forecast:
         if platform not in self._forecasts:

@@ -76,7 +76,9 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Reco
     case = task.case.replace(steps=steps, warmup=0)
 
     def task_of(precision: str) -> Task:
-        return msgspec.structs.replace(task, case=case.replace(precision=precision), curve=True)
+        # Knobs of one precision are none of another's: fp32, which the others are compared with, is all of it fp32.
+        plain = {} if precision == case.precision else {"tf32": None, "quantized_compute": "", "master_weights": False}
+        return msgspec.structs.replace(task, case=case.replace(precision=precision, **plain), curve=True)
 
     curves: dict[str, LossCurve] = {}
     replies: dict[str, Reply] = {}

@@ -60,7 +60,8 @@ def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Modul
     if not callable(built):
         raise CheckFailed(
             f"{name} returned {type(built).__name__}; it must build everything and return a function that runs one step, "
-            f"yield after each step of its own loop, or return a trainer of {', '.join(FRAMEWORKS.values())}"
+            f"yield after each step of its own loop, return a Trainer of transformers, or what "
+            "adapters.lightning(trainer, module, loader) returns"
         )
     return FunctionLoop(built, note)
 

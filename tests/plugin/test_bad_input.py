@@ -284,7 +284,9 @@ def test_updating_against_a_report_is_a_usage_error(suite: Project) -> None:
 
 def test_an_unknown_gpu_id_fails_in_one_sentence(suite: Project) -> None:
     result = suite.run("--gpu-ids=7", "-k", "gemma")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith("--gpu-ids: no visible GPU '7'; visible: 0 (GPU-")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(
+        "--gpu-ids: no visible GPU '7', or several; visible: 0 (GPU-"
+    )
 
 
 def test_a_test_beside_a_bad_one_keeps_its_verdict(recorded_suite: Project) -> None:

@@ -108,7 +108,7 @@ def test_memory_is_drawn_by_stage_and_size_of_buckets() -> None:
         "fp16-amp, zero3, offload optimizer, offload param, overlap comm",
     ]
     large = draw("pangu-deepspeed")[1]["pangu-deepspeed: device memory of pangu-2.6b"]
-    assert texts(large["fp32, single"]) == ["OOM V100", "49,347 MiB A100"]
+    assert texts(large["fp16-amp, single"]) == ["OOM V100", "52,783 MiB A100"]
     assert texts(large["bf16, zero0"]) == ["error"]
     live = large["bf16, zero3, offload optimizer, offload param, overlap comm"]
     assert texts(live) == ["15,981 MiB live 1e9", "12,023 MiB live 5e8", "12,023 MiB live 2e8"]
@@ -119,21 +119,21 @@ def test_seconds_a_step_are_drawn_by_gpu() -> None:
     titles = [PLATFORMS[marker].title for marker in ("h100", "rtx_pro_6000", "a100")]
     charts, drawn = draw("llm-trainer")
     groups = drawn["llm-trainer: sec/step of gemma-2-9b"]
-    assert texts(groups["lora, single"]) == [
+    assert texts(groups["lora, bf16, single"]) == [
         f"{seconds} s {title}" for seconds, title in zip(("12.9", "17.2", "20.0"), titles, strict=True)
     ]
-    assert texts(groups["qlora, single"]) == [f"OOM {titles[0]}", f"40.3 s {titles[1]}", f"OOM {titles[2]}"]
+    assert texts(groups["qlora, fp32, single"]) == [f"OOM {titles[0]}", f"40.3 s {titles[1]}", f"OOM {titles[2]}"]
     assert {tuple(colours(bars)) for bars in groups.values()} == {(1, 2, 3)}
     assert [entry.text for entry in charts[0].legend] == titles
-    assert set(drawn["llm-trainer: model memory of gemma-2-9b"]) == {"lora", "qlora"}, "CPU Offload is no figure"
+    assert set(drawn["llm-trainer: model memory of gemma-2-9b"]) == {"lora, bf16", "qlora, fp32"}, "CPU Offload is no figure"
 
 
 def test_what_was_measured_stands_behind_its_row() -> None:
     charts, drawn = draw("llm-trainer", measured(LLAMA, seconds=4.8))
     groups = drawn["llm-trainer: sec/step of llama-3.1-8b"]
-    assert texts(groups["lora"])[:2] == ["6.4 s H100", "4.80 s here (0.75 x)"]
-    assert colours(groups["lora"]) == [1, 0, 2, 3]
-    assert colours(groups["full"]) == [1, 2, 3]
+    assert texts(groups["lora, bf16"])[:2] == ["6.4 s H100", "4.80 s here (0.75 x)"]
+    assert colours(groups["lora, bf16"]) == [1, 0, 2, 3]
+    assert colours(groups["full, bf16"]) == [1, 2, 3]
     assert [entry.text for entry in charts[0].legend][-1] == "measured here"
     row = next(row for row in TABLES["paddlemix"].published() if str(row.case) == "llava-1.6-7b-pretrain-bf16-zero2")
     both = draw("paddlemix", measured(row, seconds=2.0))[1]["paddlemix on H800: samples/s"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from unit_examples import CASE, measurement, prediction
 
 from pytest_gputrain.gate.new_device import TOLERANCE, judge_by_prediction, judge_by_published
 from pytest_gputrain.records import Published, Verdict
 from pytest_gputrain.records.published import Figure, Figures
-from pytest_gputrain.utils.units import GiB
+from pytest_gputrain.utils.units import GiB, MiB
 
 NEW = Verdict(status="new", sentence=f"{CASE} has no baseline; record it")
 PEAK = 32 * GiB
@@ -62,7 +63,7 @@ def _published(**figures: int) -> Published:
     )
 
 
-@pytest.mark.parametrize(("peak", "status"), [(PEAK, "new"), (LIMIT, "new"), (LIMIT + 1, "regressed")])
+@pytest.mark.parametrize(("peak", "status"), [(PEAK, "new"), (LIMIT, "new"), (LIMIT + 70 * MiB, "regressed")])
 def test_reserved_memory_is_held_to_the_published_row(peak: int, status: str) -> None:
     verdict = judge_by_published(NEW, CASE, [measurement(peak_reserved_bytes=peak)], _published(peak_reserved_bytes=PEAK))
     assert (verdict.status, verdict.held_to) == (status, "published")
@@ -72,5 +73,7 @@ def test_reserved_memory_is_held_to_the_published_row(peak: int, status: str) ->
 def test_a_row_without_memory_holds_nothing() -> None:
     runs = [measurement(peak_reserved_bytes=PEAK)]
     assert judge_by_published(NEW, CASE, runs, _published()) is NEW
+    why = msgspec.structs.replace(_published(peak_reserved_bytes=PEAK), memory_not_judged="made with another engine")
+    assert judge_by_published(NEW, CASE, runs, why) is NEW
     unmeasured = [measurement(device_used_bytes=None)]
     assert judge_by_published(NEW, CASE, unmeasured, _published(device_used_bytes=PEAK)) is NEW

@@ -189,6 +189,8 @@ def test_a_trainer_that_accumulates_takes_micro_batches(llama, tmp_path):
     reply = run(accumulating, builder=lambda setup: llama(tmp_path, gradient_accumulation_steps=4))
     assert isinstance(reply, Measurement), reply.sentence
     assert (len(reply.warmup_seconds), len(reply.step_seconds)) == (4, 8), "whole updates"
+    # Trainer divides what it trains on; what is told is the loss.
+    assert reply.losses[0] == pytest.approx(run(MINE, builder=lambda setup: llama(tmp_path)).losses[0], rel=0.2)
 
 
 @pytest.mark.parametrize("knob", ["gradient_accumulation", "batch_size"])
@@ -196,6 +198,17 @@ def test_a_trainer_and_its_case_say_the_same(llama, tmp_path, knob):
     theirs = getattr(MINE, knob)
     reply = run(MINE.replace(**{knob: 2 * theirs}), builder=lambda setup: llama(tmp_path))
     assert reply.sentence.endswith(f"and its case has {knob}={2 * theirs}; give check() {knob}={theirs}")
+
+
+def test_early_stopping_is_left_out(llama, tmp_path):
+    import transformers
+
+    def stopping(setup):
+        trainer = llama(tmp_path)
+        trainer.add_callback(transformers.EarlyStoppingCallback())
+        return trainer
+
+    assert isinstance(run(MINE, builder=stopping), Measurement)
 
 
 def test_a_trainer_that_stops_by_itself_is_told(llama, tmp_path):
@@ -232,8 +245,9 @@ def autoencoder():
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    def make(folder, *, width=64, **arguments):
+    def make(folder, *, width=64, callbacks=(), **arguments):
         torch.manual_seed(0)
+        arguments["callbacks"] = [getattr(lightning.callbacks, name)(*given) for name, *given in callbacks]
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 32)), batch_size=4)
         trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **arguments)
         return adapters.lightning(trainer, Autoencoder(width), loader)
@@ -270,3 +284,11 @@ def test_lightning_that_accumulates_takes_micro_batches(autoencoder, tmp_path):
     assert len(run(MINE.replace(gradient_accumulation=2, steps=4), builder=builder).step_seconds) == 4
     assert run(MINE, builder=builder).sentence.endswith("give check() gradient_accumulation=2")
     assert run(MINE.replace(batch_size=2), builder=lambda setup: autoencoder(tmp_path)).sentence.endswith("batch_size=4")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_ends_where_it_is_measured_whatever_its_own_end(autoencoder, tmp_path):
+    callbacks = [("EarlyStopping", "val_loss"), ("LearningRateMonitor",), ("Timer", "00:00:01:00")]
+    reply = run(MINE, builder=lambda setup: autoencoder(tmp_path, min_steps=10**6, callbacks=callbacks))
+    assert isinstance(reply, Measurement), reply.sentence
+    assert reply.updates < 50

@@ -12,8 +12,17 @@ from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed, ended
 from pytest_gputrain.worker.loop import Steps
 
-_LEFT_OUT: Final = ("Checkpoint", "ProgressBar", "ModelSummary", "DeviceStatsMonitor")
-"""Callbacks that do no training; classes that derive from them count, too."""
+_LEFT_OUT: Final = (
+    "Checkpoint",
+    "DeviceStatsMonitor",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    "ModelSummary",
+    "ProgressBar",
+    "Timer",
+)
+"""Callbacks that do no training, or end it; classes that derive from them count, too. Some fail without a logger, or without
+validation."""
 
 
 class TrainerLoop:
@@ -35,6 +44,8 @@ class TrainerLoop:
     def run(self, steps: Steps) -> None:
         trainer = self._fit.trainer
         self._silence(trainer)
+        trainer.fit_loop.min_epochs = 0
+        trainer.fit_loop.epoch_loop.min_steps = None
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.epoch_loop.max_steps = -1
         callback = _stepping(trainer, self._case, steps, self._watch, self._note)
@@ -82,7 +93,8 @@ def _stepping(
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.taken += 1
-            note(outputs.get("loss") if isinstance(outputs, dict) else outputs)
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            note(None if loss is None else loss * case.gradient_accumulation)  # which Lightning has divided
             self._resume(trainer)
 
         def _resume(self, trainer: Any) -> None:

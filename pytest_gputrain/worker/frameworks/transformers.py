@@ -6,7 +6,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+)
 
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed, ended
@@ -55,7 +62,7 @@ class TrainerLoop:
         trainer.args.load_best_model_at_end = False
         for callback in tuple(trainer.callback_handler.callbacks):
             reports = type(callback).__module__.startswith("transformers.integrations")
-            if reports or isinstance(callback, (PrinterCallback, ProgressCallback)):
+            if reports or isinstance(callback, (PrinterCallback, ProgressCallback, EarlyStoppingCallback)):
                 trainer.remove_callback(callback)
 
 
@@ -66,6 +73,7 @@ class _Stepping(TrainerCallback):  # type: ignore[misc]  # of a library without 
         self, trainer: Trainer, steps: Steps, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
     ) -> None:
         self._trainer, self._steps, self._watch, self._note = trainer, steps, watch, note
+        self._accumulation = trainer.args.gradient_accumulation_steps
         self._loss: Any = None
         self.wants_more = True
         self.taken = 0
@@ -90,7 +98,7 @@ class _Stepping(TrainerCallback):  # type: ignore[misc]  # of a library without 
     def _stepped(self, control: TrainerControl) -> None:
         self.taken += 1
         loss, self._loss = self._loss, None
-        self._note(loss)
+        self._note(None if loss is None else loss * self._accumulation)  # which has divided it
         self._resume(control)
 
     def _resume(self, control: TrainerControl) -> None:
