@@ -84,6 +84,21 @@ COMPILED: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2")
 each of which breaks the graph: two tiny blocks became 104 graphs. What the parameter server does in backward, none holds."""
 
 
+_BATCHES: Final = "but own code makes its batches by itself; make them so"
+_NOT_OF_OWN_CODE: Final = {
+    "attention": "but own code chooses its attention by itself; set it in its model",
+    "compile": "but own code compiles by itself; call torch.compile in it",
+    "deepspeed_config": "but own code configures DeepSpeed by itself; read the file in it",
+    "ids": _BATCHES,
+    "lengths": _BATCHES,
+    "loader_workers": _BATCHES,
+    "loss_chunks": "but own code computes its loss by itself; do so in chunks",
+    "master_weights": "but own code makes its optimizer by itself; keep them in it",
+    "quantized_compute": "but own code quantises by itself; set the type in it",
+}
+"""Knobs that nobody but own code itself can follow, and what to do instead."""
+
+
 def renamed(field: str, word: object) -> str:
     """``the precision 'fp16', which is called 'fp16-amp' (...)`` for a word that has another name; empty for any other."""
     description = _RENAMED.get((field, word)) if isinstance(word, str) else None
@@ -108,6 +123,10 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         msgspec.convert(msgspec.structs.asdict(case), Case)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         return f"has a field of the wrong type: {error}"
+    if case.code:
+        for knob, why in _NOT_OF_OWN_CODE.items():
+            if getattr(case, knob) != getattr(_DEFAULTS, knob):
+                return f"asks for {knob}, {why}, and leave the knob out"
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
         *((field, getattr(case, field), VOCABULARY[field]) for field in VOCABULARY if field != "method"),
         *(("platform", platform, markers) for platform in case.platforms),
@@ -209,8 +228,6 @@ def _bad_input(case: Case, architecture: Architecture) -> str | None:
 def _bad_attention(case: Case) -> str | None:
     if not case.attention:
         return None
-    if case.code:
-        return "asks for attention, which own code chooses by itself; leave the knob out"
     architecture = architectures()[case.model]
     facts = architecture.trained_part
     if architecture.family != "language" or facts.library != "transformers":
@@ -240,16 +257,10 @@ def _bad_parallelism(case: Case) -> str | None:
         if getattr(case, knob) != getattr(_DEFAULTS, knob) and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
-    if case.code and (case.lengths, case.ids, case.loader_workers) != ("fixed", "uniform", 0):
-        return "asks for lengths, ids or loader_workers, but own code makes its batches itself; leave them out"
     if complaint := _bad_compilation(case) or _bad_chunks(case):
         return complaint
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):
         return "asks for pin_memory, but offloads nothing; set offload_optimizer, or leave it out"
-    if case.deepspeed_config and case.code:
-        return (
-            "asks for deepspeed_config, but own code configures DeepSpeed by itself; read the file in it, and leave it out"
-        )
     if case.max_grad_norm and case.cpu_offload:
         return "asks for max_grad_norm, whose norm nccl does not add up on the host; leave out it or cpu_offload"
     if case.parallel == "ps":
@@ -267,8 +278,6 @@ def _bad_parallelism(case: Case) -> str | None:
 def _bad_compilation(case: Case) -> str | None:
     if case.compile == "off":
         return None
-    if case.code:
-        return "asks for compile, which own code does by itself; call torch.compile in it, and leave the knob out"
     if case.parallel not in COMPILED:
         return f"asks for compile, which parallel={case.parallel!r} does not do; choose {' or '.join(COMPILED)}"
     if case.compile in _BY_CUDA_GRAPHS and case.parallel.startswith("zero"):
@@ -295,8 +304,6 @@ def _bad_arithmetic(case: Case) -> str | None:
         return "asks for reentrant_checkpointing, which torch.compile does not take into a graph; leave out it or compile"
     if not case.master_weights:
         return None
-    if case.code:
-        return "asks for master_weights, but own code makes its optimizer by itself; keep them in it, and leave it out"
     if case.parallel.startswith("zero"):
         return f"asks for master_weights, which parallel={case.parallel!r} has in any case; leave it out"
     if case.parallel in _MASTERS_OF_ENGINES:
@@ -309,8 +316,6 @@ def _bad_arithmetic(case: Case) -> str | None:
 
 
 def _bad_chunks(case: Case) -> str | None:
-    if case.loss_chunks > 1 and case.code:
-        return "asks for loss_chunks, which own code does not have; leave it out"
     if case.loss_chunks > 1 and case.parallel == "zero3":
         return "asks for loss_chunks, whose head parallel='zero3' has taken away again in backward; choose parallel='fsdp'"
     return None

@@ -269,7 +269,7 @@ def _scaling(result: Result) -> str:
 def change(name: MetricName, result: Result) -> str:
     """``+0.4 %`` where the metric was compared."""
     metric = result.verdict.metric(name) if result.verdict else None
-    if name == "peak_allocated_bytes" and result.verdict:
+    if name == "peak_allocated_bytes" and result.verdict and (metric is None or metric.status != "regressed"):
         # Where only a phase has grown, that is what the verdict is about.
         worse = [other for other in result.verdict.metrics if is_memory_metric(other) and other.status == "regressed"]
         metric = max(worse, key=lambda other: other.change or 0.0, default=metric)
