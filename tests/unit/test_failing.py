@@ -18,6 +18,7 @@ OTHERS = {
     "check-baselines": [],
     "devices": [],
     "doctor": [],
+    "emulate": ["--gpu=h100"],
     "export": ["report.json"],
     "html": ["report.json"],
     "node": ["folder"],

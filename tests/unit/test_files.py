@@ -154,6 +154,8 @@ def test_a_device_and_a_file_without_end_are_not_read(tmp_path: Path, monkeypatc
 def test_no_subcommand_reads_a_device_to_its_end(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    if words[0] == "html":
+        pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
