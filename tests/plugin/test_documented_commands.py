@@ -133,7 +133,9 @@ def check_gputrain(command: Command, command_project: CommandProject) -> None:
         assert exit_info.value.code == 0
         return
     options, rest = main._parser().parse_known_args(words)
-    if options.command == "ab":
+    if options.command == "emulate":  # needs a CUDA build of torch
+        assert options.program
+    elif options.command == "ab":
         command_project.run(*rest)
     elif options.command in ("doctor", "node"):  # the former's exit status depends on the host
         assert rest == []

@@ -1,5 +1,6 @@
 """Workers forked from a process that has imported their libraries: the same figures as fresh ones, and the same ends."""
 
+import contextlib
 import os
 import signal
 import time
@@ -32,7 +33,12 @@ def run(case, preloaded, *, timeout_seconds=120.0, watch=lambda event: None, roo
 
 
 def children():
-    return psutil.Process().children(recursive=True)
+    """The processes of the source, without those that other tests of this process have left (torch's, or zombies)."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found += [child] if "pytest_gputrain.worker.preload" in child.cmdline() else []
+    return found
 
 
 @pytest.mark.slow
@@ -113,7 +119,7 @@ class Killing:
 
 
 def children_of_this():
-    return psutil.Process().children()
+    return [child for child in children() if child.ppid() == os.getpid()]
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "by SIGKILL"), (signal.SIGSEGV, "by SIGSEGV")])
