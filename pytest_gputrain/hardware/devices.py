@@ -38,7 +38,7 @@ class Gpu:
     minor: int | None = None
     """Number in the name of its device file, by which Slurm counts."""
     fault: str = ""
-    """What the driver says instead of describing it, which leaves all but `index` and `driver` empty; mostly nothing."""
+    """What the driver says instead of describing it, which leaves all but ``index`` and `driver` empty; mostly nothing."""
 
 
 class Occupancy(NamedTuple):
