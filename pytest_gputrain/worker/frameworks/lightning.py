@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from pytest_gputrain.records import Case
-from pytest_gputrain.worker.checks import CheckFailed, ended
+from pytest_gputrain.worker.frameworks.stepping import Stepping, refuse_other
 from pytest_gputrain.worker.loop import Steps
 
 _LEFT_OUT: Final = (
@@ -35,11 +35,8 @@ class TrainerLoop:
     def __init__(self, fit: Any, case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None]) -> None:
         self._fit, self._case, self._watch, self._note = fit, case, watch, note
         theirs = fit.trainer.accumulate_grad_batches
-        if theirs != case.gradient_accumulation:
-            raise CheckFailed(
-                f"{case.model} returned a Trainer with accumulate_grad_batches={theirs}, and its case has "
-                f"gradient_accumulation={case.gradient_accumulation}; give check() gradient_accumulation={theirs}"
-            )
+        said = f"{case.model} returned a Trainer with accumulate_grad_batches={theirs}"
+        refuse_other(case, "gradient_accumulation", theirs, said)
 
     def run(self, steps: Steps) -> None:
         trainer = self._fit.trainer
@@ -48,11 +45,10 @@ class TrainerLoop:
         trainer.fit_loop.epoch_loop.min_steps = None
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.epoch_loop.max_steps = -1
-        callback = _stepping(trainer, self._case, steps, self._watch, self._note)
-        trainer.callbacks.append(callback)
+        stepping = Stepping(self._case, steps, self._watch, self._note)
+        trainer.callbacks.append(_callback(trainer, self._case, stepping))
         trainer.fit(*self._fit.arguments, **self._fit.keywords)
-        if callback.wants_more:
-            raise ended(self._case.model, callback.taken)
+        stepping.end()
 
     @staticmethod
     def _silence(trainer: Any) -> None:
@@ -67,39 +63,23 @@ class TrainerLoop:
         ]
 
 
-def _stepping(
-    trainer: Any, case: Case, steps: Steps, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
-) -> Any:
+def _callback(trainer: Any, case: Case, stepping: Stepping) -> Any:
     """Return a callback, of the package that the trainer is of."""
     package = type(trainer).__module__.partition(".")[0]
     module = "lightning.pytorch" if package == "lightning" else "pytorch_lightning"
     base: Any = importlib.import_module(module).Callback
 
-    class Stepping(base):  # type: ignore[misc]  # which is known when the trainer is
+    class SteppingCallback(base):  # type: ignore[misc]  # which is known when the trainer is
         """Resumes the measurement after each micro-batch, and ends the training when it is over."""
-
-        wants_more = True
-        taken = 0
 
         def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
             theirs = getattr(trainer.train_dataloader, "batch_size", None)
-            if theirs not in (None, case.batch_size):
-                raise CheckFailed(
-                    f"the loader of {case.model} has batches of {theirs}, and its case has "
-                    f"batch_size={case.batch_size}; give check() batch_size={theirs}"
-                )
-            watch(pl_module)
-            self._resume(trainer)
+            if theirs is not None:
+                refuse_other(case, "batch_size", theirs, f"the loader of {case.model} has batches of {theirs}")
+            trainer.should_stop |= not stepping.begin(pl_module)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.taken += 1
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-            note(None if loss is None else loss * case.gradient_accumulation)  # which Lightning has divided
-            self._resume(trainer)
+            trainer.should_stop |= not stepping.stepped(loss)
 
-        def _resume(self, trainer: Any) -> None:
-            if self.wants_more and next(steps, None) is None:
-                self.wants_more = False
-                trainer.should_stop = True
-
-    return Stepping()
+    return SteppingCallback()

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from pytest_gputrain.records import Case
-from pytest_gputrain.worker.checks import CheckFailed, ended
+from pytest_gputrain.worker.frameworks.stepping import Stepping, refuse_other
 from pytest_gputrain.worker.loop import Steps
 
 _ROUNDS_OF_CHECKS: Final = 12
@@ -37,22 +37,17 @@ class TrainerLoop:
             ("gradient_accumulation", arguments.gradient_accumulation_steps),
             ("batch_size", arguments.per_device_train_batch_size),
         ):
-            if getattr(case, knob) != theirs:
-                raise CheckFailed(
-                    f"{case.model} returned a Trainer with {knob} {theirs}, and its case has {knob}={getattr(case, knob)}; "
-                    f"give check() {knob}={theirs}"
-                )
+            refuse_other(case, knob, theirs, f"{case.model} returned a Trainer with {knob} {theirs}")
 
     def run(self, steps: Steps) -> None:
         trainer, case = self._trainer, self._case
         self._silence()
         updates = -(-(case.warmup + case.steps) // case.gradient_accumulation) + _ROUNDS_OF_CHECKS
         trainer.args.max_steps = max(trainer.args.max_steps, updates)
-        callback = _Stepping(trainer, steps, self._watch, self._note)
-        trainer.add_callback(callback)
+        stepping = Stepping(case, steps, self._watch, self._note)
+        trainer.add_callback(_Callback(trainer, stepping))
         trainer.train()
-        if callback.wants_more:
-            raise ended(case.model, callback.taken)
+        stepping.end()
 
     def _silence(self) -> None:
         """Leave out what is no training: logs, checkpoints, evaluation, progress bars, and reports to other services."""
@@ -66,17 +61,12 @@ class TrainerLoop:
                 trainer.remove_callback(callback)
 
 
-class _Stepping(TrainerCallback):  # type: ignore[misc]  # of a library without types
+class _Callback(TrainerCallback):  # type: ignore[misc]  # of a library without types
     """Resumes the measurement after each micro-batch, and ends the training when it is over."""
 
-    def __init__(
-        self, trainer: Trainer, steps: Steps, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
-    ) -> None:
-        self._trainer, self._steps, self._watch, self._note = trainer, steps, watch, note
-        self._accumulation = trainer.args.gradient_accumulation_steps
+    def __init__(self, trainer: Trainer, stepping: Stepping) -> None:
+        self._trainer, self._stepping = trainer, stepping
         self._loss: Any = None
-        self.wants_more = True
-        self.taken = 0
         take_step = trainer.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -86,22 +76,11 @@ class _Stepping(TrainerCallback):  # type: ignore[misc]  # of a library without 
         trainer.training_step = training_step
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **others: Any) -> None:
-        self._watch(self._trainer.model)
-        self._resume(control)
+        control.should_training_stop |= not self._stepping.begin(self._trainer.model)
 
     def on_substep_end(self, args: Any, state: Any, control: TrainerControl, **others: Any) -> None:
-        self._stepped(control)
+        loss, self._loss = self._loss, None
+        control.should_training_stop |= not self._stepping.stepped(loss)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **others: Any) -> None:
-        self._stepped(control)
-
-    def _stepped(self, control: TrainerControl) -> None:
-        self.taken += 1
-        loss, self._loss = self._loss, None
-        self._note(None if loss is None else loss * self._accumulation)  # which has divided it
-        self._resume(control)
-
-    def _resume(self, control: TrainerControl) -> None:
-        if self.wants_more and next(self._steps, None) is None:
-            self.wants_more = False
-            control.should_training_stop = True
+        self.on_substep_end(args, state, control)
