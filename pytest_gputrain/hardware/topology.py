@@ -5,7 +5,6 @@ GPUs are found by `devices.Gpu.pci_address`, whatever their vendor. The names of
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from pytest_gputrain.hardware.devices import UNKNOWN
+from pytest_gputrain.utils.host import text_of
 
 _BRIDGE: Final = re.compile(r"pci[0-9a-f]+:[0-9a-f]{2}")
 """A host bridge, as sysfs names it."""
@@ -21,7 +21,7 @@ _FUNCTION: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class Place(NamedTuple):
-    """Where a device is."""
+    """The place of a device in its host."""
 
     cores: str = ""
     """The nearest ones, as Linux writes lists: ``0-19,40-59``; empty where it does not tell."""
@@ -40,12 +40,12 @@ class Sysfs:
         self._root = root
 
     def place(self, address: str) -> Place:
-        """Where the device with that PCI address is."""
+        """Return the place of the device with that PCI address."""
         device = self._root / "bus" / "pci" / "devices" / address
         if not address or not device.exists():
             return Place()
-        node = _text(device / "numa_node")
-        return Place(_text(device / "local_cpulist"), int(node) if node.isdecimal() else None)  # -1 for none
+        node = text_of(device / "numa_node")
+        return Place(text_of(device / "local_cpulist"), int(node) if node.isdecimal() else None)  # -1 for none
 
     def cards(self) -> dict[str, str]:
         """The PCI addresses of network cards, by name: of those that have RDMA or, where none has, of all."""
@@ -79,9 +79,3 @@ class Sysfs:
             functions = [part for part in (card / "device").resolve().parts if _FUNCTION.fullmatch(part)]
             if (card / "device").exists() and functions:
                 yield card.name, functions[-1]
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text().strip()
-    return ""

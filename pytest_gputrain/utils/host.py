@@ -44,7 +44,7 @@ def network_cards(sys: Path = _SYS) -> tuple[str, ...]:
 
 def _infiniband(sys: Path) -> Iterator[str]:
     for port in sorted(sys.glob("class/infiniband/*/ports/*")):
-        rate = _text(port / "rate") if "ACTIVE" in _text(port / "state") else "down"
+        rate = text_of(port / "rate") if "ACTIVE" in text_of(port / "state") else "down"
         yield f"{_driver(port.parents[1])} {rate}".strip()
 
 
@@ -54,9 +54,9 @@ def _ethernet(sys: Path) -> Iterator[str]:
         device = interface / "device"
         if not device.exists() or device.resolve() in named_already:
             continue
-        speed = _text(interface / "speed")  # of a virtual card -1, and of one without a link an error
+        speed = text_of(interface / "speed")  # of a virtual card -1, and of one without a link an error
         megabits = int(speed) if speed.isdecimal() else 0
-        rate = "down" if _text(interface / "operstate") == "down" else f"{megabits / 1000:g} Gb/s" if megabits else ""
+        rate = "down" if text_of(interface / "operstate") == "down" else f"{megabits / 1000:g} Gb/s" if megabits else ""
         yield f"{_driver(interface)} {rate}".strip()
 
 
@@ -65,7 +65,8 @@ def _driver(entry: Path) -> str:
     return driver.resolve().name if driver.exists() else entry.name
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return what a file of sysfs says; nothing where it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text().strip()
     return ""

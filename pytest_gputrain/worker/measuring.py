@@ -259,7 +259,7 @@ def own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:
 
 
 def _nobody() -> None:
-    """Whom asynchronous workers meet before a step."""
+    """Meet nobody before a step, as asynchronous workers do."""
 
 
 def counted_steps(case: Case) -> list[bool]:
