@@ -12,16 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from preloaded_worker import measured as measured_in_processes
-from zoo_examples import example, measured
+from zoo_examples import example, measured, predicted_on_cpu
 
 from pytest_gputrain import Case
-from pytest_gputrain.records import Prediction, Target, Task
+from pytest_gputrain.records import Task
 from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.loader import Loader
 from pytest_gputrain.worker.loop import levelled, timed_steps
-from pytest_gputrain.worker.prediction.predict import predict
-from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.zoo.word_vectors import WordVectorModel
 
 # From Python 3.12 on; torch's DataLoader forks so, too.
@@ -116,9 +114,7 @@ def test_memory_is_that_of_one_batch_however_many_are_loaded(case, workers):
     load(case)
     case = case.replace(loader_workers=workers)
     reply = measured(case)
-    task = Task(case=case, scale="tiny", device_type="cpu", root=".", target=Target(marker="cpu", kind="cpu"))
-    prediction = predict(task, Progress(None))
-    assert isinstance(prediction, Prediction), prediction
+    prediction = predicted_on_cpu(case)
     assert prediction.peak_allocated_bytes == reply.peak_allocated_bytes
     assert prediction.flops_per_step == reply.flops_per_step
 

@@ -8,13 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from preloaded_worker import measured as measured_in_processes
-from zoo_examples import LANGUAGE, built, example, inputs_of, measured
+from zoo_examples import LANGUAGE, built, example, inputs_of, measured, predicted_on_cpu
 
 from pytest_gputrain import Case
-from pytest_gputrain.records import Prediction, Target, Task
 from pytest_gputrain.worker.libraries import load
-from pytest_gputrain.worker.prediction.predict import predict
-from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.zoo import language
 from pytest_gputrain.worker.zoo.click_through import SLOTS
 from pytest_gputrain.worker.zoo.language import IGNORED_LABEL
@@ -210,9 +207,7 @@ def test_prediction_is_what_is_measured(case):
     case = case.replace(steps=2, warmup=1)
     load(case)  # which makes tensors that are none of the training's
     reply = measured(case)
-    task = Task(case=case, scale="tiny", device_type="cpu", root=".", target=Target(marker="cpu", kind="cpu"))
-    prediction = predict(task, Progress(None))
-    assert isinstance(prediction, Prediction), prediction
+    prediction = predicted_on_cpu(case)
     assert prediction.peak_allocated_bytes == reply.peak_allocated_bytes
     assert prediction.flops_per_step == reply.flops_per_step
     assert math.isclose(prediction.phase_peak_bytes["backward"], reply.phase_peak_bytes["backward"])

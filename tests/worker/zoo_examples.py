@@ -4,9 +4,10 @@ import torch
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.records import Measurement, Task
+from pytest_gputrain.records import Measurement, Prediction, Target, Task
 from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker import zoo
+from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
 _NEEDED = {"sequence_length": 8192, "resolution": "512x512", "frames": 9}
@@ -60,3 +61,11 @@ LANGUAGE = [
     for model, architecture in architectures().items()
     if architecture.family == "language" and architecture.trained_part.library == "transformers"
 ]
+
+
+def predicted_on_cpu(case):
+    """What is predicted of the case at tiny scale, without the rules of any GPU."""
+    task = Task(case=case, scale="tiny", device_type="cpu", root=".", target=Target(marker="cpu", kind="cpu"))
+    prediction = predict(task, Progress(None))
+    assert isinstance(prediction, Prediction), prediction
+    return prediction
