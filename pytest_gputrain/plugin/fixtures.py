@@ -119,7 +119,8 @@ class GpuTrain:
 
         Returns:
             A `Measured`, a `Predicted`, an `Emulated`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its
-            ``figures`` are those of the first process that gave some, None for a case whose baseline is that it runs out of memory.
+            ``figures`` are those of the first process that gave some, None for a case whose baseline is that it runs out of
+            memory.
         """
         result = self._run(what, inline, knobs, judged=True, scaling=scaling)
         verdict = result.verdict
