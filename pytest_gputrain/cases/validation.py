@@ -134,6 +134,8 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     if case.code:
         vocabulary.append(("method", case.method, ("custom",)))
     else:
+        if case.args:
+            return "has args, but they are for the function of own code; leave them out"
         if not case.model:
             return f"names no model; known: {', '.join(architectures())}"
         vocabulary.insert(0, ("model", case.model, architectures()))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import pytest
 
+from pytest_gputrain.cases.arguments import arguments_of
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID, suite_of
 from pytest_gputrain.cases.sweep import override
 from pytest_gputrain.execution.executor import Executor
@@ -39,7 +42,9 @@ from pytest_gputrain.utils.errors import BadCase, CannotRun, OtherPlatform
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.suggest import did_you_mean
 
-StepBuilder = Callable[[Any], Callable[[], Any]]
+StepBuilder = Callable[..., Any]
+
+_NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 _FIGURES: Final = tuple(dict.fromkeys((*Measurement.__struct_fields__, *MEASURED_ONLY)))
 """What a test may need of the figures of a case."""
@@ -66,7 +71,13 @@ class GpuTrain:
             raise _failed(error) from None
 
     def measure(
-        self, what: Case | StepBuilder, *, needs: Sequence[str] = (), inline: bool = False, **knobs: Any
+        self,
+        what: Case | StepBuilder,
+        *,
+        args: Mapping[str, Any] = _NO_ARGUMENTS,
+        needs: Sequence[str] = (),
+        inline: bool = False,
+        **knobs: Any,
     ) -> Measurement | Prediction:
         """The figures of a case, or of a function that builds a step, without judging them.
 
@@ -74,6 +85,8 @@ class GpuTrain:
             what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a
                 `pytest_gputrain.worker.training.Setup`, builds everything, and returns a function that runs one step and may
                 return its loss. It runs in the worker, which finds it by file and name.
+            args: keyword arguments of that function after its setup: plain values, as JSON has them. They are part of the
+                case's id.
             needs: figures that the test cannot do without, by name. Under ``--gpu-predict`` it is skipped if one of them,
                 such as ``step_seconds``, cannot be predicted.
             inline: run in this process: any callable will do, but torch and its state stay.
@@ -84,7 +97,7 @@ class GpuTrain:
         they are a `Prediction`: what it cannot tell is None.
         """
         self._refuse_unpredictable(needs)
-        result = self._run(what, inline, knobs, judged=False)
+        result = self._run(functools.partial(self._case, what, inline, knobs, args), what, inline=inline, judged=False)
         failure = failure_of(result)
         if not failure and result.verdict is not None and result.verdict.status == "over-limit":
             failure = result.verdict.sentence
@@ -101,7 +114,15 @@ class GpuTrain:
             if self._runner.settings.predict and name in MEASURED_ONLY:
                 raise skipped(f"needs {name}, which cannot be predicted")
 
-    def check(self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any) -> Result:
+    def check(
+        self,
+        what: Case | StepBuilder,
+        *,
+        args: Mapping[str, Any] = _NO_ARGUMENTS,
+        scaling: bool = False,
+        inline: bool = False,
+        **knobs: Any,
+    ) -> Result:
         """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
 
         Args:
@@ -116,7 +137,11 @@ class GpuTrain:
             A `Measured`, a `Predicted`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its ``figures`` are
             those of the first process that gave some, None for a case whose baseline is that it runs out of memory.
         """
-        result = self._run(what, inline, knobs, judged=True, scaling=scaling)
+        case = functools.partial(self._case, what, inline, knobs, args)
+        return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
+
+    def _passed(self, result: Result) -> Result:
+        """Fail the test where the result does not pass."""
         verdict = result.verdict
         if verdict is None:  # of a search or of loss curves, which no baseline knows
             curves = result.loss_curves if isinstance(result, LossStudy) else ()
@@ -130,14 +155,20 @@ class GpuTrain:
         return result
 
     def _run(
-        self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool, scaling: bool = False
+        self,
+        make_case: Callable[[], Case],
+        what: Case | StepBuilder | None,
+        *,
+        judged: bool,
+        inline: bool = False,
+        scaling: bool = False,
     ) -> Result:
         builder = None if isinstance(what, Case) else what
         try:
             request = Request(
                 nodeid=self._item.nodeid,
                 suite=suite_of(self._item.path),
-                case=self._override(self._case(what, inline, knobs)),
+                case=self._override(make_case()),
                 markers=frozenset(mark.name for mark in self._item.iter_markers()),
                 expression=expression_of(self._item.config),
                 judged=judged,
@@ -156,12 +187,14 @@ class GpuTrain:
         self._note(result)
         return result
 
-    def _case(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any]) -> Case:
+    def _case(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], args: Mapping[str, Any]) -> Case:
         unknown = sorted(set(knobs) - set(Case.__struct_fields__))
         if unknown:
             hint = did_you_mean(unknown[0], Case.__struct_fields__)
             raise BadCase(f"{', '.join(unknown)} is no field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
         if isinstance(what, Case):
+            if args:
+                raise BadCase(f"args are for the function of own code, and {what} is a Case; leave them out")
             return what.replace(**knobs)
         if not callable(what):
             raise BadCase(f"{what!r} is neither a Case nor a function that builds a step")
@@ -173,7 +206,8 @@ class GpuTrain:
         else:
             code = _address(what, self._runner.settings.root)
         shown = tuple(knob for knob in knobs if knob not in (*ALWAYS_IN_ID, "steps", "warmup", "platforms"))
-        return Case(**{"model": name, "method": "custom", "code": code, "named": shown, **knobs})
+        fields = {"model": name, "method": "custom", "code": code, "args": arguments_of(what, args), "named": shown}
+        return Case(**{**fields, **knobs})
 
     def _override(self, case: Case) -> Case:
         foreign = {"model", "method"} & set(self._overridden)
@@ -221,8 +255,8 @@ def _address(function: StepBuilder, root: Path) -> str:
     if not name.isidentifier():
         shown = name or repr(function)
         raise BadCase(
-            f"{shown} is not a function at the top level of a file, so the worker cannot import it; define it there, or "
-            "measure it with inline=True"
+            f"{shown} is not a function at the top level of a file, so the worker cannot import it; define it there, "
+            "where args={...} gives it what it uses of the test, or measure it with inline=True"
         )
     try:
         file = Path(inspect.getfile(inspect.unwrap(function))).resolve()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from typing import Any, Final, Literal
 
 import msgspec
@@ -119,6 +121,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Catalog markers the case is declared for; none means any."""
     code: str = ""
     """``path/of/test_file.py::function`` that builds the step, for own code."""
+    args: str = ""
+    """Keyword arguments of that function after its setup, as JSON; empty for none."""
     named: tuple[str, ...] = ()
     """Knobs that appear in the id, because a grid varies them."""
 
@@ -132,6 +136,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         parts += [
             f"{knob}={knob_text(getattr(self, str(knob), None))}" for knob in (named if isinstance(named, tuple) else ())
         ]
+        if self.args:
+            parts.append(_arguments_text(self.args))
         return "-".join(map(str, parts))
 
     def replace(self, **fields: Any) -> Case:
@@ -151,6 +157,23 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     def identity(self) -> dict[str, Any]:
         """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
+
+
+_READABLE: Final = re.compile(r"[\w.,:/=+@-]{1,48}")
+"""Arguments that an id shows as they are: of others it shows a digest."""
+
+
+def _arguments_text(args: str) -> str:
+    """Arguments as ids show them: ``width=64-depth=2``, or ``args=4f8b21c9`` of what is long or hard to read."""
+    with contextlib.suppress(msgspec.MsgspecError, TypeError):  # of a case that somebody wrote
+        text = "-".join(f"{name}={_plain(value)}" for name, value in msgspec.json.decode(args, type=dict[str, Any]).items())
+        if _READABLE.fullmatch(text):
+            return text
+    return f"args={hashlib.sha256(str(args).encode()).hexdigest()[:8]}"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def knob_text(value: object) -> str:
