@@ -78,6 +78,8 @@ class PredictionStore(SuiteStore[Recorded, Prediction]):
     def _merged(self, before: Recorded | None, new: Recorded) -> Recorded:
         if before is None or before.case.identity() != new.case.identity():
             return new
+        if all(prediction in before.predictions for prediction in new.predictions):
+            return before
         replaced = [conditions(prediction) for prediction in new.predictions]
         kept = [prediction for prediction in before.predictions if conditions(prediction) not in replaced]
         return msgspec.structs.replace(new, predictions=(*kept, *new.predictions)[-MOST_CONDITIONS:])
