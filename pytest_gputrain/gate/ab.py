@@ -18,6 +18,7 @@ from pytest_gputrain.records import (
     BaselineRun,
     Case,
     Crashed,
+    Emulated,
     Lost,
     Measured,
     Measurement,
@@ -134,20 +135,20 @@ def told_of_base(text: str) -> str:
     return _BASELINE.sub("base", _ADVICE.sub("", text))
 
 
-def by_case(report: Report) -> dict[_Key, Measured | Predicted]:
+def by_case(report: Report) -> dict[_Key, Measured | Predicted | Emulated]:
     """The first result of each case: another test may have measured it again, or asked for its figures.
 
     A test that has changed nothing in the environment comes before one that has.
     """
-    results: dict[_Key, Measured | Predicted] = {}
+    results: dict[_Key, Measured | Predicted | Emulated] = {}
     for result in sorted(report.results, key=lambda result: bool(result.variables)):
-        if isinstance(result, Measured | Predicted):
+        if isinstance(result, Measured | Predicted | Emulated):
             results.setdefault((result.suite, result.key), result)
     return results
 
 
 def _baseline(
-    key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Measured | Predicted]]
+    key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Measured | Predicted | Emulated]]
 ) -> Baseline | None:
     baselines = [
         to_baseline(round_[key], date=report.created, session=report.session, commit=report.commit)

@@ -28,6 +28,8 @@ from pytest_gputrain.records import (
     FAILING,
     STRICTLY_FAILING,
     Case,
+    Emulated,
+    EmulatedRun,
     LossStudy,
     Measurement,
     Predicted,
@@ -78,7 +80,7 @@ class GpuTrain:
         needs: Sequence[str] = (),
         inline: bool = False,
         **knobs: Any,
-    ) -> Measurement | Prediction:
+    ) -> Measurement | Prediction | EmulatedRun:
         """The figures of a case, or of a function that builds a step, without judging them.
 
         Args:
@@ -87,14 +89,14 @@ class GpuTrain:
                 return its loss. It runs in the worker, which finds it by file and name.
             args: keyword arguments of that function after its setup: plain values, as JSON has them. They are part of the
                 case's id.
-            needs: figures that the test cannot do without, by name. Under ``--gpu-predict`` it is skipped if one of them,
-                such as ``step_seconds``, cannot be predicted.
+            needs: figures that the test cannot do without, by name. Under ``--gpu-predict`` and ``--gpu-emulate`` it is
+                skipped if one of them, such as ``step_seconds``, cannot be known.
             inline: run in this process: any callable will do, but torch and its state stay.
             knobs: fields of `Case` to set.
 
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, one over a ``gpu_limit``
         of the test, too. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under ``--gpu-predict``
-        they are a `Prediction`: what it cannot tell is None.
+        they are a `Prediction`, and under ``--gpu-emulate`` an `EmulatedRun`: what these cannot tell is None.
         """
         self._refuse_unpredictable(needs)
         result = self._run(functools.partial(self._case, what, inline, knobs, args), what, inline=inline, judged=False)
@@ -111,8 +113,11 @@ class GpuTrain:
         for name in (needs,) if isinstance(needs, str) else needs:
             if name not in _FIGURES:
                 raise _failed(f"needs={name!r} is no figure of a case{did_you_mean(name, _FIGURES)}")
-            if self._runner.settings.predict and name in MEASURED_ONLY:
+            settings = self._runner.settings
+            if settings.predict and name in MEASURED_ONLY:
                 raise skipped(f"needs {name}, which cannot be predicted")
+            if settings.emulate and name not in EmulatedRun.__struct_fields__:
+                raise skipped(f"needs {name}, which an emulated GPU does not have")
 
     def check(
         self,
@@ -134,8 +139,8 @@ class GpuTrain:
         a precision diverges that should not.
 
         Returns:
-            A `Measured`, a `Predicted`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its ``figures`` are
-            those of the first process that gave some, None for a case whose baseline is that it runs out of memory.
+            A `Measured`, a `Predicted`, an `Emulated`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its
+            ``figures`` are those of the first process that gave some, None for a case whose baseline is that it runs out of memory.
         """
         case = functools.partial(self._case, what, inline, knobs, args)
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
@@ -234,6 +239,9 @@ class GpuTrain:
         if isinstance(result, Predicted) and result.figures is not None:
             properties.append(("gputrain.predicted_peak_allocated_bytes", result.figures.peak_allocated_bytes))
             properties.append(("gputrain.predicted_to_fit", result.figures.fits))
+        if isinstance(result, Emulated) and result.figures is not None:
+            properties.append(("gputrain.emulated_peak_allocated_bytes", result.figures.peak_allocated_bytes))
+            properties.append(("gputrain.emulated_to_fit", result.figures.fits))
         self._item.user_properties += properties
         detail = detail_of(result)
         if detail:
@@ -271,7 +279,7 @@ def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
     if executor.is_remote:
         pytest.skip("the scheduler of --gpu-executor runs cases on other machines, and lends no GPU of this one")
     if not isinstance(executor, LocalExecutor):
-        pytest.skip("--gpu-predict lends no GPU")
+        pytest.skip("--gpu-predict and --gpu-emulate lend no GPU")
     try:
         machine = executor.machine
     except HardwareError as error:

@@ -208,6 +208,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """That own code may keep more of after every round of its accumulation, as its test allows."""
     target: Target | None = None
     """The device to predict for on fake tensors, instead of training."""
+    emulated: str = ""
+    """Catalog marker of the GPU that is emulated, of which the first rank alone runs; empty where the devices are real."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
 

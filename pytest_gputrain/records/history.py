@@ -20,8 +20,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
 
     format: Whole = FORMAT
     """Version of these keys."""
-    kind: Literal["measurement", "prediction"]
-    """``prediction`` for a line of ``--gpu-predict``."""
+    kind: Literal["measurement", "prediction", "emulation"]
+    """``prediction`` for a line of ``--gpu-predict``, ``emulation`` for one of ``--gpu-emulate``."""
     date: str
     """When the pytest run began: UTC, ISO 8601."""
     session: str
@@ -39,7 +39,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     platform: str
     """Catalog marker of the machine, or ``unknown``."""
     device: str
-    """Slug of the device; ``predicted/h100`` for a prediction."""
+    """Slug of the device; ``predicted/h100`` for a prediction, ``emulated/h100`` for an emulated GPU."""
     device_name: str | None
     """As the driver gives it; this and what follows null where no process lived to tell."""
     device_type: str | None
@@ -134,7 +134,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     args: str
     changed_variables: str | None
     """Names of the environment variables that the test had changed, with commas between them; null for none."""
-    outcome: Literal["measured", "predicted", "out_of_memory", "crashed", "timed_out", "lost"]
+    outcome: Literal["measured", "predicted", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]
     """Of the first process that gave no figures, if one did."""
     verdict: Status | None
     """Null where the test only measured."""

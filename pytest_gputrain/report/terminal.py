@@ -13,6 +13,7 @@ from pytest_gputrain.gate.memory import is_memory_metric
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import (
     BatchSearch,
+    Emulated,
     LossStudy,
     Measured,
     Measurement,
@@ -21,7 +22,7 @@ from pytest_gputrain.records import (
     Predicted,
     Result,
 )
-from pytest_gputrain.report import predictions, published, rich_text, studies
+from pytest_gputrain.report import emulations, predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
@@ -38,6 +39,7 @@ _STYLES: Final = {
     "not-comparable": "yellow",
     "measured": "",
     "predicted": "",
+    "emulated": "",
 }
 _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": ""}
 
@@ -63,6 +65,8 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
             console.print(rich_text.text(line, style="dim"))
         if predicted := of_kind(members, Predicted):
             console.print(predictions.table(predicted, _names, _verdict, width))
+        if emulated := of_kind(members, Emulated):
+            console.print(emulations.table(emulated, _names, _verdict, published.outcome, width))
         if measured := of_kind(members, Measured):
             compared = any(result.published for result in measured)
             console.print(published.table(measured, _verdict) if compared else _table(measured, width))
@@ -132,6 +136,7 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
             "tensors are counted; what it changes, a GPU shows"
         )
     lines += predictions.explain(results)
+    lines += emulations.explain(results)
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
     lines += [f"{_cases(len(names))}: {note}: {next(iter(names))}{_and_more(names)}" for note, names in uncounted.items()]
     noted = [*changed, *spreads, *slowed]
@@ -320,10 +325,10 @@ def _links(results: Sequence[Result]) -> list[str]:
 
 def _device(result: Result) -> str:
     platform = PLATFORMS.get(result.platform)
-    predicted = " (predicted)" if isinstance(result, Predicted) else ""
+    kind = " (predicted)" if isinstance(result, Predicted) else " (emulated)" if isinstance(result, Emulated) else ""
     if result.platform == CPU:
-        return f"CPU{predicted}"
-    return f"{platform.title if platform else result.device} x{result.case.gpus}{predicted}"
+        return f"CPU{kind}"
+    return f"{platform.title if platform else result.device} x{result.case.gpus}{kind}"
 
 
 def _cases(count: int) -> str:

@@ -95,7 +95,7 @@ def refuse_unfit(
 
     Args:
         markers, expression: as of `why_skipped`, for the markers of the test without those of the case.
-        host: the machine, or under ``--gpu-predict`` the one that is predicted for.
+        host: the machine, or under ``--gpu-predict`` and ``--gpu-emulate`` the one that is predicted for or emulated.
         scaling: the test wants to know how the case scales.
 
     Raises:
@@ -106,7 +106,8 @@ def refuse_unfit(
         raise BadCase(wrong)
     declared = platforms_of(case.platforms) if case.platforms else ()
     if reason := why_skipped({*markers, *declared}, expression, host.platform, case.gpus):
-        raise OtherPlatform(f"not declared for {host.platform}, which this run predicts for" if settings.predict else reason)
+        verb = "predicts for" if settings.predict else "emulates" if settings.emulate else ""
+        raise OtherPlatform(f"not declared for {host.platform}, which this run {verb}" if verb else reason)
     lacking = what_lacks(
         case, gpus=host.gpus, most_nodes=settings.nodes, most_processes=settings.processes, all_of_them=scaling
     )

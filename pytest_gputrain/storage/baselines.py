@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
+from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
@@ -38,7 +39,7 @@ _NEWER: Final = "update pytest-gputrain, should a newer version have written it"
 _MOST_LINES_SHOWN: Final = 6
 
 _Type = TypeVar("_Type")
-_Record = TypeVar("_Record", bound=Baseline | Recorded)
+_Record = TypeVar("_Record", bound=Baseline | Recorded | RecordedRuns)
 _Entry = TypeVar("_Entry", bound=Struct)
 
 

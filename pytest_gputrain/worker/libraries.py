@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.libraries import library_versions
 from pytest_gputrain.records import Case
 
 
-def load(case: Case, *, predicted: bool = False) -> None:
+def load(case: Case, *, predicted: bool = False, beside_gpu: bool = False) -> None:
     """Import the modules that training ``case`` takes; nothing is computed.
 
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
 
     Args:
         predicted: by a prediction, which patches what is there, and cannot know what own code will import.
+        beside_gpu: by a process that is to be forked and sees a GPU: without libraries that use it when they are imported,
+            since a process that was forked afterwards could not.
 
     Raises:
         ImportError: a library is missing or broken.
@@ -34,11 +38,22 @@ def load(case: Case, *, predicted: bool = False) -> None:
         for part in architectures()[case.model].parts.values():
             if part.library != "own":
                 getattr(importlib.import_module(part.library), part.model_class)
+        if beside_gpu:
+            return
         if case.method in ("lora", "qlora"):
             _load_bitsandbytes()
             importlib.import_module("peft")
         if case.parallel.startswith("zero"):
             importlib.import_module("deepspeed")
+
+
+def packages_of(case: Case) -> dict[str, str]:
+    """Return the versions of libraries that decided what the case does: of own code those imported, and no kernels'."""
+    return {
+        name: version
+        for name, version in library_versions(case).items()
+        if not case.code or (name in sys.modules and name != "triton")
+    }
 
 
 @contextlib.contextmanager

@@ -10,9 +10,10 @@ from typing import Final, Literal
 
 import torch
 
-from pytest_gputrain.records import Crashed, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import Crashed, EmulatedRun, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
+from pytest_gputrain.worker.emulated import emulated_reply, training_on_emulated_gpu
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.measuring import Keep, Measuring, is_own_code, known, own_lines
@@ -35,7 +36,7 @@ def run(
     builder: StepBuilder | None = None,
     group: Group = ALONE,
     keep: Keep = lambda figures: None,
-) -> Reply | Served:
+) -> Reply | Served | EmulatedRun:
     """Train, measure and check. Whatever goes wrong becomes a reply; only signals and a broken interpreter do not return.
 
     Leaves torch's seed, its number of threads on a CPU, and a frozen heap behind: a worker ends here, others mend that.
@@ -47,7 +48,10 @@ def run(
     """
     device: Device | None = None
     try:
-        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
+        on_cpu = task.device_type == "cpu" or group.serves
+        device = Cpu() if on_cpu else Accelerator(group.local_rank, emulated=bool(task.emulated))
+        if not device.computes:
+            keep = _keep_nothing  # the figures of a measurement have times
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
         own = None
@@ -58,10 +62,11 @@ def run(
             device.keeping_peaks(),
             tf32_allowed(task.case.tf32 if device.type != "cpu" else None),
             own.running() if own else contextlib.nullcontext(),
+            contextlib.nullcontext() if device.computes else training_on_emulated_gpu(),
         ):
             if group.serves:
                 return _serve(task, progress, device, group, keep)
-            return Measuring(task, progress, device, group, keep, own).run(builder)
+            reply: Reply = Measuring(task, progress, device, group, keep, own).run(builder)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
     except Exception as error:
@@ -69,7 +74,7 @@ def run(
         if where is None or device is None or progress.phase == "check":  # whose steps have fitted
             return crash(error, progress)
         peaks = device.peaks()
-        return OutOfMemory(
+        reply = OutOfMemory(
             where=where,
             phase=progress.phase,
             message=_first_line(error),
@@ -77,6 +82,12 @@ def run(
             peak_allocated_bytes=peaks.allocated,
             environment=environment_of(device, group),
         )
+    # By what was found to be loaded, whatever was asked for.
+    return reply if device.computes else emulated_reply(reply, task, device)
+
+
+def _keep_nothing(figures: object) -> None:
+    """Keep no figures."""
 
 
 def crash(error: BaseException, progress: Progress) -> Crashed:

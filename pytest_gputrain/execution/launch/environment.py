@@ -83,7 +83,7 @@ def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, st
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),
         **_fixed(task),
     }
-    environment |= _visible(gpus, environment)
+    environment |= {} if task.emulated else _visible(gpus, environment)
     return environment
 
 
@@ -105,6 +105,8 @@ def _fixed(task: Task) -> dict[str, str]:
         fixed["HF_HUB_OFFLINE"] = "1"
     if task.device_type == "cpu" or task.target is not None:
         fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    elif task.emulated:
+        fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return fixed
 
 

@@ -1,6 +1,6 @@
 """Forks workers from a process that has imported their libraries: most of a tiny case's time is imports.
 
-Only for the zoo's cases on a CPU. A process that has used OpenMP or a GPU must not be forked; the one here does nothing but
+Only for the zoo's cases on a CPU or an emulated GPU. A process that has used OpenMP or a GPU must not be forked; the one here does nothing but
 import, and refuses to fork should it ever have a second thread.
 """
 
@@ -35,7 +35,7 @@ class ForkServer:
         Args:
             timeout_seconds: imports that take longer are given up.
         """
-        if task.case.code or task.device_type != "cpu":
+        if task.case.code or (task.device_type != "cpu" and not task.emulated):
             return None
         if self._source is None or not self._source.serves(environment):
             self.close()

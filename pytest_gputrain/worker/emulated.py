@@ -1,0 +1,81 @@
+"""Runs a case on an emulated GPU: what surrounds its training there, and its figures, which have no times."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records.emulated import NOT_MADE
+from pytest_gputrain.worker.device import Device
+from pytest_gputrain.worker.libraries import packages_of
+
+_MOST_UNKNOWN: Final = 1000
+
+
+@contextlib.contextmanager
+def training_on_emulated_gpu() -> Iterator[None]:
+    """A context for all of a case on an emulated GPU, from its build to its last check."""
+    yield
+
+
+def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> EmulatedRun | OutOfMemory | Crashed:
+    """Turn what a worker would reply of a real GPU into what it may say of an emulated one.
+
+    Args:
+        device: whose kernels compute nothing.
+    """
+    if isinstance(reply, Measurement):
+        return EmulatedRun(
+            **_conditions(task, device),
+            fits=True,
+            peak_allocated_bytes=reply.peak_allocated_bytes,
+            peak_reserved_bytes=reply.peak_reserved_bytes or 0,
+            device_used_bytes=reply.device_used_bytes or 0,
+            parameters=reply.parameters,
+            trainable_parameters=reply.trainable_parameters,
+            model_bytes=reply.model_bytes,
+            flops_per_step=reply.flops_per_step,
+            recomputed_flops_per_step=reply.recomputed_flops_per_step,
+            not_counted=tuple(_not_counted()),
+            notes=(*reply.notes, NOT_MADE),
+        )
+    if isinstance(reply, OutOfMemory) and reply.where == "device":
+        peaks = device.peaks()
+        return EmulatedRun(
+            **_conditions(task, device),
+            fits=False,
+            refused=reply.message,
+            peak_allocated_bytes=reply.peak_allocated_bytes or 0,
+            peak_reserved_bytes=peaks.reserved or 0,
+            device_used_bytes=peaks.used or 0,
+            not_counted=tuple(_not_counted()),
+        )
+    assert isinstance(reply, OutOfMemory | Crashed), "a worker on an emulated GPU serves nobody, and waits for nobody"
+    return reply
+
+
+def _conditions(task: Task, device: Device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device.torch_device)
+    return {
+        "device_name": properties.name,
+        "device_memory_bytes": properties.total_memory,
+        "runtime": torch.version.cuda,
+        "packages": packages_of(task.case),
+        "processes": task.processes,
+    }
+
+
+def _not_counted() -> Iterator[str]:
+    """Yield the memory of libraries that the stand-ins know nothing of."""
+    at = ctypes.CDLL(None).gputrain_unknown_at
+    at.restype = ctypes.c_char_p
+    for number in range(_MOST_UNKNOWN):
+        text: bytes | None = at(number)
+        if text is None:
+            return
+        yield text.decode()
