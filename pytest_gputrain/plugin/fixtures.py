@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 from pytest_gputrain.cases.arguments import arguments_of
@@ -48,6 +49,7 @@ StepBuilder = Callable[..., Any]
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
+_KNOBS_OF_SCRIPTS: Final = ("model", "platforms", "warmup", "batch_size", "sequence_length")
 _FIGURES: Final = tuple(dict.fromkeys((*Measurement.__struct_fields__, *MEASURED_ONLY)))
 """What a test may need of the figures of a case."""
 
@@ -140,10 +142,45 @@ class GpuTrain:
 
         Returns:
             A `Measured`, a `Predicted`, an `Emulated`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its
-            ``figures`` are those of the first process that gave some, None for a case whose baseline is that it runs out of memory.
+            ``figures`` are those of the first process that gave some, None for a case whose baseline is that it runs out of
+            memory.
         """
         case = functools.partial(self._case, what, inline, knobs, args)
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
+
+    def check_script(self, script: str | Path, *arguments: str, **knobs: Any) -> Result:
+        """`check` what a script takes of a GPU that runs as its command line would, in a process of its own.
+
+        On a real GPU or under ``--gpu-emulate``. A script that ends with another exit status than 0 fails the test.
+
+        Args:
+            script: a Python file, relative to the root of the project, from where it runs.
+            arguments: the script's, as text. They are part of the case's id.
+            knobs: what the case says of itself: ``model`` for another name of it, ``platforms``, and ``warmup``,
+                ``batch_size`` and ``sequence_length`` of its steps, for the figures of time.
+        """
+        case = functools.partial(self._script, script, arguments, knobs)
+        return self._passed(self._run(case, None, judged=True))
+
+    def _script(self, script: str | Path, arguments: Sequence[object], knobs: dict[str, Any]) -> Case:
+        unknown = sorted(set(knobs) - set(_KNOBS_OF_SCRIPTS))
+        if unknown:
+            raise BadCase(
+                f"{script} does not know {unknown[0]}, which is no argument of check_script(); a script takes what it trains "
+                f"with from its own arguments (known: {', '.join(_KNOBS_OF_SCRIPTS)})"
+            )
+        root = self._runner.settings.root.resolve()
+        path = (root / script).resolve()
+        if path.suffix != ".py" or not path.is_file() or not path.is_relative_to(root):
+            raise BadCase(f"{script} is no Python file below {root}; give its path from there, as scripts/train.py")
+        wrong = next((argument for argument in arguments if not isinstance(argument, str)), None)
+        if wrong is not None:
+            raise BadCase(
+                f"the argument {wrong!r} of {script} is no text, as arguments of a command line are; write {str(wrong)!r}"
+            )
+        name = path.relative_to(root).as_posix()
+        args = msgspec.json.encode(arguments).decode() if arguments else ""
+        return Case(**{"model": name, "method": "script", "precision": "", "code": name, "args": args, **knobs})
 
     def _passed(self, result: Result) -> Result:
         """Fail the test where the result does not pass."""
@@ -215,6 +252,8 @@ class GpuTrain:
         return Case(**{**fields, **knobs})
 
     def _override(self, case: Case) -> Case:
+        if case.method == "script" and self._overridden:
+            raise BadCase(f"{case} is a script, whose arguments --gpu-set does not reach; deselect its test")
         foreign = {"model", "method"} & set(self._overridden)
         if case.method == "custom" and foreign:
             raise BadCase(

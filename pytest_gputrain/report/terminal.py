@@ -41,7 +41,7 @@ _STYLES: Final = {
     "predicted": "",
     "emulated": "",
 }
-_METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": ""}
+_METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": "", "script": ""}
 
 
 def render(results: Sequence[Result], *, width: int, colour: bool, most: int | None = None) -> str:
@@ -259,7 +259,7 @@ def _verdict(result: Result) -> Text:
 def _names(result: Result) -> tuple[str, str, str]:
     case = result.case
     architecture = architectures().get(case.model)
-    skip = len(case.model) + 1 + (0 if case.method == "custom" else len(case.method) + 1)
+    skip = len(case.model) + 1 + (0 if case.method in ("custom", "script") else len(case.method) + 1)
     return architecture.title if architecture else case.model, _METHODS.get(case.method, case.method), str(case)[skip:]
 
 
