@@ -22,7 +22,7 @@ PLATFORMS: Final = "platforms"
 _TYPES: Final = {
     field.name: field.type
     for field in msgspec.structs.fields(Case)
-    if field.name not in (PLATFORMS, "named", "code")  # they say what a case is for and called, not what it does
+    if field.name not in (PLATFORMS, "named", "code", "args")  # they say what a case is for and called, not what it does
 }
 
 

@@ -127,13 +127,16 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         for knob, why in _NOT_OF_OWN_CODE.items():
             if getattr(case, knob) != getattr(_DEFAULTS, knob):
                 return f"asks for {knob}, {why}, and leave the knob out"
+    own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
-        *((field, getattr(case, field), VOCABULARY[field]) for field in VOCABULARY if field != "method"),
+        *((field, getattr(case, field), VOCABULARY[field]) for field in VOCABULARY if field not in own_words),
         *(("platform", platform, markers) for platform in case.platforms),
     ]
     if case.code:
-        vocabulary.append(("method", case.method, ("custom",)))
+        vocabulary.append(("method", case.method, ("custom", "script")))
     else:
+        if case.args:
+            return "has args, but they are for the function of own code; leave them out"
         if not case.model:
             return f"names no model; known: {', '.join(architectures())}"
         vocabulary.insert(0, ("model", case.model, architectures()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from typing import Any, Final, Literal
 
 import msgspec
@@ -29,7 +31,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     model: str = ""
     """A name of the zoo, or the function's name for own code."""
     method: str = "full"
-    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code."""
+    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code, ``script``
+    for a script."""
     precision: str = "bf16"
     """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16-amp`` (fp32 weights under autocast; the
     engines of DeepSpeed train ``fp16-amp`` in their own fp16, with fp32 masters of 16-bit weights)."""
@@ -118,20 +121,24 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     platforms: tuple[str, ...] = ()
     """Catalog markers the case is declared for; none means any."""
     code: str = ""
-    """``path/of/test_file.py::function`` that builds the step, for own code."""
+    """``path/of/test_file.py::function`` that builds the step, for own code; ``path/of/script.py`` of a script."""
+    args: str = ""
+    """Keyword arguments of that function after its setup, or a script's arguments, as JSON; empty for none."""
     named: tuple[str, ...] = ()
     """Knobs that appear in the id, because a grid varies them."""
 
     def __str__(self) -> str:
         # Fields of a wrong type are shown too: this is also how the sentence that tells of them names the case.
-        parts = [self.model] if self.method == "custom" else [self.model, self.method]
-        parts.append(self.precision)
+        parts = [self.model] if self.method in ("custom", "script") else [self.model, self.method]
+        parts += [] if self.method == "script" else [self.precision]
         if self.parallel != "single":
             parts.append(self.parallel)
         named: object = self.named
         parts += [
             f"{knob}={knob_text(getattr(self, str(knob), None))}" for knob in (named if isinstance(named, tuple) else ())
         ]
+        if self.args:
+            parts.append(_arguments_text(self.args))
         return "-".join(map(str, parts))
 
     def replace(self, **fields: Any) -> Case:
@@ -151,6 +158,25 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     def identity(self) -> dict[str, Any]:
         """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
+
+
+_READABLE: Final = re.compile(r"[\w.,:/=+@-]{1,48}")
+"""Arguments that an id shows as they are: of others it shows a digest."""
+
+
+def _arguments_text(args: str) -> str:
+    """Arguments as ids show them: ``width=64-depth=2``, or ``args=4f8b21c9`` of what is long or hard to read."""
+    with contextlib.suppress(msgspec.MsgspecError, TypeError):  # of a case that somebody wrote
+        given = msgspec.json.decode(args, type=dict[str, Any] | list[str])
+        words = [f"{name}={_plain(value)}" for name, value in given.items()] if isinstance(given, dict) else given
+        text = "-".join(word.lstrip("-") for word in words)
+        if _READABLE.fullmatch(text):
+            return text
+    return f"args={hashlib.sha256(str(args).encode()).hexdigest()[:8]}"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def knob_text(value: object) -> str:

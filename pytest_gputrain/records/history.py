@@ -86,7 +86,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     version_deepspeed: str | None
     version_triton: str | None
     model: str
-    """From here to ``code`` the knobs of the case, as ``Case`` documents them."""
+    """From here to ``args`` the knobs of the case, as ``Case`` documents them."""
     method: str
     precision: str
     parallel: str
@@ -131,6 +131,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     steps: Whole
     warmup: Whole
     code: str
+    args: str
     changed_variables: str | None
     """Names of the environment variables that the test had changed, with commas between them; null for none."""
     outcome: Literal["measured", "predicted", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]

@@ -41,7 +41,7 @@ _STYLES: Final = {
     "predicted": "",
     "emulated": "",
 }
-_METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": ""}
+_METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": "", "script": ""}
 
 
 def render(results: Sequence[Result], *, width: int, colour: bool, most: int | None = None) -> str:
@@ -90,8 +90,12 @@ def _rows(results: Sequence[Result]) -> dict[int, int]:
     }
 
 
-def explain(results: Sequence[Result]) -> list[str]:
-    """Sentences for what passed or was skipped over without a full comparison; regressions have their failures."""
+def explain(results: Sequence[Result], *, against_base: bool = False) -> list[str]:
+    """Sentences for what passed or was skipped over without a full comparison; regressions have their failures.
+
+    Args:
+        against_base: the results are compared with those of another version, and not with baselines.
+    """
     doubts: defaultdict[str, list[str]] = defaultdict(list)
     reasons: defaultdict[str, int] = defaultdict(int)
     changed: list[str] = []
@@ -121,7 +125,7 @@ def explain(results: Sequence[Result]) -> list[str]:
             uncounted[note][str(result.case)] = None
     lines = [
         f"{_cases(len(sentences))} {description}: {sentences[0]}{_and_more(sentences)}"
-        for status, description in _DOUBTS.items()
+        for status, description in (_DOUBTS_OF_BASE if against_base else _DOUBTS).items()
         if (sentences := doubts[status])
     ]
     lines += _environments(results)
@@ -166,6 +170,12 @@ _DOUBTS: Final = {
     "new": "without a baseline",
     "not-comparable": "not comparable with the baseline",
     "improved": "better than the baseline",
+}
+_DOUBTS_OF_BASE: Final = {
+    "inconclusive": "in doubt",
+    "new": "not in base",
+    "not-comparable": "not comparable with base",
+    "improved": "better than base",
 }
 _CHANGES: Final[dict[MetricName, str]] = {
     "peak_allocated_bytes": "Δ mem.",
@@ -249,7 +259,7 @@ def _verdict(result: Result) -> Text:
 def _names(result: Result) -> tuple[str, str, str]:
     case = result.case
     architecture = architectures().get(case.model)
-    skip = len(case.model) + 1 + (0 if case.method == "custom" else len(case.method) + 1)
+    skip = len(case.model) + 1 + (0 if case.method in ("custom", "script") else len(case.method) + 1)
     return architecture.title if architecture else case.model, _METHODS.get(case.method, case.method), str(case)[skip:]
 
 

@@ -17,14 +17,19 @@ _COUNTERS: Final = Path("/proc/vmstat")
 
 def die_with_parent() -> None:
     """Ask for this process to be killed when its parent dies, so that no worker is left training alone."""
+    end_with_parent()
+    if os.environ.get(PARENT) not in (None, str(os.getppid())):
+        sys.exit("the process that asked for this case is gone")
+
+
+def end_with_parent() -> None:
+    """Ask for this process to be killed when its parent dies."""
     if sys.platform == "linux":
         import ctypes  # pytest reads the name of the variable above in every project
 
         pr_set_pdeathsig = 1
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.environ.get(PARENT) not in (None, str(os.getppid())):
-        sys.exit("the process that asked for this case is gone")
 
 
 def oom_kills() -> int:

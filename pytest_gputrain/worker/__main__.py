@@ -61,7 +61,11 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     else:
         random.seed(0)
         numpy.random.seed(0)
-        if task.target is None:
+        if task.case.method == "script":
+            from pytest_gputrain.worker.script import run_script
+
+            reply = run_script(task, progress, folder)
+        elif task.target is None:
             meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
             local_rank = rank if local_rank is None else local_rank
             group = Group(rank, task.processes, local_rank, meeting, task.servers, simulated=bool(task.emulated))

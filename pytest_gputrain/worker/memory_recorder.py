@@ -29,13 +29,15 @@ Trace = list[dict[str, Any]]
 
 def install(torch: ModuleType) -> None:
     """Begin to record when the program first uses the GPU, and write when it ends."""
-    recorder = _Recorder(torch)
+    recorder = Recorder(torch)
     torch.cuda._lazy_call(recorder.begin)  # not now: a program that uses CUDA before it forks cannot use it in its children
     atexit.register(recorder.write)
     recorder.watch_resets()
 
 
-class _Recorder:
+class Recorder:
+    """Records the memory of this process."""
+
     def __init__(self, torch: ModuleType) -> None:
         self._torch = torch
         self._process = os.getpid()
@@ -53,12 +55,13 @@ class _Recorder:
 
     def _after_keeping(self, reset: Any) -> Any:
         def keep_and_reset(device: int) -> None:
-            self._keep_peaks(device)
+            self.keep_peaks(device)
             reset(device)
 
         return keep_and_reset
 
-    def _keep_peaks(self, device: int) -> Counter[str]:
+    def keep_peaks(self, device: int) -> Counter[str]:
+        """Return the highest memory so far, whoever resets torch's peaks."""
         statistics = self._torch.cuda.memory_stats(device)
         now = {name: statistics.get(f"{name}_bytes.all.peak", 0) for name in ("allocated", "reserved", "requested")}
         self._peaks[device] = self._peaks.get(device, Counter()) | Counter(now)  # the larger of each
@@ -71,12 +74,12 @@ class _Recorder:
             return
         snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-        devices = [_device(device, self._keep_peaks(device), snapshot) for device in range(torch.cuda.device_count())]
+        devices = [_device(device, self.keep_peaks(device), snapshot) for device in range(torch.cuda.device_count())]
         report = {
             "process": os.getpid(),
             "rank": os.environ.get("RANK"),
             "devices": [device for device in devices if device["peak_allocated"] or device["refused"]],
-            "unknown": list(_unknown()),
+            "unknown": list(unknown()),
         }
         path = Path(folder, f"{os.getpid()}.json")
         part = path.with_suffix(".part")
@@ -84,7 +87,7 @@ class _Recorder:
         part.rename(path)
 
 
-def _unknown() -> Iterator[str]:
+def unknown() -> Iterator[str]:
     """Memory of libraries that the stand-ins know nothing of."""
     try:
         at = ctypes.CDLL(None).gputrain_unknown_at

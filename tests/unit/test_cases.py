@@ -94,7 +94,7 @@ def test_grid_suggests_the_axis_that_was_meant(axis: str, hint: str) -> None:
         grid(CASE, **{axis: ["x"]})
 
 
-@pytest.mark.parametrize("axis", ["named", "code"])
+@pytest.mark.parametrize("axis", ["named", "code", "args"])
 def test_grid_refuses_fields_that_are_no_axis(axis: str) -> None:
     with pytest.raises(TypeError, match=f"no axis '{axis}'"):
         grid(CASE, **{axis: ["x"]})
@@ -341,6 +341,7 @@ WRONG_TYPES: dict[str, Any] = {
     "warmup": [3],
     "platforms": "h100",
     "code": 1,
+    "args": 1,
     "named": (3,),
 }
 
