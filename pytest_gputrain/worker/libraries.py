@@ -10,16 +10,26 @@ from typing import Any
 from unittest import mock
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.records import Case
+from pytest_gputrain.records import Case, Task
 
 
-def load(case: Case, *, predicted: bool = False) -> None:
+def load_for(task: Task) -> None:
+    """Import the modules that the task's process needs before it builds anything.
+
+    Raises:
+        ImportError: a library is missing or broken.
+    """
+    load(task.case, predicted=task.target is not None, counted=task.target is None and task.device_type == "cpu")
+
+
+def load(case: Case, *, predicted: bool = False, counted: bool = False) -> None:
     """Import the modules that training ``case`` takes; nothing is computed.
 
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
 
     Args:
         predicted: by a prediction, which patches what is there, and cannot know what own code will import.
+        counted: tensors are counted one by one, by a mode of torch whose first operator imports torch's compiler.
 
     Raises:
         ImportError: a library is missing or broken.
@@ -27,6 +37,8 @@ def load(case: Case, *, predicted: bool = False) -> None:
     with _uncollected():
         import pytest_gputrain.worker.run  # noqa: F401
 
+        if counted:
+            importlib.import_module("torch._dynamo")
         if case.parallel == "fsdp" or (case.code and predicted):
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
