@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -47,9 +48,11 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     try:
         import numpy
 
-        from pytest_gputrain.worker.libraries import load
+        from pytest_gputrain.worker.libraries import load_for
 
-        load(task.case, predicted=task.target is not None)
+        load_for(task)
+        # None of what imports left becomes garbage, and each collection would look through all of it.
+        gc.freeze()
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.run import run
     except ImportError as error:

@@ -12,16 +12,34 @@ from unittest import mock
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.libraries import library_versions
-from pytest_gputrain.records import Case
+from pytest_gputrain.records import Case, Task
 
 
-def load(case: Case, *, predicted: bool = False, beside_gpu: bool = False) -> None:
+def load_for(task: Task, *, to_be_forked: bool = False) -> None:
+    """Import the modules that the task's process needs before it builds anything.
+
+    Args:
+        to_be_forked: by a process that trains nothing itself.
+
+    Raises:
+        ImportError: a library is missing or broken.
+    """
+    load(
+        task.case,
+        predicted=task.target is not None,
+        counted=task.target is None and task.device_type == "cpu",
+        beside_gpu=to_be_forked and bool(task.emulated),
+    )
+
+
+def load(case: Case, *, predicted: bool = False, counted: bool = False, beside_gpu: bool = False) -> None:
     """Import the modules that training ``case`` takes; nothing is computed.
 
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
 
     Args:
         predicted: by a prediction, which patches what is there, and cannot know what own code will import.
+        counted: tensors are counted one by one, by a mode of torch whose first operator imports torch's compiler.
         beside_gpu: by a process that is to be forked and sees a GPU: without libraries that use it when they are imported,
             since a process that was forked afterwards could not.
 
@@ -31,6 +49,8 @@ def load(case: Case, *, predicted: bool = False, beside_gpu: bool = False) -> No
     with _uncollected():
         import pytest_gputrain.worker.run  # noqa: F401
 
+        if counted:
+            importlib.import_module("torch._dynamo")
         if case.parallel == "fsdp" or (case.code and predicted):
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
