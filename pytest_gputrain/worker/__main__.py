@@ -49,7 +49,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
         from pytest_gputrain.worker.libraries import load
 
-        load(task.case, predicted=task.target is not None)
+        load(task.case, predicted=task.target is not None, model_config=task.model_config)
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.run import run
     except ImportError as error:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.model_config import declare
 from pytest_gputrain.records import Case
 
 
-def load(case: Case, *, predicted: bool = False) -> None:
-    """Import the modules that training ``case`` takes; nothing is computed.
+def load(case: Case, *, predicted: bool = False, model_config: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Import the modules that training ``case`` takes, and have its model known; nothing is computed.
 
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
 
     Args:
         predicted: by a prediction, which patches what is there, and cannot know what own code will import.
+        model_config: of the task, for a model that is no name of the zoo.
 
     Raises:
         ImportError: a library is missing or broken.
@@ -31,12 +33,18 @@ def load(case: Case, *, predicted: bool = False) -> None:
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
             return
-        for part in architectures()[case.model].parts.values():
-            if part.library != "own":
-                getattr(importlib.import_module(part.library), part.model_class)
         if case.method in ("lora", "qlora"):
             _load_bitsandbytes()
             importlib.import_module("peft")
+        if model_config:
+            declare(case.model, dict(model_config))
+        from pytest_gputrain.worker.checks import CheckFailed
+        from pytest_gputrain.worker.zoo.completed import architecture_of
+
+        with contextlib.suppress(CheckFailed):  # which the build will tell
+            for part in architecture_of(case.model).parts.values():
+                if part.library != "own":
+                    getattr(importlib.import_module(part.library), part.model_class)
         if case.parallel.startswith("zero"):
             importlib.import_module("deepspeed")
 

@@ -65,7 +65,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     # What fails here fails again in the worker, which reports it.
     with contextlib.suppress(Exception):
         task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
-        load(task.case, predicted=task.target is not None)
+        load(task.case, predicted=task.target is not None, model_config=task.model_config)
     if len(os.listdir("/proc/self/task")) > 1:
         return 0
     # Keeps the libraries' memory shared: a collection would write to all of it.
