@@ -15,6 +15,7 @@ import msgspec
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
+from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import ERROR
 from pytest_gputrain.gate.messages import count
@@ -24,7 +25,7 @@ from pytest_gputrain.records import Case
 from pytest_gputrain.records.fit import FitGpu, FitReport
 from pytest_gputrain.report import fit, json_report, tables
 from pytest_gputrain.session.fitting import Fitting, possible, seconds_of
-from pytest_gputrain.storage.hub_cache import NoConfig, config_of
+from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
 from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import BadCase
@@ -86,7 +87,7 @@ def add_to(commands: Any) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print the tables; 0, or 2 for bad input."""
     try:
-        base = Case(model=_model(options.model))
+        base = _model(options.model)
         gpus = _gpus(options.gpu)
         axes = dict(sweep.parse_axes(_knobs(options, base), ()))
         if wrong := {"model", sweep.PLATFORMS} & axes.keys():
@@ -95,9 +96,9 @@ def main(options: argparse.Namespace) -> int:
         cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
         if len(cases) * len(gpus) > _MOST_CELLS:
             raise ValueError(f"{len(cases) * len(gpus):,} combinations are too many; ask for at most {_MOST_CELLS:,}")
-        report = _answer(options, base.model, cases, gpus, axes)
+        report = _answer(options, base.model.partition("#")[0], cases, gpus, axes)
         _write(options, report)
-    except (ValueError, NoConfig, BadCase) as error:
+    except (ValueError, BadCase) as error:
         console.say(error)
         return 2
     except OSError as error:
@@ -107,19 +108,29 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model(name: str) -> str:
-    """Raises:
-    ValueError: there is no such model; one sentence.
+def _model(name: str) -> Case:
+    """The case of a model of the zoo, or of a config that is a file, in a folder, or in the cache of the hub.
+
+    Raises:
+        ValueError: there is no such model; one sentence.
+        BadCase: it cannot be trained here.
     """
     zoo = architectures()
     if name in zoo:
-        return name
+        return Case(model=name)
+    path = Path(name).expanduser()
+    if not path.exists():
+        in_cache = snapshot(name, os.environ)
+        if in_cache is None:
+            raise ValueError(
+                f"the model {name!r} is unknown{did_you_mean(name, zoo)}: it is no file or folder, and not in the cache of the "
+                f"hub ({hub_cache(os.environ)}), from which alone models are taken; the zoo has {', '.join(zoo)}"
+            )
+        path = in_cache
     try:
-        return str(config_of(name))
-    except NoConfig as error:
-        raise ValueError(
-            f"the model {name!r} is unknown{did_you_mean(name, zoo)}: {error}; the zoo has {', '.join(zoo)}"
-        ) from None
+        return with_model(Case(model=str(path.absolute())), Path.cwd())
+    except BadCase as error:
+        raise ValueError(str(error).partition(", but ")[2] or str(error)) from None
 
 
 def _gpus(text: str) -> list[str]:

@@ -11,6 +11,7 @@ import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.deepspeed_config import with_config
+from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import Need, fit_of, largest_batch, of_training, shards_before_it_trains, tight
@@ -34,6 +35,8 @@ _SHALLOW_SECONDS: Final = 1.7
 """Of a model of which three shallow ones are predicted instead (docs/predict.md)."""
 _BLOCK_SECONDS: Final = 0.15
 """Of a block of any other, on top of a second."""
+_UNKNOWN_BLOCKS: Final = 40
+"""Of a model whose blocks nobody counts here."""
 _FURTHER: Final = 3
 """Predictions that the largest batch of a case on a GPU takes, or a remedy."""
 
@@ -93,9 +96,10 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
 
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
-    if architecture.repetitions and case.parallel in ("single", "fsdp"):
+    layers = architecture.repetitions or architecture.trained_part.config.get("num_hidden_layers", 0)
+    if layers and case.parallel in ("single", "fsdp"):
         return _SHALLOW_SECONDS
-    return 1 + _BLOCK_SECONDS * (architecture.repetitions or 40)
+    return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS)
 
 
 class Fitting:
@@ -227,6 +231,7 @@ class Fitting:
             servers=case.servers,
             root=str(self._root),
             deepspeed=further,
+            model_config=config_of(case),
             target=target,
         )
 
