@@ -23,7 +23,8 @@ from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Case
 from pytest_gputrain.records.fit import FitGpu, FitReport
-from pytest_gputrain.report import fit, json_report, tables
+from pytest_gputrain.report import fit, json_report
+from pytest_gputrain.report.html import fit as html
 from pytest_gputrain.session.fitting import Fitting, possible, seconds_of
 from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
 from pytest_gputrain.storage.prediction_cache import PredictionCache
@@ -87,6 +88,8 @@ def add_to(commands: Any) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print the tables; 0, or 2 for bad input."""
     try:
+        if options.html is not None and (lacking := html.missing()):
+            raise ValueError(f"--html: {lacking}")
         base = _model(options.model)
         gpus = _gpus(options.gpu)
         axes = dict(sweep.parse_axes(_knobs(options, base), ()))
@@ -104,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:
         console.say(f"{error.filename or 'a file'} cannot be written: {error.strerror}")
         return 2
-    console.put(tables.render(fit.tables(report), "terminal"), end="")
+    console.put(fit.text(report, "terminal"), end="")
     return 0
 
 
@@ -123,8 +126,8 @@ def _model(name: str) -> Case:
         in_cache = snapshot(name, os.environ)
         if in_cache is None:
             raise ValueError(
-                f"the model {name!r} is unknown{did_you_mean(name, zoo)}: it is no file or folder, and not in the cache of the "
-                f"hub ({hub_cache(os.environ)}), from which alone models are taken; the zoo has {', '.join(zoo)}"
+                f"the model {name!r} is unknown{did_you_mean(name, zoo)}: it is no file or folder, and not in the local "
+                f"cache of the hub ({hub_cache(os.environ)}), where it would have to be; the zoo has {', '.join(zoo)}"
             )
         path = in_cache
     try:
@@ -234,4 +237,6 @@ def _write(options: argparse.Namespace, report: FitReport) -> None:
     if options.json is not None:
         write_atomically(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if options.markdown is not None:
-        write_atomically(options.markdown, tables.render(fit.tables(report), "markdown").encode())
+        write_atomically(options.markdown, fit.text(report, "markdown").encode())
+    if options.html is not None:
+        write_atomically(options.html, html.page(report).encode())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
 from typing import Final
 
 from pytest_gputrain.gate.fit import shards_before_it_trains
 from pytest_gputrain.gate.memory import in_phase, tensor
-from pytest_gputrain.records import Case, knob_text
+from pytest_gputrain.records import Case, Prediction, TrainingPhase, knob_text
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
-from pytest_gputrain.report.tables import TextTable
+from pytest_gputrain.report.tables import Form, TextTable, render
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
 
 WORDS: Final[dict[Fit, str]] = {
@@ -18,7 +19,7 @@ WORDS: Final[dict[Fit, str]] = {
     "does-not-fit": "does not fit",
 }
 _SHOWN_PEAKS: Final = 4
-"""Cells up to whose number the largest tensors at the peak are shown; JSON and HTML have them all."""
+"""Cases up to whose number the largest tensors at the peak are shown; JSON and HTML have them all."""
 _SHOWN_TENSORS: Final = 3
 
 
@@ -39,8 +40,14 @@ def tables(report: FitReport) -> list[TextTable]:
         made.append(_table(report, "Largest batch that fits", batches, knobs=report.knobs[:-1]))
     times = {key: _seconds(cell) for key, cell in cells.items()}
     if any(times.values()):
-        made.append(_table(report, "Least time of a step", times, notes=tuple(notes(report))))
+        made.append(_table(report, "Least time of a step", times))
     return made
+
+
+def text(report: FitReport, form: Form) -> str:
+    """The tables and the sentences below them."""
+    *others, last = tables(report)
+    return render([*others, dataclasses.replace(last, notes=tuple(notes(report)))], form)
 
 
 def _table(
@@ -50,7 +57,6 @@ def _table(
     *,
     knobs: tuple[str, ...] | None = None,
     about: tuple[str, ...] = (),
-    notes: tuple[str, ...] = (),
 ) -> TextTable:
     """A row for each combination of knobs, a column for each GPU."""
     rows = dict.fromkeys(row for row, _ in cells)
@@ -59,7 +65,6 @@ def _table(
         about=about,
         headers=(*(report.knobs if knobs is None else knobs), *map(_header, report.gpus)),
         rows=tuple((*row, *(cells.get((row, gpu.marker), "-") for gpu in report.gpus)) for row in rows),
-        notes=notes,
     )
 
 
@@ -101,17 +106,17 @@ def _seconds(cell: FitCell) -> str:
     return "" if seconds is None else format_seconds(seconds)
 
 
-def notes(report: FitReport) -> Iterator[str]:
+def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     """Yield sentences: what would make the others fit, what is at the peak, what the figures mean and belong to."""
     titles = {gpu.marker: gpu.title for gpu in report.gpus}
-    yield from _failures(report.cells, lambda cell: cell.failure)
+    yield from dict.fromkeys(cell.failure for cell in report.cells if cell.failure)
     for cell in report.cells:
         if cell.remedy:
             yield f"{cell.case} does not fit {titles[cell.gpu]}: {cell.remedy}"
-    predicted = [cell for cell in report.cells if cell.prediction is not None]
-    if len(predicted) <= _SHOWN_PEAKS:
-        for cell in predicted:
-            yield f"{cell.case} on {titles[cell.gpu]}, at its peak {peak(cell)}"
+    at_peak = peaks(report)
+    if with_peaks and len(at_peak) <= _SHOWN_PEAKS:
+        for name, what in at_peak.items():
+            yield f"{name} at its peak, {what}"
     yield from report.left_out
     share = format_percent(report.error, signed=False)
     yield (
@@ -133,13 +138,31 @@ def notes(report: FitReport) -> Iterator[str]:
     yield f"predicted for {versions}, not compiled; nothing was trained"
 
 
-def _failures(cells: tuple[FitCell, ...], failure: Callable[[FitCell], str]) -> Iterator[str]:
-    yield from dict.fromkeys(sentence for cell in cells if (sentence := failure(cell)))
+_ORIGINS: Final[dict[TrainingPhase, str]] = {
+    "build": "weights",
+    "forward": "activations",
+    "backward": "gradients and recomputed activations",
+    "between": "clipping",
+    "optimizer": "optimizer",
+}
+"""What is made in each phase, for the most part."""
+_SHOWN_SHARE: Final = 0.01
 
 
-def peak(cell: FitCell) -> str:
-    """``in backward: 14.0 GiB (224 x bfloat16[4096, 4096] by mm in backward), ...``."""
-    assert cell.prediction is not None
-    phase = cell.prediction.peak_phase
-    largest = cell.prediction.largest.get(phase, ())[:_SHOWN_TENSORS]
-    return f"{in_phase(phase)}: {', '.join(map(tensor, largest))}"
+def origins(prediction: Prediction) -> list[tuple[str, int]]:
+    """What is at the peak, in words, with its bytes; without what is below a hundredth."""
+    sizes = prediction.peak_bytes_by_origin
+    least = _SHOWN_SHARE * sum(sizes.values())
+    return [(_ORIGINS[phase], size) for phase, size in sizes.items() if size >= least]
+
+
+def peaks(report: FitReport) -> dict[str, str]:
+    """What is at the peak of each case, on the first GPU: ``in backward: 15.0 GiB weights, ...; largest 7.00 GiB (...)``."""
+    found = {}
+    for cell in report.cells:
+        if cell.prediction is not None and str(cell.case) not in found:
+            phase = cell.prediction.peak_phase
+            made = ", ".join(f"{format_bytes(size)} {word}" for word, size in origins(cell.prediction))
+            largest = cell.prediction.largest.get(phase, ())[:_SHOWN_TENSORS]
+            found[str(cell.case)] = f"{in_phase(phase)}: {made}; largest {', '.join(map(tensor, largest))}"
+    return found

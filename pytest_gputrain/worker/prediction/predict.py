@@ -203,6 +203,7 @@ def _prediction(task: Task, observed: Observed) -> Prediction:
         peak_phase=peak.phase,
         phase_peak_bytes=peak.by_phase,
         largest=trace.largest_at_peaks(peak),
+        peak_bytes_by_origin=trace.by_origin(peak.events[peak.phase]),
         peak_reserved_bytes=allocator.peak_reserved if cuda else None,
         host_bytes=peaks(observed.host).bytes,
         fits=None if capacity is None else refused is None,
