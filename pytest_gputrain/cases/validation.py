@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.cases.architectures.facts import Architecture, architectures
+from pytest_gputrain.cases.model_config import longest_sequence
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
@@ -83,6 +84,9 @@ COMPILED: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2")
 """Parallelisms under which a model is compiled. Stage 3 of DeepSpeed gathers parameters by hooks inside of every block,
 each of which breaks the graph: two tiny blocks became 104 graphs. What the parameter server does in backward, none holds."""
 
+
+_SCALED_LOGITS: Final = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Keys of models that change logits behind the head."""
 
 _BATCHES: Final = "but own code makes its batches by itself; make them so"
 _NOT_OF_OWN_CODE: Final = {
@@ -206,11 +210,18 @@ def _bad_model(case: Case) -> str | None:
             return f"sets no {field}, which {case.model} needs, as {examples[field]}"
         if field not in architecture.needs and getattr(case, field):
             return f"sets {field}, which {case.model} does not have; leave it out"
+    facts = architecture.trained_part
+    positions = None if facts.model_class else longest_sequence(facts.config)
+    if positions is not None and case.sequence_length > positions:
+        return (
+            f"has sequence_length={case.sequence_length}, more than the {positions:,} positions of {case.model} "
+            "(max_position_embeddings); shorten it, or raise that key in the config.json as for such a training"
+        )
     if complaint := _bad_input(case, architecture):
         return complaint
     if case.loss_chunks > 1:
-        facts = architecture.trained_part
-        if architecture.family != "language" or facts.library == "own" or facts.config.get("final_logit_softcapping"):
+        scaled = any(map(facts.config.get, _SCALED_LOGITS))
+        if architecture.family != "language" or facts.library == "own" or scaled:
             return f"asks for loss_chunks, which {case.model} does not have; leave it out"
     if case.activation_checkpointing and not architecture.blocks:
         return f"asks for activation_checkpointing, which {case.model} does not have; leave it out"

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_gputrain.cases.arguments import arguments_of
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID, suite_of
+from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.cases.sweep import override
 from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.execution.local import LocalExecutor
@@ -210,7 +211,7 @@ class GpuTrain:
             request = Request(
                 nodeid=self._item.nodeid,
                 suite=suite_of(self._item.path),
-                case=self._override(make_case()),
+                case=with_model(self._override(make_case()), self._item.path.parent),
                 markers=frozenset(mark.name for mark in self._item.iter_markers()),
                 expression=expression_of(self._item.config),
                 judged=judged,

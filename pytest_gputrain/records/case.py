@@ -29,7 +29,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """
 
     model: str = ""
-    """A name of the zoo, or the function's name for own code."""
+    """A name of the zoo; the path, relative to the test file, of a config.json of transformers or diffusers or of a folder
+    with one (in results ``NAME#DIGEST``: another content is another case); or the function's name for own code."""
     method: str = "full"
     """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code, ``script``
     for a script."""
@@ -207,6 +208,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
     deepspeed: dict[str, Any] = {}
     """What the case's ``deepspeed_config`` sets beyond the case, whose file a node of a fleet may not have."""
+    model_config: dict[str, Any] = {}
+    """Content of the config.json that the case's model was read from."""
     growth_bytes: Whole = 0
     """That own code may keep more of after every round of its accumulation, as its test allows."""
     target: Target | None = None

@@ -164,8 +164,8 @@ def recomputing() -> Iterator[None]:
 def _own_formulas() -> dict[Any, Any]:
     """Operators that torch's own counter lacks, or cannot count in all supported versions.
 
-    Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries) and bitsandbytes' fused 4-bit
-    product.
+    Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries), products of experts with their
+    tokens, and bitsandbytes' fused 4-bit product.
     """
     aten = torch.ops.aten
     formulas: dict[Any, Any] = {}
@@ -173,6 +173,8 @@ def _own_formulas() -> dict[Any, Any]:
         forward, backward = f"_scaled_dot_product_{name}", f"_scaled_dot_product_{name}_backward"
         if hasattr(aten, forward) and hasattr(aten, backward):
             formulas |= {getattr(aten, forward): _attention, getattr(aten, backward): _attention_backward}
+    if hasattr(aten, "_grouped_mm"):
+        formulas[aten._grouped_mm] = _grouped_product
     if "bitsandbytes" in sys.modules:
         for name in ("gemm_4bit", "gemv_4bit"):
             if hasattr(torch.ops.bitsandbytes, name):
@@ -192,6 +194,13 @@ def _attention_backward(
     """The scores once more, and the gradients of values, scores, queries and keys."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[2] * (3 * width + 2 * value[3]))
+
+
+def _grouped_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Products of groups, which share out one dimension of the two between them however they are divided, or each of a pair
+    of matrices."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return int(2 * groups * left[-2] * left[-1] * right[-1])
 
 
 def _product_with_4bit(left: Any, packed: Any, shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

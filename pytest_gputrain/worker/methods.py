@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,16 +45,26 @@ def _lora(model: nn.Module, recipe: Lora, rank: int) -> nn.Module:
     """LoRA (arXiv:2106.09685) by peft, which keeps the adapters of a half-precision model in fp32."""
     import peft
 
-    targets = recipe.targets if isinstance(recipe.targets, str) else list(recipe.targets)
+    targets = recipe.targets or default_targets(model)
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=recipe.alpha * rank // recipe.rank,
         lora_dropout=recipe.dropout,
         bias="none",
-        target_modules=targets,
+        target_modules=targets if isinstance(targets, str) else list(targets),
     )
     adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
     return adapted
+
+
+def default_targets(model: nn.Module) -> tuple[str, ...] | str:
+    """Return what peft adapts of such a model by default, or else all linear layers but the head."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    config: Any = getattr(model, "config", None)
+    return (
+        tuple(TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(getattr(config, "model_type", ""), ())) or "all-linear"
+    )
 
 
 def _qlora(model: nn.Module, recipe: Lora, rank: int, compute: torch.dtype) -> nn.Module:
@@ -64,21 +73,24 @@ def _qlora(model: nn.Module, recipe: Lora, rank: int, compute: torch.dtype) -> n
     The head and the embeddings keep the precision's storage. Weights are quantised where they lie, one layer after the
     other, so the build needs hardly more than the unquantised model.
     """
-    assert not isinstance(recipe.targets, str), "quantised layers are chosen by name"
-    _quantise(model, recipe.targets, compute)
+    _quantise(model, compute)
     # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
     return _lora(model, recipe, rank)
 
 
-def _quantise(model: nn.Module, targets: Sequence[str], compute: torch.dtype) -> None:
+def _quantise(model: nn.Module, compute: torch.dtype) -> None:
+    """Pack all linear layers but the head, whatever adapters are on, as transformers does on loading in 4 bits."""
+    whole: Any = model
+    head = whole.get_output_embeddings()
     # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
     layers = [
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if name in targets and isinstance(child, nn.Linear)
+        if type(child) is nn.Linear and child is not head
     ]
+    del head
     for parent, name in layers:
         setattr(parent, name, _quantised(getattr(parent, name), compute))
 

@@ -7,13 +7,12 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import torch
 from msgspec import Struct
 
-from pytest_gputrain.records import Crashed, EmulatedRun, Event, Measurement, OutOfMemory, Reply, Task
+from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Task
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.cases.architectures.facts import Architecture, architectures
+from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
@@ -29,6 +29,7 @@ from pytest_gputrain.worker.loops import loop_of
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
+from pytest_gputrain.worker.zoo.completed import architecture_of
 
 
 class Trainable(Protocol):
@@ -92,7 +93,7 @@ class Training:
             architecture: instead of the model's own.
             deepspeed: further options of that engine.
         """
-        architecture = architecture or architectures()[case.model]
+        architecture = architecture or architecture_of(case.model)
         precision = PRECISIONS[case.precision]
         seed = torch.initial_seed()
         # A model that is to be kept on the host may not fit anywhere else.

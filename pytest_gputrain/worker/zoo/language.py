@@ -1,4 +1,4 @@
-"""Builds the family of decoder-only language models: Llama, Gemma and Phi by transformers, PanGu by a module of our own."""
+"""Builds the family of decoder-only language models: those of transformers, and PanGu by a module of our own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class LanguageModel(Workload):
             model: Any = self.model
             model.set_attn_implementation(named_attention(case.attention))
         if case.loss_chunks > 1:
-            head: Any = self.model.get_submodule("lm_head")
+            whole: Any = self.model
+            head = whole.get_output_embeddings()
             head.forward = self._loss_in_place_of_logits(head.forward)
 
     def checkpoint_activations(self, share: float) -> None:
