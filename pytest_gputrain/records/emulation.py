@@ -41,6 +41,9 @@ class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """What torch's allocator took of one emulated GPU."""
 
     index: int
+    """As the process counts them."""
+    gpu: int
+    """Its number among the emulated ones, which CUDA_VISIBLE_DEVICES leaves alone."""
     peak_allocated: int
     peak_reserved: int
     peak: Peak | None
@@ -61,13 +64,11 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver saw of one process: torch's memory, that of others, and the context."""
+    """What the driver saw of one process on one GPU: torch's memory, that of others, and the context."""
 
     process: int
+    gpu: int
     peak_bytes: int
-    """Of the GPU that it used most of."""
-    refused: int
-    """How often the driver had no memory."""
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +76,10 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
 
     gpu: str
     marker: str
+    gpus: int
+    """How many the program found."""
     memory_bytes: int
+    """Of each."""
     torch: str
     command: tuple[str, ...]
     status: int

@@ -71,7 +71,10 @@ class _Recorder:
             return
         snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-        devices = [_device(device, self._keep_peaks(device), snapshot) for device in range(torch.cuda.device_count())]
+        devices = [
+            {"gpu": _gpu(torch, device), **_device(device, self._keep_peaks(device), snapshot)}
+            for device in range(torch.cuda.device_count())
+        ]
         report = {
             "process": os.getpid(),
             "rank": os.environ.get("RANK"),
@@ -82,6 +85,11 @@ class _Recorder:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(report))
         part.rename(path)
+
+
+def _gpu(torch: ModuleType, device: int) -> int:
+    """The number among all emulated GPUs, which ends the UUID of each."""
+    return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
 def _unknown() -> Iterator[str]:
