@@ -20,6 +20,7 @@ import msgspec
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
 from pytest_gputrain.records.emulation import DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
+from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import UNREADABLE, write_atomically
@@ -54,6 +55,9 @@ def add_to(commands: Any) -> None:
         help="how many of them, for torchrun and its like (default: 1)",
     )
     emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    emulate.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with a picture of memory, which needs the extra 'report'"
+    )
     emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
 
 
@@ -68,6 +72,9 @@ def main(options: argparse.Namespace) -> int:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         console.say("name the program to run: gputrain emulate --gpu h100 -- python train.py")
+        return 2
+    if options.html is not None and (lacking := page.missing()):
+        console.say(lacking)
         return 2
     try:
         board = boards.board(options.gpu)
@@ -94,15 +101,23 @@ def main(options: argparse.Namespace) -> int:
     except CannotEmulate as error:
         console.say(error)
         return 2
-    for line in _told(report):
+    told = list(_told(report))
+    for line in told:
         console.say(line)
-    if options.json is not None:
-        try:
-            write_atomically(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        except OSError as error:
-            console.say(f"{options.json} cannot be written: {error.strerror}")
-            return status or 2
+    if options.json is not None and not _written(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n"):
+        return status or 2
+    if options.html is not None and not _written(options.html, page.page_of_emulation(report, told).encode()):
+        return status or 2
     return status
+
+
+def _written(path: Path, data: bytes) -> bool:
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        console.say(f"{path} cannot be written: {error.strerror}")
+        return False
+    return True
 
 
 def _run(program: list[str], environ: dict[str, str]) -> int:
@@ -223,6 +238,7 @@ def _told_of_peak(device: EmulatedDevice) -> Iterator[str]:
     yield (
         f"  the peak came {peak.seconds:.1f} s after the first allocation, with allocation {peak.event:,} of {peak.events:,}"
     )
+    yield f"  in use then: {', '.join(f'{part.name} {format_bytes(part.bytes)}' for part in peak.parts)}"
     yield "  the largest tensors at the peak:"
     yield from _rows(peak.tensors)
     rest = peak.bytes - sum(tensors.bytes * tensors.count for tensors in peak.tensors)

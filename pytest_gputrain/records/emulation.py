@@ -13,6 +13,15 @@ class Tensors(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     where: str
     """File and line of the program, and of the library that it called there."""
+    part: str
+    """Of training: weights and buffers, forward pass, backward pass, optimizer, or the rest of the program."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a part of training allocated of the memory in use at the peak."""
+
+    name: str
+    bytes: int
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +34,7 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     bytes: int
     """What was asked for and in use then, which torch rounds up to what it allocates."""
+    parts: tuple[Part, ...]
     tensors: tuple[Tensors, ...]
     """The largest, by what they take together."""
 
@@ -48,6 +58,8 @@ class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     peak_reserved: int
     peak: Peak | None
     """None where the program made too many allocations since, or recorded them itself."""
+    course: tuple[tuple[int, int, int], ...]
+    """How memory went: numbers of allocations, with the most bytes in use and reserved around each."""
     refused: tuple[Refused, ...]
 
 
