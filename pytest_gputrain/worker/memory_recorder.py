@@ -23,6 +23,13 @@ MOST_EVENTS: Final = 1_000_000
 _LARGEST: Final = 12
 """Groups of tensors that are told."""
 
+_MOST_POINTS: Final = 400
+"""Points of the course of memory, each the highest of its part of the events."""
+
+_CHANGES: Final = {"alloc": 1, "free_completed": -1}
+_CHANGES_OF_RESERVED: Final = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""Whether an event adds its bytes or takes them away."""
+
 Trace = list[dict[str, Any]]
 """Events of torch's memory history."""
 
@@ -74,7 +81,10 @@ class Recorder:
             return
         snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-        devices = [_device(device, self.keep_peaks(device), snapshot) for device in range(torch.cuda.device_count())]
+        devices = [
+            {"gpu": _gpu(torch, device), **_device(device, self.keep_peaks(device), snapshot)}
+            for device in range(torch.cuda.device_count())
+        ]
         report = {
             "process": os.getpid(),
             "rank": os.environ.get("RANK"),
@@ -85,6 +95,11 @@ class Recorder:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(report))
         part.rename(path)
+
+
+def _gpu(torch: ModuleType, device: int) -> int:
+    """The number among all emulated GPUs, which ends the UUID of each."""
+    return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
 def unknown() -> Iterator[str]:
@@ -105,21 +120,23 @@ def _device(index: int, peaks: Counter[str], snapshot: dict[str, Any]) -> dict[s
     traces = snapshot.get("device_traces", [])
     trace: Trace = traces[index] if index < len(traces) else []
     refused = [event for event in trace if event["action"] == "oom"]
-    events = [event for event in trace if event["action"] in ("alloc", "free_completed")]
+    events = [event for event in trace if event["action"] in _CHANGES]
+    segments = [segment for segment in snapshot.get("segments", ()) if segment["device"] == index]
     live = {
         block["address"]: (block["requested_size"], block.get("frames") or [])
-        for segment in snapshot.get("segments", ())
-        if segment["device"] == index
+        for segment in segments
         for block in segment["blocks"]
         if block["state"] != "inactive"
     }
-    at, peak = find_peak(events, sum(size for size, _ in live.values()))
+    in_use = sum(size for size, _ in live.values())
+    at, peak = find_peak(events, in_use)
     known = peak == peaks["requested"]
     return {
         "index": index,
         "peak_allocated": peaks["allocated"],
         "peak_reserved": peaks["reserved"],
         "peak": _moment(events, at, live) if known and events else None,
+        "course": course(trace, in_use, sum(segment["total_size"] for segment in segments)),
         "refused": [
             {"bytes": event["size"], "free": event.get("device_free", 0), "where": _where(event.get("frames") or [])}
             for event in refused[-3:]
@@ -141,6 +158,35 @@ def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
     return at, peak
 
 
+def course(trace: Trace, in_use: int, reserved: int) -> list[tuple[int, int, int]]:
+    """Find how memory went: numbers of allocations, with the most bytes in use and reserved around each.
+
+    Args:
+        in_use: bytes at the end.
+        reserved: likewise.
+    """
+    steps = [
+        (event["action"], event["size"])
+        for event in trace
+        if event["action"] in _CHANGES.keys() | _CHANGES_OF_RESERVED.keys()
+    ]
+    in_use -= sum(_CHANGES.get(action, 0) * size for action, size in steps)
+    reserved -= sum(_CHANGES_OF_RESERVED.get(action, 0) * size for action, size in steps)
+    width, number, points = -(-len(steps) // _MOST_POINTS) or 1, 0, []
+    for first in range(0, len(steps), width):
+        most = most_reserved = -1
+        at = number
+        for action, size in steps[first : first + width]:
+            number += action == "alloc"
+            in_use += _CHANGES.get(action, 0) * size
+            reserved += _CHANGES_OF_RESERVED.get(action, 0) * size
+            if in_use > most:
+                at, most = number, in_use
+            most_reserved = max(most_reserved, reserved)
+        points.append((at, most, most_reserved))
+    return points
+
+
 def live_at(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) -> dict[int, tuple[int, list[Any]]]:
     """Find the blocks in use after this event, by address: bytes and Python frames of each."""
     live = dict(at_end)
@@ -159,17 +205,23 @@ def live_at(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) ->
 
 
 def _moment(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) -> dict[str, Any]:
-    groups: Counter[tuple[int, str]] = Counter()
+    groups: Counter[tuple[int, str, str]] = Counter()
+    parts: Counter[str] = Counter()
     for size, frames in live_at(events, at, at_end).values():
-        groups[size, _where(frames)] += 1
+        part = _part(frames)
+        groups[size, _where(frames), part] += 1
+        parts[part] += size
     largest = sorted(groups.items(), key=lambda group: group[0][0] * group[1], reverse=True)
-    in_use = sum(size * count for (size, _), count in largest)
     return {
         "seconds": (events[at]["time_us"] - events[0]["time_us"]) / 1e6,
         "event": sum(event["action"] == "alloc" for event in events[: at + 1]),
         "events": sum(event["action"] == "alloc" for event in events),
-        "bytes": in_use,
-        "tensors": [{"bytes": size, "count": count, "where": where} for (size, where), count in largest[:_LARGEST]],
+        "bytes": parts.total(),
+        "parts": [{"name": name, "bytes": size} for name, size in parts.most_common()],
+        "tensors": [
+            {"bytes": size, "count": count, "where": where, "part": part}
+            for (size, where, part), count in largest[:_LARGEST]
+        ],
     }
 
 
@@ -185,6 +237,26 @@ def _is_library(file: str) -> bool:
 def _is_compiled(file: str) -> bool:
     """Whether torch.compile wrote this file."""
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{os.sep}torchinductor_") in file
+
+
+def _part(frames: list[dict[str, Any]]) -> str:
+    """Which part of training allocated this, by torch's functions among the frames."""
+    functions = [(frame["filename"].rpartition("site-packages/")[2], frame["name"]) for frame in frames]
+    if any(file.startswith(("torch/optim/", "bitsandbytes/optim/")) for file, _ in functions):
+        return "optimizer"
+    if any(file == "torch/utils/checkpoint.py" and name in _RECOMPUTING for file, name in functions):
+        return "backward pass"  # what checkpointing computes again
+    if any(file == "torch/nn/modules/module.py" and name in _MOVING for file, name in functions):
+        return "weights and buffers"
+    if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):
+        return "forward pass"
+    # Autograd's threads run without the program's frames.
+    return "the rest of the program" if any(not _is_library(frame["filename"]) for frame in frames) else "backward pass"
+
+
+_RECOMPUTING: Final = ("unpack_hook", "recompute_fn", "backward")
+_MOVING: Final = ("_apply", "to_empty", "load_state_dict")
+_CALLING: Final = ("_call_impl", "_wrapped_call_impl")
 
 
 def _where(frames: Iterable[dict[str, Any]]) -> str:

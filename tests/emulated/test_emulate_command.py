@@ -40,10 +40,11 @@ def stand_ins(torch):
 def emulate(stand_ins, tmp_path):
     """Run a program on an emulated GPU: its completed process, and the report."""
 
-    def run(code, *arguments, gpu="h100", **variables):
+    def run(code, *arguments, gpu="h100", gpus=1, **variables):
         script, report = tmp_path / "train.py", tmp_path / "report.json"
         script.write_text(textwrap.dedent(code))
-        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, "--json", str(report)]
+        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, f"--gpus={gpus}"]
+        command += ["--json", str(report)]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environ = {**os.environ, "PYTHONPATH": path, **variables}
         program = [*command, "--", sys.executable, script.name, *arguments]
@@ -346,3 +347,73 @@ def test_compiled_code_runs(emulate, tmp_path):
     )
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     assert only_device(report)["peak_allocated"] > 2 * 4 * 4096 * 4096
+
+
+def test_ranks_have_a_gpu_each(emulate):
+    code = """
+        import os, sys
+        import torch
+        import torch.distributed as dist
+        if "RANK" not in os.environ:
+            command = ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]
+            os.execv(sys.executable, [sys.executable, *command])
+        rank = int(os.environ["RANK"])
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl")
+        objects = [None] * 2
+        dist.all_gather_object(objects, {"rank": rank, "much": "x" * 1000 * rank})
+        assert [one["rank"] for one in objects] == [0, 1], objects
+        received = torch.tensor([rank], device="cuda")
+        dist.broadcast(received, src=1)
+        assert received.item() == 1
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4096, 4096).cuda(), device_ids=[rank])
+        model(torch.ones(1024 * (rank + 1), 4096, device="cuda")).sum().backward()
+        print("devices", torch.cuda.device_count())
+        dist.destroy_process_group()
+    """
+    done, report = emulate(code, gpus=2)
+    assert (done.returncode, done.stdout) == (0, "devices 2\n" * 2), done.stderr
+    by_rank = {process["rank"]: process["devices"] for process in report["processes"]}
+    assert [[device["gpu"] for device in by_rank[rank]] for rank in "01"] == [[0], [1]]
+    first, second = (by_rank[rank][0]["peak_allocated"] for rank in "01")
+    assert second - first >= 4 * 4096 * 1024  # its batch is larger
+    assert sorted(use["gpu"] for use in report["use"]) == [0, 1]
+    assert "2 x NVIDIA H100" in done.stderr
+    assert "rank 1 on GPU 1" in done.stderr
+
+
+@pytest.mark.parametrize("older", ["", "1"], ids=["graphs", "older interface"])
+@pytest.mark.parametrize("tries", [False, True], ids=["first", "benchmark"])
+def test_convolutions_and_recurrent_layers_run(emulate, older, tries):
+    code = f"""
+        import torch
+        from torch import nn
+        torch.backends.cudnn.benchmark = {tries}
+        for kind, shape in (
+            (nn.Conv1d, (2, 8, 64)),
+            (nn.Conv2d, (2, 8, 32, 32)),
+            (nn.Conv3d, (2, 8, 8, 8, 8)),
+            (nn.ConvTranspose2d, (2, 8, 9, 9)),
+        ):
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                x = torch.ones(shape, device="cuda", dtype=dtype, requires_grad=True)
+                kind(8, 16, 3).to("cuda", dtype)(x).sum().backward()
+                kind(8, 8, 3, groups=8).to("cuda", dtype)(x).sum().backward()
+                assert x.grad is not None
+        images = torch.ones(4, 16, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+        nn.BatchNorm2d(16).cuda()(images).sum().backward()
+        for kind, states in ((nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)):
+            layer = kind(32, 64, 2, bidirectional=True, dropout=0.1).cuda()
+            assert layer(torch.ones(5, 3, 32, device="cuda"))[0].shape == (5, 3, 128)
+            sum(output.sum() for output in layer(torch.ones(5, 3, 32, device="cuda"))[:1]).backward()
+            shapes = [tuple(weight.grad.shape) for weight in layer.parameters()]
+            assert shapes[:2] == [(states * 64, 32), (states * 64, 64)], shapes
+        layer = nn.LSTM(32, 64, proj_size=16).cuda()
+        assert layer(torch.ones(5, 3, 32, device="cuda"))[0].shape == (5, 3, 16)
+    """
+    done, report = emulate(code, TORCH_CUDNN_V8_API_DISABLED=older)
+    assert done.returncode == 0, done.stderr
+    (process,) = report["processes"]
+    assert process["unknown"][0] == "cuDNN's workspaces"
+    assert "what cuDNN's recurrent layers keep for the backward pass" in process["unknown"]
+    assert "peak allocated  at least" in done.stderr

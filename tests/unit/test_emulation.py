@@ -14,6 +14,7 @@ from pytest_gputrain.hardware.catalog import PLATFORMS, marker_of
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.elf import Elf, Import, NotElf
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.hardware.emulation.stubs import stubs_text
 from pytest_gputrain.utils.errors import CannotEmulate
 
 COMPILER = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
@@ -249,10 +250,13 @@ def test_another_system_is_refused_with_what_to_do(monkeypatch, system, machine,
 
 
 def test_stubs_succeed_make_handles_or_refuse_to_make_up_a_size():
-    text = build.stubs_text("cusparse", ["cusparseSpMM", "cusparseCreateCsr", "cusparseSpMM_bufferSize"])
-    assert 'cusparseSpMM(void) { static int seen; gputrain_trace("cusparseSpMM", &seen); return 0; }' in text
+    text = stubs_text(
+        "cusparse", ["cusparseSpSM_solve", "cusparseCreateCsr", "cusparseSpMatGetSize", "cusparseSpMV_bufferSize"]
+    )
+    assert 'cusparseSpSM_solve(void) { static int seen; gputrain_trace("cusparseSpSM_solve", &seen); return 0; }' in text
     assert "cusparseCreateCsr(void **out)" in text
-    assert 'cusparseSpMM_bufferSize(void) { return gputrain_missing("cusparseSpMM_bufferSize", 10); }' in text
+    assert 'cusparseSpMatGetSize(void) { return gputrain_missing("cusparseSpMatGetSize", 10); }' in text
+    assert """gputrain_unknown("cuSPARSE's workspaces"); if (p10) *(size_t *)p10 = 0; return 0; }""" in text
 
 
 # --- Which GPU

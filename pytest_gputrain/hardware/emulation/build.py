@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ from pytest_gputrain.hardware.emulation.libraries import (
     needed_functions,
     users_of_cuda,
 )
+from pytest_gputrain.hardware.emulation.stubs import stubs_text, version_script
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import locked, make_own
 
@@ -43,12 +43,6 @@ _COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE")
 _SECONDS: Final = 120.0
 """For the compiler to make one library, which takes it less than one."""
-
-_SIZES: Final = ("ufferSize", "orkspaceSize", "GetWorkspace", "CompressedSize", "workEstimation", "MatGetSize", "geam2Nnz")
-"""In the names of functions that answer with a size. A stand-in that made one up would make a wrong figure of memory."""
-
-_REFUSED: Final = {"cusolver": 9, "cusparse": 10, "cusparseLt": 10, "cublas": 15, "cublasLt": 15, "cudnn": 3000}
-"""The libraries' own numbers for what they do not support."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,32 +230,10 @@ def _compile_one(
         stubs = Path(scratch) / "stubs.c"
         stubs.write_text(stubs_text(stem, sorted(functions.keys() - written)))
         script = Path(scratch) / "versions.map"
-        script.write_text(_version_script(functions))
+        script.write_text(version_script(functions))
         versioned = [f"-Wl,--version-script={script}"] if script.stat().st_size else []
         linked = [*versioned, f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *map(str, others), "-ldl"]
         _run([*compiler, *options, "-o", str(folder / soname), str(stubs), *parts, *linked])
-
-
-def stubs_text(stem: str, names: Iterable[str]) -> str:
-    """The C text of functions that do nothing and succeed, but for those that must answer with a size: these fail."""
-    lines = ['#include "emulated.h"']
-    for name in names:
-        if any(part in name for part in _SIZES):
-            lines.append(f'int {name}(void) {{ return gputrain_missing("{name}", {_REFUSED.get(stem, 801)}); }}')
-            continue
-        parameters, body = "void", "return 0;"
-        if ("Create" in name or name.endswith("createDescr")) and "Identity" not in name:
-            parameters, body = "void **out", "*out = gputrain_handle(); return 0;"
-        lines.append(f'long {name}({parameters}) {{ static int seen; gputrain_trace("{name}", &seen); {body} }}')
-    return "\n".join(lines) + "\n"
-
-
-def _version_script(functions: Functions) -> str:
-    """What the linker is told of the functions' versions, which whoever loads them compares."""
-    versions: defaultdict[str, list[str]] = defaultdict(list)
-    for name, version in sorted(functions.items()):
-        versions[version].append(name)
-    return "".join(f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items() if version)
 
 
 def _run(command: list[str]) -> None:
