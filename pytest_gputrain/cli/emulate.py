@@ -101,12 +101,11 @@ def main(options: argparse.Namespace) -> int:
     except CannotEmulate as error:
         console.say(error)
         return 2
-    told = list(_told(report))
-    for line in told:
+    for line in _told(report):
         console.say(line)
     if options.json is not None and not _written(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n"):
         return status or 2
-    if options.html is not None and not _written(options.html, page.page_of_emulation(report, told).encode()):
+    if options.html is not None and not _written(options.html, page.page_of_emulation(report).encode()):
         return status or 2
     return status
 

@@ -100,6 +100,12 @@ def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
     assert sum(group["bytes"] * group["count"] for group in tensors) > 0.9 * device["peak_allocated"]
     assert "losses, scores and times above mean nothing" in done.stderr
     assert "train.py:9 in step" in done.stderr
+    parts = {part["name"]: part["bytes"] for part in device["peak"]["parts"]}
+    assert parts["weights and buffers"] == parameters
+    assert parts["optimizer"] >= 2 * parameters
+    assert sum(parts.values()) == device["peak"]["bytes"]
+    assert max(in_use for _, in_use, _ in device["course"]) == device["peak"]["bytes"]
+    assert max(reserved for _, _, reserved in device["course"]) == device["peak_reserved"]
 
 
 def test_two_runs_allocate_and_reserve_the_same(emulate):

@@ -30,6 +30,23 @@ def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
                 yield _peak(process, device, device.peak, charts)
 
 
+def notes(report: Emulation) -> Iterator[str]:
+    """What is to be known beside the charts."""
+    if not report.processes:
+        yield "No process of the program that used the GPU ended by Python's own end, so there is nothing to draw."
+    for process in report.processes:
+        if process.unknown:
+            yield f"Process {process.process}: not known, and not counted: {', '.join(process.unknown)}."
+        for device in process.devices:
+            if not device.course:
+                yield f"Memory of {_whose(process, device)} is not drawn: the program recorded its memory itself."
+            for refused in device.refused:
+                yield (
+                    f"Out of memory on GPU {device.gpu}: {format_bytes(refused.bytes)} were asked for and "
+                    f"{format_bytes(refused.free)} were free, at {refused.where or 'a place without a Python line'}."
+                )
+
+
 def _whose(process: EmulatedProcess, device: EmulatedDevice) -> str:
     rank = f"rank {process.rank}" if process.rank else f"process {process.process}"
     return f"{rank} on GPU {device.gpu}"

@@ -127,12 +127,8 @@ def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Publish
     )
 
 
-def page_of_emulation(report: Emulation, sentences: Sequence[str]) -> str:
-    """The page of what a program took of an emulated GPU.
-
-    Args:
-        sentences: what the command tells of it.
-    """
+def page_of_emulation(report: Emulation) -> str:
+    """The page of what a program took of an emulated GPU."""
     from pytest_gputrain.report.html import cases, emulation
     from pytest_gputrain.report.html.charts import Charts
 
@@ -150,7 +146,7 @@ def page_of_emulation(report: Emulation, sentences: Sequence[str]) -> str:
         tones=cases.TONES,
         environments=[],
         cards=[],
-        notes=[sentence.strip() for sentence in sentences],
+        notes=list(emulation.notes(report)),
     )
 
 
