@@ -104,54 +104,65 @@ class Values:
     ) -> Any:
         """Run an operator on the host's view of the device's memory; None where the CPU has no such operator."""
 
-        def convert(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if not value.is_cuda:
-                    return value
-                known = self._contents.find(value)
-                if known is None or known.value is None:
-                    return on_host(value)
-                if any(value is target for target in targets):
-                    return on_host(value).fill_(known.value.item())
-                return known.value.expand(value.size())
-            if isinstance(value, (list, tuple)):
-                return [convert(one) for one in value]
-            if isinstance(value, torch.device):
-                return torch.device("cpu")
-            return value
-
-        others = {name: convert(value) for name, value in keywords.items() if name not in ("generator", "pin_memory")}
+        others = {
+            name: self._on_host(value, targets)
+            for name, value in keywords.items()
+            if name not in ("generator", "pin_memory")
+        }
         if seeded:
             others["generator"] = self._generator
             arguments = [argument for argument in arguments if not isinstance(argument, torch.Generator)]
         computing = _OTHERWISE.get(operator._schema.name, operator)
         try:
-            result = computing(*convert(arguments), **others)
+            result = computing(*self._on_host(arguments, targets), **others)
         except Exception:  # the CPU lacks the operator or the type, or the GPU would have failed later
             return None
         return True if result is None else result
 
+    # No function in the function that calls it: a function that calls itself keeps the tensors of the other until Python looks
+    # for cycles, and their memory with them.
+
+    def _on_host(self, value: Any, targets: Sequence[Tensor]) -> Any:
+        """Give the host's views of what an operator reads and writes."""
+        if isinstance(value, Tensor):
+            if not value.is_cuda:
+                return value
+            known = self._contents.find(value)
+            if known is None or known.value is None:
+                return on_host(value)
+            if any(value is target for target in targets):
+                return on_host(value).fill_(known.value.item())
+            return known.value.expand(value.size())
+        if isinstance(value, (list, tuple)):
+            return [self._on_host(one, targets) for one in value]
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _as_one(self, value: Any) -> Any:
+        """Give one element of what an operator reads.
+
+        Raises:
+            ValueError: its elements differ.
+        """
+        if isinstance(value, Tensor):
+            if not value.is_cuda:
+                return value
+            known = self._contents.find(value)
+            if known is None:  # only written
+                return torch.zeros([1] * value.dim(), dtype=value.dtype)
+            if known.value is not None:
+                return known.value.clone().reshape([1] * value.dim())
+            if value.numel() == 1:
+                return on_host(value).clone().reshape([1] * value.dim())
+            raise ValueError("the elements differ")
+        if isinstance(value, (list, tuple)):
+            return [self._as_one(one) for one in value]
+        return value
+
     def one(self, operator: Any, arguments: Any, keywords: Any) -> Tensor | None:
         """Compute an element of an operator whose inputs are filled with one number each; None where they are not."""
 
-        def convert(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if not value.is_cuda:
-                    return value
-                known = self._contents.find(value)
-                if known is None:  # only written
-                    return torch.zeros([1] * value.dim(), dtype=value.dtype)
-                if known.value is not None:
-                    return known.value.clone().reshape([1] * value.dim())
-                if value.numel() == 1:
-                    return on_host(value).clone().reshape([1] * value.dim())
-                raise ValueError("it has contents of its own")
-            if isinstance(value, (list, tuple)):
-                return [convert(one) for one in value]
-            return value
-
         try:
-            result = operator(*convert(arguments), **{name: convert(value) for name, value in keywords.items()})
+            result = operator(*self._as_one(arguments), **{name: self._as_one(value) for name, value in keywords.items()})
         except Exception:
             return None
         return result.reshape(()) if isinstance(result, Tensor) and result.numel() == 1 else None

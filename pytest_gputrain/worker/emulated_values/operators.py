@@ -130,10 +130,8 @@ class Operators:
                 if isinstance(first, Tensor) and first.is_cuda:
                     known = None if find(first) is None else known
                     break  # most are large and unknown
-            if known is not None and computes and (known := self.values.find_all(arguments, keywords)) is not None:
-                return self.values.compute(
-                    operator, known, arguments, keywords, output, elementwise=elementwise, seeded=seeded
-                )
+            if known is not None and computes and (known := find_all(arguments, keywords)) is not None:
+                return compute(operator, known, arguments, keywords, output, elementwise=elementwise, seeded=seeded)
             if deals:
                 self._deal(name, arguments, keywords, output)
             elif compares and (value := rules.compared(base, arguments)) is not None:
