@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
+import importlib.util
 import json
 import os
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -49,9 +52,12 @@ class Recorder:
         self._torch = torch
         self._process = os.getpid()
         self._peaks: dict[int, Counter[str]] = {}
+        self._values: Any = None
 
     def begin(self) -> None:
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
+        self._values = _load_values()
+        self._values.enable()
 
     def watch_resets(self) -> None:
         """Keep the peaks that the program resets."""
@@ -90,6 +96,7 @@ class Recorder:
             "rank": os.environ.get("RANK"),
             "devices": [device for device in devices if device["peak_allocated"] or device["refused"]],
             "unknown": list(unknown()),
+            **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")
         part = path.with_suffix(".part")
@@ -100,6 +107,19 @@ class Recorder:
 def _gpu(torch: ModuleType, device: int) -> int:
     """The number among all emulated GPUs, which ends the UUID of each."""
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
+
+
+def _load_values() -> Any:
+    """Import the tracking of values from the package beside this module, which the program's environment may lack."""
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
+    name = "_gputrain_emulated_values"
+    spec: Any = importlib.util.spec_from_file_location(
+        name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return importlib.import_module(f"{name}.tracking")
 
 
 def unknown() -> Iterator[str]:
@@ -230,6 +250,10 @@ _LIBRARIES: Final = tuple(
 )
 
 
+_OWN: Final = os.path.dirname(os.path.abspath(__file__))
+"""The operators that `emulated_values` replaced call torch's own."""
+
+
 def _is_library(file: str) -> bool:
     return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file or _is_compiled(file)
 
@@ -264,6 +288,8 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
     own, library = "", ""
     for frame in frames:
         file = frame["filename"]
+        if file.startswith(_OWN):
+            continue
         if not _is_library(file):
             own = _line(frame)
             break
