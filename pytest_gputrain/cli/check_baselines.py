@@ -150,7 +150,10 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Probl
             yield Problem(path, 1, _MISPLACED)
 
 
-_MISPLACED: Final = "no run looks for a baseline here, but in <device>/, predicted/<platform>/, emulated/<platform>/ and published/; move it, or delete it"
+_MISPLACED: Final = (
+    "no run looks for a baseline here, but in <device>/, predicted/<platform>/, emulated/<platform>/ and published/; move "
+    "it, or delete it"
+)
 _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 

@@ -6,21 +6,50 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from typing import Any, Final
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.worker.device import Device
 from pytest_gputrain.worker.libraries import packages_of
+from pytest_gputrain.worker.untouched_host import UntouchedHost
 
 _MOST_UNKNOWN: Final = 1000
 
 
 @contextlib.contextmanager
-def training_on_emulated_gpu() -> Iterator[None]:
+def training_on_emulated_gpu(case: Case) -> Iterator[None]:
     """A context for all of a case on an emulated GPU, from its build to its last check."""
-    yield
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))
+        if case.cpu_offload or case.offload_optimizer or case.offload_param:
+            stack.enter_context(UntouchedHost())
+        yield
+
+
+_make: Final = DistributedDataParallel.__init__
+
+
+def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    """Make the module, and where its group is torch's fake one, have each bucket of gradients come back from it at once.
+
+    The fake group answers an exchange with nothing, where the reducer wants the bucket.
+    """
+    _make(self, *args, **kwargs)
+    if dist.get_backend(self.process_group) == "fake":
+        # Without annotations, which torch compares with types and not with their names.
+        self.register_comm_hook(None, lambda state, bucket: _answer(bucket.buffer()))
+
+
+def _answer(bucket: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[bucket.device])
+    future.set_result(bucket)
+    return future
 
 
 def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> EmulatedRun | OutOfMemory | Crashed:

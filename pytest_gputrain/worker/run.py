@@ -62,7 +62,7 @@ def run(
             device.keeping_peaks(),
             tf32_allowed(task.case.tf32 if device.type != "cpu" else None),
             own.running() if own else contextlib.nullcontext(),
-            contextlib.nullcontext() if device.computes else training_on_emulated_gpu(),
+            contextlib.nullcontext() if device.computes else training_on_emulated_gpu(task.case),
         ):
             if group.serves:
                 return _serve(task, progress, device, group, keep)

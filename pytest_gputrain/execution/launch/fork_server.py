@@ -1,7 +1,7 @@
 """Forks workers from a process that has imported their libraries: most of a tiny case's time is imports.
 
-Only for the zoo's cases on a CPU or an emulated GPU. A process that has used OpenMP or a GPU must not be forked; the one here does nothing but
-import, and refuses to fork should it ever have a second thread.
+Only for the zoo's cases on a CPU or an emulated GPU. A process that has used OpenMP or a GPU must not be forked; the one
+here does nothing but import, and refuses to fork should it ever have a second thread.
 """
 
 from __future__ import annotations
