@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
@@ -29,7 +29,27 @@ def training_on_emulated_gpu(case: Case) -> Iterator[None]:
         stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))
         if case.cpu_offload or case.offload_optimizer or case.offload_param:
             stack.enter_context(UntouchedHost())
+        if case.parallel.startswith("zero"):
+            # DeepSpeed would compile them, which takes NVIDIA's compiler and minutes.
+            stack.enter_context(mock.patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _InPlace))
+            stack.enter_context(mock.patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _InPlace))
         yield
+
+
+class _InPlace:
+    """DeepSpeed's compiled optimizers, of which all functions work in place and allocate nothing."""
+
+    def load(self) -> _InPlace:
+        """Return itself, where their builders load a library."""
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name not in _OF_OPTIMIZERS:
+            raise AttributeError(name)
+        return lambda *arguments, **options: None
+
+
+_OF_OPTIMIZERS: Final = frozenset({"multi_tensor_adam", "create_adam", "adam_update", "destroy_adam"})
 
 
 _make: Final = DistributedDataParallel.__init__

@@ -17,8 +17,8 @@ from pytest_gputrain.utils.units import MiB
 from pytest_gputrain.worker.allocations import wraps
 from pytest_gputrain.worker.threads import SharedMode
 
-_LARGE: Final = 16 * MiB
-"""Smaller tensors are computed. glibc takes larger ones from Linux by themselves, and gives each back when it is freed."""
+_LARGE: Final = 1 * MiB
+"""Bytes of a storage from which on it is not written to; smaller ones are computed, since they may decide what is done."""
 
 _CHANGES_STORAGE: Final = frozenset({"resize_", "set_", "share_memory_", "resize_as_"})
 """Operators in place that do more than to write values."""
@@ -74,7 +74,7 @@ def _device_of(kwargs: dict[str, Any]) -> str:
 
 
 def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.nbytes >= _LARGE
+    return isinstance(value, Tensor) and value.untyped_storage().nbytes() >= _LARGE
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
