@@ -124,7 +124,7 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
         for note in next((reply.notes for reply in result.replies if isinstance(reply, Measurement)), ()):
             uncounted[note][str(result.case)] = None
     lines = [
-        f"{_cases(len(sentences))} {description}: {sentences[0]}{_and_more(sentences)}"
+        _doubt(description, sentences)
         for status, description in (_DOUBTS_OF_BASE if against_base else _DOUBTS).items()
         if (sentences := doubts[status])
     ]
@@ -144,6 +144,17 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
     if len(noted) > _SHOWN_NOTES:
         lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
     return lines
+
+
+def advice(results: Sequence[Result]) -> str:
+    """Return the line of `explain` that says what to do after a first run, in which no case has a baseline; else nothing."""
+    sentences = [result.verdict.sentence for result in results if result.verdict and result.verdict.status == "new"]
+    held = any(result.verdict and (result.verdict.status != "new" or result.verdict.held_to) for result in results)
+    return "" if held or not sentences else _doubt(_DOUBTS["new"], sentences)
+
+
+def _doubt(description: str, sentences: Sequence[str]) -> str:
+    return f"{_cases(len(sentences))} {description}: {sentences[0]}{_and_more(sentences)}"
 
 
 def _environments(results: Sequence[Result]) -> Iterator[str]:
