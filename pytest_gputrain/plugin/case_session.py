@@ -317,11 +317,17 @@ class CaseSession:
 
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
+        notes = self._notes(self.collector)
+        # What to do first stands where it is read first: the end of a long table is not.
+        first = terminal.advice(self.collector.results)
+        for line in filter(None, [first]):
+            terminalreporter.write_line(shown(line))
         if self.collector.results:
             table = terminal.render(self.collector.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
             terminalreporter.write_line(table)
-        for line in self._notes(self.collector):
-            terminalreporter.write_line(shown(line))
+        for line in notes:
+            if line != first:
+                terminalreporter.write_line(shown(line))
 
     def _annotates(self) -> bool:
         """Return whether failures become annotations of GitHub; not if another plugin annotates every failure."""

@@ -167,8 +167,8 @@ class GpuTrain:
         unknown = sorted(set(knobs) - set(_KNOBS_OF_SCRIPTS))
         if unknown:
             raise BadCase(
-                f"{script} does not know {unknown[0]}, which is no argument of check_script(); a script takes what it trains "
-                f"with from its own arguments (known: {', '.join(_KNOBS_OF_SCRIPTS)})"
+                f"{unknown[0]} is no argument of check_script(), because a script takes what it trains with from its own "
+                f"arguments; known: {', '.join(_KNOBS_OF_SCRIPTS)}"
             )
         root = self._runner.settings.root.resolve()
         path = (root / script).resolve()

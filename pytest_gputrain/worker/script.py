@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import subprocess
@@ -140,12 +141,12 @@ def _check_steps(name: str, process: _Recorded, least: int) -> list[float]:
     Raises:
         CheckFailed: there are too few.
     """
-    seconds = [end - start for stamps in process.stamps for start, end in zip(stamps, stamps[1:], strict=False)]
+    seconds = [end - start for stamps in process.stamps for start, end in itertools.pairwise(stamps)]
     if len(seconds) < least:
         what = f"micro-batches of {process.steps_of}" if process.steps_of != "optimizer" else "updates by torch.optim"
         raise CheckFailed(
-            f"{name} took {len(seconds)} timed steps, counted as {what}, and {least} are needed, warm-up included; let it train "
-            "longer"
+            f"{name} took too few steps to be measured: {len(seconds)} could be timed, counted as {what}, and {least} are "
+            "needed, warm-up included; let it train longer"
         )
     return seconds
 

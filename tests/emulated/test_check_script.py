@@ -42,7 +42,7 @@ import pytest
 @pytest.mark.parametrize("more", [(), ("fused",), ("twice",)], ids=["plain", "fused", "twice"])
 def test_trains(gputrain, more):
     result = gputrain.check_script("train.py", "4", "2048", *more)
-    assert 48 < result.figures.peak_allocated_bytes >> 20 < 150
+    assert 64 < result.figures.peak_allocated_bytes >> 20 < 200
 
 
 def test_does_not_fit(gputrain):
@@ -104,5 +104,5 @@ def test_what_gives_no_figures_fails_with_one_sentence(run):
     assert "4 failed" in out
     assert "train.py used the GPU in 2 processes" in out
     assert results["train.py-4-200000"]["reply"]["fits"] is False
-    assert "train.py took 0 timed steps" in out
+    assert "train.py took too few steps to be measured: 0 could" in out
     assert "idle.py never used the GPU; let it choose" in out

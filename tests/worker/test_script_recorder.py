@@ -35,7 +35,7 @@ TRAINER = """
     )
     ids = torch.randint(16, (64, 4))
     arguments = TrainingArguments(
-        output_dir="out", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, use_cpu=True, report_to=[]
+        output_dir="out", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, use_cpu=True
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
     trainer.train()
