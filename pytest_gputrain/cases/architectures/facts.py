@@ -116,12 +116,17 @@ class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model of the zoo that is known by its published config.json."""
 
     title: str
-    parameters: int
-    """The published count, to the last parameter."""
+    published: str
+    """Its count of parameters as published: ``8,190,735,360``, or less precisely ``8.1B``."""
     source: str
     targets: tuple[str, ...] | str = "all-linear"
     """What LoRA adapts; ``all-linear`` for all linear layers but the head."""
     config: dict[str, Any]
+
+    @property
+    def parameters(self) -> int | None:
+        """The count, where it is published to the last parameter."""
+        return int(self.published.replace(",", "")) if "," in self.published else None
 
 
 def configured(
@@ -166,6 +171,6 @@ def architectures() -> dict[str, Architecture]:
         for name, architecture in msgspec.json.decode(path.read_bytes(), type=dict[str, Architecture]).items()
     }
     for name, model in msgspec.json.decode(_PUBLISHED.read_bytes(), type=dict[str, Published]).items():
-        recipe = Lora(rank=8, alpha=16, dropout=0.05, targets=model.targets)
+        recipe = Lora(rank=8, alpha=16, dropout=0.0, targets=model.targets)  # experts take none
         facts[name] = configured(model.title, model.config, model.source, model.parameters, recipe)
     return facts

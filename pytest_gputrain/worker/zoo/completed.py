@@ -5,6 +5,7 @@ What is found is what the facts of the zoo's other models state, so that nothing
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -51,7 +52,8 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     )
 
     part = architecture.trained_part
-    given = {key: value for key, value in part.config.items() if key != "model_type"}
+    # Copied, because classes write into the dictionaries that they are given.
+    given = copy.deepcopy({key: value for key, value in part.config.items() if key != "model_type"})
     kind: str = part.config["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         release = f"transformers {transformers.__version__}"
@@ -67,7 +69,7 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     for key in _REQUIRED:
         if not {key, config_class.attribute_map.get(key, key)} & given.keys():
             raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
-    config = _built(name, given, lambda: config_class(**given))
+    config = _built(name, lambda: config_class(**copy.deepcopy(given)))
     layers_key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     layers: int = config.num_hidden_layers
     # What the class adds by itself is a part of the facts where the rest depends on it.
@@ -96,7 +98,7 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
     raise CheckFailed(f"{name} has _class_name, which is not supported yet")
 
 
-def _built(name: str, facts: dict[str, Any], build: Callable[[], Any]) -> Any:
+def _built(name: str, build: Callable[[], Any]) -> Any:
     """Return what a class of a library makes of a config.
 
     Raises:
@@ -116,12 +118,14 @@ def _on_meta(name: str, part: Part) -> nn.Module:
 
     def build() -> nn.Module:
         with torch.device("meta"), no_init_weights():
-            config = getattr(transformers, part.config_class)(**part.config)
-            model: nn.Module = getattr(transformers, part.model_class)(config)
-            return model
+            config = getattr(transformers, part.config_class)(**copy.deepcopy(part.config))
+            model = getattr(transformers, part.model_class)(config)
+        model.tie_weights()
+        module: nn.Module = model
+        return module
 
-    module: nn.Module = _built(name, part.config, build)
-    return module
+    built: nn.Module = _built(name, build)
+    return built
 
 
 def _blocks(name: str, model: nn.Module, layers: int) -> tuple[str, list[nn.Module]]:
