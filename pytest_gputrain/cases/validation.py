@@ -21,6 +21,7 @@ LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
 LENGTHS: Final = ("fixed", "padded", "packed")
 IDS: Final = ("uniform", "zipf")
 ATTENTIONS: Final = ("", "eager", "sdpa", "sdpa-4.49")
+LOSSES: Final = ("", "fp32")
 QUANTIZED_COMPUTE: Final = ("", "fp32", "bf16")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 VOCABULARY: Final = {
@@ -34,6 +35,7 @@ VOCABULARY: Final = {
     "lr_scheduler": LR_SCHEDULERS,
     "attention": ATTENTIONS,
     "quantized_compute": QUANTIZED_COMPUTE,
+    "loss": LOSSES,
 }
 """The words of a field that takes words; an empty one is the field's default."""
 
@@ -92,6 +94,7 @@ _NOT_OF_OWN_CODE: Final = {
     "ids": _BATCHES,
     "lengths": _BATCHES,
     "loader_workers": _BATCHES,
+    "loss": "but own code computes its loss by itself; do so in that type",
     "loss_chunks": "but own code computes its loss by itself; do so in chunks",
     "master_weights": "but own code makes its optimizer by itself; keep them in it",
     "quantized_compute": "but own code quantises by itself; set the type in it",
@@ -205,6 +208,10 @@ def _bad_model(case: Case) -> str | None:
             return f"sets {field}, which {case.model} does not have; leave it out"
     if complaint := _bad_input(case, architecture):
         return complaint
+    if case.loss and (
+        architecture.family not in ("language", "vision_language") or architecture.trained_part.library == "own"
+    ):
+        return f"asks for loss={case.loss!r}, which {case.model} does not have; leave it out"
     if case.loss_chunks > 1:
         facts = architecture.trained_part
         if architecture.family != "language" or facts.library == "own" or facts.config.get("final_logit_softcapping"):

@@ -112,6 +112,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     compile: str
     tf32: bool | None
     master_weights: bool
+    loss: str
     loss_chunks: Whole
     learning_rate: float
     lr_scheduler: str
