@@ -16,7 +16,7 @@ from pytest_gputrain.utils.suggest import did_you_mean
 METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
 PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
-OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
+OPTIMIZERS: Final = ("adamw", "adamw-fused", "adamw_8bit", "paged_adamw_8bit", "adam", "adafactor", "momentum", "sgd")
 LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
 LENGTHS: Final = ("fixed", "padded", "packed")
 IDS: Final = ("uniform", "zipf")
@@ -44,6 +44,12 @@ _RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over w
 
 ADAPTING: Final = ("lora", "qlora")
 """Methods that train adapters."""
+
+EIGHT_BIT: Final = ("adamw_8bit", "paged_adamw_8bit")
+"""Optimizers of bitsandbytes."""
+
+OF_WHOLE_WEIGHTS: Final = (*EIGHT_BIT, "adafactor")
+"""Optimizers whose states have other shapes than the weights, which shards of them do not keep."""
 
 UPDATING: Final = tuple(parallel for parallel in PARALLELS if parallel != "ps")
 """Parallelisms with one optimizer for everything: tables have theirs on the servers, which know neither the norm of all
@@ -264,6 +270,11 @@ def _bad_parallelism(case: Case) -> str | None:
         if getattr(case, knob) != getattr(_DEFAULTS, knob) and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
+    if case.optimizer in OF_WHOLE_WEIGHTS and case.parallel not in ("single", "ddp") and not case.code:
+        return (
+            f"asks for optimizer={case.optimizer!r}, whose states are of whole weights, which parallel={case.parallel!r} "
+            "does not have; choose parallel='ddp', or the optimizer 'adamw'"
+        )
     if complaint := _bad_compilation(case) or _bad_chunks(case):
         return complaint
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):

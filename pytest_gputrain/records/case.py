@@ -71,7 +71,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     it, with keys and values repeated for the heads that share them and without Gemma 2's cap of the scores; empty for the
     one that transformers picks."""
     optimizer: str = "adamw"
-    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd``."""
+    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd`` by torch;
+    ``adamw_8bit`` or ``paged_adamw_8bit`` by bitsandbytes; ``adafactor`` by transformers, as its Trainer makes it."""
     compile: str = "off"
     """``torch.compile`` of the model that trains: ``off``, or its mode ``default``, ``reduce-overhead``, ``max-autotune`` or
     ``max-autotune-no-cudagraphs``. On a CPU the graphs are traced, but no code is made of them."""

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
 from pytest_gputrain.records import Case
 
 
@@ -34,9 +35,12 @@ def load(case: Case, *, predicted: bool = False) -> None:
         for part in architectures()[case.model].parts.values():
             if part.library != "own":
                 getattr(importlib.import_module(part.library), part.model_class)
-        if case.method in ("lora", "qlora"):
+        if case.method in ADAPTING or case.optimizer in EIGHT_BIT:
             _load_bitsandbytes()
+        if case.method in ADAPTING:
             importlib.import_module("peft")
+        if case.optimizer == "adafactor":
+            importlib.import_module("transformers.optimization")
         if case.parallel.startswith("zero"):
             importlib.import_module("deepspeed")
 

@@ -166,6 +166,12 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CASE.replace(precision="fp16", parallel="zero1"), "names the precision 'fp16', which is called 'fp16-amp'"),
         (CASE.replace(parallel="fsdpp"), "unknown parallel 'fsdpp' (did you mean 'fsdp'?)"),
         (CASE.replace(optimizer="adamww"), "unknown optimizer 'adamww' (did you mean 'adamw'?)"),
+        (CASE.replace(optimizer="adamw-8bit"), "unknown optimizer 'adamw-8bit' (did you mean 'adamw_8bit'?)"),
+        (
+            CASE.replace(optimizer="adamw_8bit", parallel="fsdp", gpus=2),
+            "optimizer='adamw_8bit', whose states are of whole weights, which parallel='fsdp' does not have; choose",
+        ),
+        (CASE.replace(optimizer="adafactor", parallel="zero2", gpus=2), "optimizer='adafactor', whose states are of whole"),
         (CASE.replace(platforms=("h100", "h1000")), "unknown platform 'h1000' (did you mean 'h100'?)"),
         (CUSTOM.replace(platforms=("gtx",)), "unknown platform 'gtx'"),
         (CUSTOM.replace(platforms="h100"), "takes a list of platforms: platforms=['h100']"),
