@@ -45,6 +45,10 @@ _RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over w
 ADAPTING: Final = ("lora", "qlora")
 """Methods that train adapters."""
 
+_OF_ADAPTERS: Final = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dora")
+ALL_LINEAR: Final = "all-linear"
+"""What peft takes for all linear layers but the head."""
+
 EIGHT_BIT: Final = ("adamw_8bit", "paged_adamw_8bit")
 """Optimizers of bitsandbytes."""
 
@@ -176,6 +180,7 @@ def bad_number(case: Case) -> str | None:
         "sequence_length": 0,
         "frames": 0,
         "lora_rank": 0,
+        "lora_alpha": 0,
         "loader_workers": 0,
         "loss_chunks": 1,
         "lr_warmup_steps": 0,
@@ -188,6 +193,8 @@ def bad_number(case: Case) -> str | None:
             return f"has {field}={getattr(case, field)}; it must be at least {bound}"
     if not 0 <= case.activation_checkpointing <= 1:
         return f"has activation_checkpointing={case.activation_checkpointing}; it must be true, false or a share from 0 to 1"
+    if case.lora_dropout is not None and not 0 <= case.lora_dropout < 1:
+        return f"has lora_dropout={case.lora_dropout}; it must be at least 0 and below 1"
     for field in ("learning_rate", "max_grad_norm"):
         if not (math.isfinite(getattr(case, field)) and getattr(case, field) >= 0):
             return f"has {field}={getattr(case, field)}; it must be a finite number of at least 0"
@@ -202,8 +209,8 @@ def _bad_model(case: Case) -> str | None:
     if case.method not in architecture.trainable:
         methods = ", ".join(architecture.trainable)
         return f"asks for the method {case.method!r}, which {case.model} does not have; it has {methods}"
-    if case.lora_rank and case.method not in ADAPTING:
-        return f"sets lora_rank, which the method {case.method!r} does not have; choose lora or qlora"
+    if complaint := _bad_adapters(case, architecture):
+        return complaint
     if "sequence_length" in architecture.needs and case.sequence_length == 1:
         return "has sequence_length=1; it must be at least 2"
     examples = {"sequence_length": "sequence_length=512", "resolution": "resolution='512x512'", "frames": "frames=9"}
@@ -224,6 +231,28 @@ def _bad_model(case: Case) -> str | None:
             return f"asks for loss_chunks, which {case.model} does not have; leave it out"
     if case.activation_checkpointing and not architecture.blocks:
         return f"asks for activation_checkpointing, which {case.model} does not have; leave it out"
+    return None
+
+
+def _bad_adapters(case: Case, architecture: Architecture) -> str | None:
+    if case.method not in ADAPTING:
+        for knob in _OF_ADAPTERS:
+            if getattr(case, knob) != getattr(_DEFAULTS, knob):
+                return f"sets {knob}, which the method {case.method!r} does not have; choose lora or qlora"
+        return None
+    if not case.lora_targets:
+        return None
+    if architecture.family == "vision_language":
+        return f"sets lora_targets, but {case.model} has layers of these names in its frozen tower, too; leave it out"
+    targets = case.lora_targets.split("+")
+    if not all(re.fullmatch(r"[\w.-]+", target) for target in targets):
+        return f"has lora_targets={case.lora_targets!r}; write names with + between them, as q_proj+v_proj, or all-linear"
+    if ALL_LINEAR in targets and len(targets) > 1:
+        return f"has lora_targets={case.lora_targets!r}; all-linear stands for all layers, so write no other name beside it"
+    if case.loss_chunks > 1 and any(target.endswith("lm_head") for target in targets):
+        return (
+            "asks for loss_chunks, which computes the loss in the place of lm_head, which lora_targets adapts; leave out one"
+        )
     return None
 
 

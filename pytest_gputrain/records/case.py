@@ -63,7 +63,16 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     reentrant_checkpointing: bool = False
     """Blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
     lora_rank: Whole = 0
-    """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
+    """Of ``lora`` and ``qlora``, like the four below; 0 for the rank of the model's published recipe."""
+    lora_alpha: Whole = 0
+    """0 for the alpha of the recipe, which keeps its ratio to the rank."""
+    lora_dropout: float | None = None
+    """Share of an adapter's inputs that are dropped; None for the recipe's."""
+    lora_targets: str = ""
+    """Names of the adapted layers with ``+`` between them, as ``q_proj+v_proj``, or ``all-linear`` for all that peft finds;
+    empty for the recipe's."""
+    dora: bool = False
+    """Whether peft adapts by DoRA (arXiv:2402.09353), which trains the norms of the weights' rows, too."""
     quantized_compute: str = ""
     """What packed weights are multiplied in (``qlora``): ``fp32`` or ``bf16``; empty for the arithmetic of the precision."""
     attention: str = ""

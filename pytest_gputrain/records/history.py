@@ -106,6 +106,10 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """Share of the blocks that are recomputed: 1.0 for all."""
     reentrant_checkpointing: bool
     lora_rank: Whole
+    lora_alpha: Whole
+    lora_dropout: float | None
+    lora_targets: str
+    dora: bool
     quantized_compute: str
     attention: str
     optimizer: str

@@ -58,6 +58,7 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         libraries: dict[str, Callable[[], Iterator[Any]]] = {
             "deepspeed": lambda: zero.patches(gpu),
             "transformers": _transformers_patches,
+            "peft.tuners.lora": _peft_patches,
             "bitsandbytes": lambda: _bitsandbytes_patches(gpu),
             "torch._dynamo.eval_frame": own_code.dynamo_patches,
         }
@@ -188,6 +189,23 @@ def _bitsandbytes_patches(gpu: torch.device | None) -> Iterator[Any]:
     yield mock.patch.object(bitsandbytes.functional, "is_on_gpu", _no)
     if gpu is not None:
         yield mock.patch.object(bitsandbytes.optim.optimizer.Optimizer8bit, "get_state_buffer", _state_of_8bit_optimizer)
+
+
+def _peft_patches() -> Iterator[Any]:
+    # DoRA unpacks a 4-bit weight, which it knows by its class.
+    from peft.tuners.lora import dora
+
+    unpacked = dora.dequantize_module_weight
+
+    def unpack(module: Any) -> Any:
+        state = getattr(module.weight, "quant_state", None)
+        if state is None:
+            return unpacked(module)
+        import bitsandbytes
+
+        return bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
+
+    yield mock.patch.object(dora, "dequantize_module_weight", unpack)
 
 
 def _state_of_8bit_optimizer(self: Any, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -366,4 +384,4 @@ def _four_bits(
 def _copy_of_four_bits(parameter: Any, data: Tensor, memo: dict[Any, Any]) -> nn.Parameter:
     names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
     options = {name: getattr(parameter, name) for name in names}
-    return _four_bits(data, parameter.requires_grad, copy.deepcopy(parameter.quant_state, memo), **options)
+    return _four_bits(data, parameter.requires_grad, copy.deepcopy(parameter.quant_state), **options)

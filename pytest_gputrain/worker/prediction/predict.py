@@ -170,9 +170,9 @@ def _from_shallow_models(task: Task, progress: Progress) -> Observed | None:
         return None  # the model itself will tell
     if observed is None:
         return None
-    expected = architecture.trained_part.parameters["full"], trainable_parameters(architecture, case, "full")
-    parameters = observed.sums["parameters", ALL], observed.sums["trainable parameters", ALL]
-    return observed if parameters == expected else None
+    trainable = observed.sums["trainable parameters", ALL]
+    expected = architecture.trained_part.parameters["full"], trainable_parameters(architecture, case, "full") or trainable
+    return observed if (observed.sums["parameters", ALL], trainable) == expected else None
 
 
 def _prediction(task: Task, observed: Observed) -> Prediction:
