@@ -197,8 +197,8 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CASE.replace(lora_targets="all-linear+q_proj"), "all-linear stands for all layers, so write no other name"),
         (CASE.replace(lora_targets="q_proj+lm_head", loss_chunks=2), "loss_chunks, which computes the loss in the place of"),
         (
-            CASE.replace(model="qwen2-vl-2b", resolution="224x224", lora_targets="q_proj"),
-            "sets lora_targets, but qwen2-vl-2b has layers of these names in its frozen tower",
+            CASE.replace(model="llava-1.6-7b", resolution="336x336", lora_targets="q_proj"),
+            "sets lora_targets, but llava-1.6-7b has layers of these names in its frozen tower",
         ),
         (CASE.replace(compile="fast"), "the unknown compile 'fast'; known: off, default, reduce-overhead, max-autotune"),
         (CASE.replace(compile="default", warmup=0), "compile without a step of warm-up"),
