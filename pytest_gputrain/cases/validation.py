@@ -21,6 +21,7 @@ LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
 LENGTHS: Final = ("fixed", "padded", "packed")
 IDS: Final = ("uniform", "zipf")
 ATTENTIONS: Final = ("", "eager", "sdpa", "sdpa-4.49")
+CHECKPOINTING_POLICIES: Final = ("", "save-attention", "save-matmuls")
 LOSSES: Final = ("", "fp32")
 QUANTIZED_COMPUTE: Final = ("", "fp32", "bf16")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -35,6 +36,7 @@ VOCABULARY: Final = {
     "lr_scheduler": LR_SCHEDULERS,
     "attention": ATTENTIONS,
     "quantized_compute": QUANTIZED_COMPUTE,
+    "activation_checkpointing_policy": CHECKPOINTING_POLICIES,
     "loss": LOSSES,
 }
 """The words of a field that takes words; an empty one is the field's default."""
@@ -349,6 +351,8 @@ def _bad_arithmetic(case: Case) -> str | None:
         return "asks for reentrant_checkpointing, but recomputes nothing; set activation_checkpointing=True"
     if case.reentrant_checkpointing and case.compile != "off":
         return "asks for reentrant_checkpointing, which torch.compile does not take into a graph; leave out it or compile"
+    if complaint := _bad_policy(case):
+        return complaint
     if not case.master_weights:
         return None
     if case.parallel.startswith("zero"):
@@ -359,6 +363,22 @@ def _bad_arithmetic(case: Case) -> str | None:
         return f"asks for master_weights, but precision={case.precision!r} stores weights in fp32; choose precision='bf16'"
     if case.method in ADAPTING:
         return f"asks for master_weights, but the adapters of {case.method!r} are in fp32 anyway; leave it out"
+    return None
+
+
+def _bad_policy(case: Case) -> str | None:
+    if not case.activation_checkpointing_policy:
+        return None
+    if not case.activation_checkpointing:
+        return "asks for activation_checkpointing_policy, but recomputes nothing; set activation_checkpointing=True"
+    if case.reentrant_checkpointing:
+        return "asks for activation_checkpointing_policy, which torch's reentrant variant does not have; leave out one"
+    if case.compile != "off":
+        return "asks for activation_checkpointing_policy, but torch.compile has its own; leave out it or compile"
+    if case.activation_checkpointing_policy == "save-attention" and not case.code:
+        capped = architectures()[case.model].trained_part.config.get("attn_logit_softcapping")
+        if (case.attention or ("eager" if capped else "")) == "eager":
+            return "asks to save-attention, but eager attention is plain products; choose save-matmuls"
     return None
 
 

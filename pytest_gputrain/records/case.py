@@ -60,6 +60,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
     activation_checkpointing: bool | float = False
     """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of all n, as they run."""
+    activation_checkpointing_policy: str = ""
+    """What recomputed blocks keep all the same: ``save-attention`` the results of fused attention, ``save-matmuls`` those of
+    matrix products and convolutions, too; empty for nothing but their inputs."""
     reentrant_checkpointing: bool = False
     """Blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
     lora_rank: Whole = 0

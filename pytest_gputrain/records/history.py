@@ -104,6 +104,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     gradient_accumulation: Whole
     activation_checkpointing: float
     """Share of the blocks that are recomputed: 1.0 for all."""
+    activation_checkpointing_policy: str
     reentrant_checkpointing: bool
     lora_rank: Whole
     lora_alpha: Whole

@@ -17,6 +17,7 @@ from pytest_gputrain.cases.validation import OPTIMIZERS, PRECISIONS, problem
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.records import Case
 
+CHECKPOINTED = CASE.replace(activation_checkpointing=True)
 CUSTOM = Case(model="my_step", method="custom", precision="fp32", code="tests/test_mine.py::my_step")
 SERVED = Case(model="word2vec", optimizer="sgd", parallel="ps", gpus=2, servers=1, asynchronous=True)
 
@@ -243,6 +244,26 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
             CASE.replace(activation_checkpointing=True, reentrant_checkpointing=True, compile="default"),
             "reentrant_checkpointing, which torch.compile does not take into a graph; leave out it or compile",
         ),
+        (
+            CASE.replace(activation_checkpointing=False, activation_checkpointing_policy="save-attention"),
+            "activation_checkpointing_policy, but recomputes nothing; set activation_checkpointing=True",
+        ),
+        (
+            CHECKPOINTED.replace(activation_checkpointing_policy="save-attention", reentrant_checkpointing=True),
+            "activation_checkpointing_policy, which torch's reentrant variant does not have; leave out one",
+        ),
+        (
+            CHECKPOINTED.replace(activation_checkpointing_policy="save-matmuls", compile="default"),
+            "activation_checkpointing_policy, but torch.compile has its own; leave out it or compile",
+        ),
+        *(
+            (
+                CHECKPOINTED.replace(activation_checkpointing_policy="save-attention", **eager),
+                "eager attention is plain products",
+            )
+            for eager in ({"attention": "eager"}, {"model": "gemma-2-9b"})
+        ),
+        (CASE.replace(activation_checkpointing_policy="save-mm"), "the unknown activation_checkpointing_policy 'save-mm'"),
         (CASE.replace(method="full", precision="fp32", master_weights=True), "but precision='fp32' stores weights in fp32"),
         (
             CASE.replace(method="lora", precision="bf16", master_weights=True),
@@ -336,6 +357,7 @@ WRONG_TYPES: dict[str, Any] = {
     "activation_checkpointing": "yes",
     "resolution": 512,
     "frames": 1.5,
+    "activation_checkpointing_policy": True,
     "reentrant_checkpointing": 1,
     "lora_rank": "4",
     "lora_alpha": 1.5,

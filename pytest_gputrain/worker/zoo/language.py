@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
-from pytest_gputrain.worker.flops import checkpoint_contexts
 from pytest_gputrain.worker.zoo.attention import named_attention
 from pytest_gputrain.worker.zoo.pangu import PanGu
 from pytest_gputrain.worker.zoo.samples import packed_positions, real_tokens, spread_lengths
@@ -46,7 +45,7 @@ class LanguageModel(Workload):
             return
         model: Any = self.model
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "context_fn": checkpoint_contexts})
+        enable({"use_reentrant": False, "context_fn": self.checkpoint_contexts})
 
     def batch(self, device: torch.device) -> Batch:
         """Random token ids and, shifted by one, their labels: both (batch, sequence) int64.
