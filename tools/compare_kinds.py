@@ -3,8 +3,9 @@
     python tools/compare_kinds.py PLATFORM [--baseline-dir DIR] [--all]
 
 reads what is recorded below baselines/predicted and baselines/emulated (``pytest benchmarks -m PLATFORM --gpu-predict
---gpu-baseline-update`` and the same with ``--gpu-emulate``), and prints Markdown: a table of the cases, those with a figure of
-one kind only and why, and a summary. Exits with 1 where a goal is missed: allocated bytes predicted within 0.1 % of the emulated ones for eager cases of one GPU, within 1 % for sharded ones.
+--gpu-baseline-update`` and the same with ``--gpu-emulate``), and prints Markdown: a table of the cases, those with a figure
+of one kind only and why, and a summary. Exits with 1 where a goal is missed: allocated bytes predicted within 0.1 % of the
+emulated ones for eager cases of one GPU, within 1 % for sharded ones.
 
 Without ``--all`` the table has only the cases that are more than 0.1 % apart or published.
 """

@@ -33,6 +33,7 @@ _KINDS: Final[dict[Any, str]] = {
     bool: "true or false",
     bool | float: "true, false or a share from 0 to 1",
     bool | None: "true, false or null",
+    float | None: "a number or null",
 }
 
 

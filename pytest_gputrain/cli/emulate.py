@@ -220,7 +220,7 @@ def _told_of(use: DeviceUse, process: EmulatedProcess | None, report: Emulation,
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _told_of_peak(device)
         if process.dealt:
-            yield f"  balanced routing is assumed: choices among unknown scores were dealt in turn, by {_lines(process.dealt)}"
+            yield f"  balanced routing is assumed: unknown scores were dealt in turn, by {_lines(process.dealt)}"
         if process.unknown_reads:
             yield f"  zeros were read where a GPU would have computed a value, by {_lines(process.unknown_reads)}"
 

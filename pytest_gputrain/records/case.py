@@ -64,10 +64,22 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
     activation_checkpointing: bool | float = False
     """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of all n, as they run."""
+    activation_checkpointing_policy: str = ""
+    """What recomputed blocks keep all the same: ``save-attention`` the results of fused attention, ``save-matmuls`` those of
+    matrix products and convolutions, too; empty for nothing but their inputs."""
     reentrant_checkpointing: bool = False
     """Blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
     lora_rank: Whole = 0
-    """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
+    """Of ``lora`` and ``qlora``, like the four below; 0 for the rank of the model's published recipe."""
+    lora_alpha: Whole = 0
+    """0 for the alpha of the recipe, which keeps its ratio to the rank."""
+    lora_dropout: float | None = None
+    """Share of an adapter's inputs that are dropped; None for the recipe's."""
+    lora_targets: str = ""
+    """Names of the adapted layers with ``+`` between them, as ``q_proj+v_proj``, or ``all-linear`` for all that peft finds;
+    empty for the recipe's."""
+    dora: bool = False
+    """Whether peft adapts by DoRA (arXiv:2402.09353), which trains the norms of the weights' rows, too."""
     quantized_compute: str = ""
     """What packed weights are multiplied in (``qlora``): ``fp32`` or ``bf16``; empty for the arithmetic of the precision."""
     attention: str = ""
@@ -75,7 +87,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     it, with keys and values repeated for the heads that share them and without Gemma 2's cap of the scores; empty for the
     one that transformers picks."""
     optimizer: str = "adamw"
-    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd``."""
+    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd`` by torch;
+    ``adamw_8bit`` or ``paged_adamw_8bit`` by bitsandbytes; ``adafactor`` by transformers, as its Trainer makes it."""
     compile: str = "off"
     """``torch.compile`` of the model that trains: ``off``, or its mode ``default``, ``reduce-overhead``, ``max-autotune`` or
     ``max-autotune-no-cudagraphs``. On a CPU the graphs are traced, but no code is made of them."""
@@ -85,6 +98,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     master_weights: bool = False
     """The optimizer updates fp32 copies of 16-bit weights, by gradients that are added up in fp32, as engines of DeepSpeed
     always do."""
+    loss: str = ""
+    """Of a language model by transformers: ``fp32``, the loss that transformers computes, of logits that it copies to fp32;
+    empty for a cross entropy of the logits in their own type, which makes no copy."""
     loss_chunks: Whole = 1
     """Chunks of a batch's tokens whose logits exist one after the other (language models); backward makes them anew."""
     learning_rate: float = 1e-4

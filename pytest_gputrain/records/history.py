@@ -104,14 +104,20 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     gradient_accumulation: Whole
     activation_checkpointing: float
     """Share of the blocks that are recomputed: 1.0 for all."""
+    activation_checkpointing_policy: str
     reentrant_checkpointing: bool
     lora_rank: Whole
+    lora_alpha: Whole
+    lora_dropout: float | None
+    lora_targets: str
+    dora: bool
     quantized_compute: str
     attention: str
     optimizer: str
     compile: str
     tf32: bool | None
     master_weights: bool
+    loss: str
     loss_chunks: Whole
     learning_rate: float
     lr_scheduler: str

@@ -13,6 +13,7 @@ from unittest import mock
 
 from pytest_gputrain.cases.libraries import library_versions
 from pytest_gputrain.cases.model_config import declare
+from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
 from pytest_gputrain.records import Case, Task
 
 
@@ -65,9 +66,12 @@ def load(
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
             return
-        if case.method in ("lora", "qlora") and not beside_gpu:
+        if (case.method in ADAPTING or case.optimizer in EIGHT_BIT) and not beside_gpu:
             _load_bitsandbytes()
+        if case.method in ADAPTING and not beside_gpu:
             importlib.import_module("peft")
+        if case.optimizer == "adafactor" and not beside_gpu:
+            importlib.import_module("transformers.optimization")
         if model_config:
             if beside_gpu:
                 return

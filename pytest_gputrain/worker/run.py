@@ -17,12 +17,13 @@ from pytest_gputrain.worker.emulated import emulated_reply, training_on_emulated
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.measuring import Keep, Measuring, is_own_code, known, own_lines
+from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.own_code import OwnCode
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.precision import tf32_allowed
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.training import OPTIMIZERS, StepBuilder
+from pytest_gputrain.worker.training import StepBuilder
 
 SEED: Final = 20_240_101
 
