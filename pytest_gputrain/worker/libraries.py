@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-from pytest_gputrain.cases.libraries import library_versions
 from pytest_gputrain.cases.model_config import declare
 from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
 from pytest_gputrain.records import Case, Task
@@ -85,15 +83,6 @@ def load(
                     getattr(importlib.import_module(part.library), part.model_class)
         if case.parallel.startswith("zero") and not beside_gpu:
             importlib.import_module("deepspeed")
-
-
-def packages_of(case: Case) -> dict[str, str]:
-    """Return the versions of libraries that decided what the case does: of own code those imported, and no kernels'."""
-    return {
-        name: version
-        for name, version in library_versions(case).items()
-        if not case.code or (name in sys.modules and name != "triton")
-    }
 
 
 @contextlib.contextmanager
