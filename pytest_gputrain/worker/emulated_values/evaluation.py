@@ -119,8 +119,8 @@ class Values:
             return None
         return True if result is None else result
 
-    # No function in the function that calls it: a function that calls itself keeps the tensors of the other until Python
-    # looks for cycles, and their memory with them.
+    # These are methods, and no functions inside of others: one that calls itself would keep the tensors that it sees, and
+    # their memory, until Python looks for cycles.
 
     def _on_host(self, value: Any, targets: Sequence[Tensor]) -> Any:
         """Give the host's views of what an operator reads and writes."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from . import rules
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
+from .hooks import follow_libraries, follow_triton
 from .told import Places
 
 _Kernel = Callable[..., Any]
@@ -73,39 +74,52 @@ class Operators:
         self.values = Values(self.contents)
         self._answering = threading.local()
         self._libraries: dict[str, Any] = {}
+        self._seen: set[str] = set()
+        self._replacing = False
 
     def replace_all(self) -> None:
         self._stand_ins.gputrain_track_values()
-        names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+        self._replace_new()
+        follow_libraries(self._replace_new, lambda: self._replacing)
+        follow_triton(self.contents)
+
+    def _replace_new(self) -> None:
+        """Replace the operators that were not there before."""
+        names = {"aten::copy_", *torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that operators are replaced
-            for name in (*names, "aten::copy_"):
+            self._replacing = True
+            for name in sorted(names - self._seen):
                 self._replace(name)
+            self._replacing = False
+        self._seen |= names
 
     def _replace(self, qualified: str) -> None:
         namespace, _, name = qualified.partition("::")
         base, _, overload = name.partition(".")
         operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
         written = [index for index, argument in enumerate(operator._schema.arguments) if _is_written(argument)]
-        if namespace != "aten":
-            run = self._custom(operator, qualified, written) if written else None
-        elif base == "_local_scalar_dense":
-            run = self._read_scalar(_original(qualified))
-        elif base == "copy_":
-            run = self._copy(_original(qualified))
-        elif base == "_amp_foreach_non_finite_check_and_unscale_":
-            run = self._unscale(_original(qualified))
-        elif base in _VIEWS or (not written and base.startswith(_LARGE)):
-            run = None
-        elif written:
-            run = self._in_place(operator, _original(qualified), base, written)
-        else:
-            run = self._functional(operator, _original(qualified), name)
+        run = self._replacement(operator, qualified, base, name, written)
         if run is not None:
             _leave_to_python(run)
             if namespace not in self._libraries:
                 self._libraries[namespace] = torch.library.Library(namespace, "IMPL")
             self._libraries[namespace].impl(name, run, "CUDA", with_keyset=True, allow_override=True)
+
+    def _replacement(self, operator: Any, qualified: str, base: str, name: str, written: list[int]) -> _Kernel | None:
+        if not qualified.startswith("aten::"):
+            return self._custom(operator, _original(qualified), written) if written else None
+        if base == "_local_scalar_dense":
+            return self._read_scalar(_original(qualified))
+        if base == "copy_":
+            return self._copy(_original(qualified))
+        if base == "_amp_foreach_non_finite_check_and_unscale_":
+            return self._unscale(_original(qualified))
+        if base in _VIEWS or (not written and base.startswith(_LARGE)):
+            return None
+        if written:
+            return self._in_place(operator, _original(qualified), base, written)
+        return self._functional(operator, _original(qualified), name)
 
     # --- Kinds of operators
 
@@ -225,8 +239,7 @@ class Operators:
 
         return run
 
-    def _custom(self, operator: Any, qualified: str, written: list[int]) -> _Kernel:
-        original = _original(qualified)
+    def _custom(self, operator: Any, original: _Kernel, written: list[int]) -> _Kernel:
         names = [operator._schema.arguments[index].name for index in written]
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
