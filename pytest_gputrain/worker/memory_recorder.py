@@ -49,6 +49,12 @@ class _Recorder:
         self._peaks: dict[int, Counter[str]] = {}
 
     def begin(self) -> None:
+        backend = self._torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise RuntimeError(
+                f"an emulated GPU tells what torch's own allocator takes, and this program chose {backend}; "
+                "take backend:... out of PYTORCH_ALLOC_CONF, or leave the allocator as it is"
+            )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
 
     def watch_resets(self) -> None:
