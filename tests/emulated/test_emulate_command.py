@@ -84,7 +84,7 @@ def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
     assert done.returncode == 0, done.stderr
     parameters = 4 * (2 * 4096 * 16384 + 16384 + 4096)
     allocated = int(done.stdout.split()[1])
-    assert 3 * parameters < allocated < 3 * parameters + 300e6  # weights, AdamW's two moments, cuBLAS' workspaces, a batch
+    assert 3 * parameters <= allocated < 3 * parameters + 300e6  # weights, AdamW's two moments, cuBLAS' workspaces, a batch
     device = only_device(report)
     # Resets of the peak do not hide it: there are activations, gradients and more.
     assert device["peak_allocated"] > allocated + parameters / 2
@@ -417,9 +417,9 @@ def test_ranks_have_a_gpu_each(emulate):
         rank = int(os.environ["RANK"])
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl")
-        objects = [None] * 2
-        dist.all_gather_object(objects, {"rank": rank, "much": "x" * 1000 * rank})
-        assert [one["rank"] for one in objects] == [0, 1], objects
+        ranks = torch.empty(2, dtype=torch.int64, device="cuda")
+        dist.all_gather_into_tensor(ranks, torch.tensor([rank], device="cuda"))
+        assert ranks.tolist() == [0, 1], ranks
         received = torch.tensor([rank], device="cuda")
         dist.broadcast(received, src=1)
         assert received.item() == 1
