@@ -55,6 +55,12 @@ class Recorder:
         self._values: Any = None
 
     def begin(self) -> None:
+        backend = self._torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise RuntimeError(
+                f"an emulated GPU tells what torch's own allocator takes, and this program chose {backend}; "
+                "take backend:... out of PYTORCH_ALLOC_CONF, or leave the allocator as it is"
+            )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
         self._values = _load_values()
         self._values.enable()

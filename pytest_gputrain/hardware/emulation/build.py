@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +44,10 @@ _COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE")
 _SECONDS: Final = 120.0
 """For the compiler to make one library, which takes it less than one."""
+
+
+_UNUSED_SECONDS: Final = 30 * 86400.0
+"""After which a build is removed by the next one. Each use of it makes it new."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +99,12 @@ def stand_ins(torch: Torch) -> StandIns:
     try:
         make_own(folder.parent)
         with locked(folder):
-            return _load(folder) or _build(folder, torch, users)
+            found = _load(folder)
+            if found is None:
+                found = _build(folder, torch, users)
+                _sweep(folder.parent)
+            os.utime(folder)
+            return found
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise CannotEmulate(
@@ -144,6 +154,14 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
         (target / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
         target.rename(folder)
     return StandIns(folder)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what other versions of torch and of this package left, and nobody has used for long."""
+    for folder in cache.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - folder.lstat().st_mtime > _UNUSED_SECONDS:
+                shutil.rmtree(folder)
 
 
 def find_compiler() -> list[str]:
