@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
@@ -41,6 +42,15 @@ def library_versions(case: Case) -> dict[str, str]:
     they were built for."""
     installed = {name: _installed(name) for name in libraries(case)}
     return {name: version for name, version in installed.items() if version is not None}
+
+
+def packages_of(case: Case) -> dict[str, str]:
+    """Versions of the libraries that decided what the case did in this process: of own code those imported, no kernels'."""
+    return {
+        name: version
+        for name, version in library_versions(case).items()
+        if not case.code or (name in sys.modules and name != "triton")
+    }
 
 
 @functools.cache

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.worker.device import Device
-from pytest_gputrain.worker.libraries import packages_of
 from pytest_gputrain.worker.untouched_host import UntouchedHost
 
 _MOST_UNKNOWN: Final = 1000

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.libraries import library_versions
 from pytest_gputrain.records import Case
 
 
@@ -45,15 +43,6 @@ def load(case: Case, *, predicted: bool = False, beside_gpu: bool = False) -> No
             importlib.import_module("peft")
         if case.parallel.startswith("zero"):
             importlib.import_module("deepspeed")
-
-
-def packages_of(case: Case) -> dict[str, str]:
-    """Return the versions of libraries that decided what the case does: of own code those imported, and no kernels'."""
-    return {
-        name: version
-        for name, version in library_versions(case).items()
-        if not case.code or (name in sys.modules and name != "triton")
-    }
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     with contextlib.suppress(Exception):
         task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
         load(task.case, predicted=task.target is not None, beside_gpu=bool(task.emulated))
-    if len(os.listdir("/proc/self/task")) > 1:
+    if len(os.listdir("/proc/self/task")) > 1 or _used_gpu():
         return 0
     # Keeps the libraries' memory shared: a collection would write to all of it.
     gc.freeze()
@@ -95,6 +95,19 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _used_gpu() -> bool:
+    """Tell whether something here has used a GPU, so that a process forked from here cannot; only such a process knows."""
+    import torch
+
+    is_spoilt = getattr(torch._C, "_cuda_isInBadFork", None)
+    if is_spoilt is None:  # a build without GPUs
+        return False
+    pid = os.fork()
+    if not pid:
+        os._exit(int(is_spoilt()))
+    return bool(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":

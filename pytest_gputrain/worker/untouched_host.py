@@ -31,6 +31,13 @@ class UntouchedHost(SharedMode):
         kwargs = kwargs or {}
         if wraps(types):
             return NotImplemented
+        if func is torch.ops.aten.copy_.default and _is_large(args[0]) and _is_to_host(args[1], args[0].device):
+            _stage(args[1], args[0].dtype, (*args, *kwargs.values())[2:])
+            return args[0]
+        if func is torch.ops.aten._to_copy.default and _is_large(args[0]) and _is_to_host(args[0], kwargs.get("device")):
+            dtype, pinned = kwargs.get("dtype") or args[0].dtype, bool(kwargs.get("pin_memory"))
+            _stage(args[0], dtype, (kwargs.get("non_blocking"),))
+            return torch.empty_like(args[0], dtype=dtype, device="cpu", pin_memory=pinned)
         given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
         on_host = all(value.device.type == "cpu" for value in given)
         if not on_host or _device_of(kwargs) != "cpu" or func.is_view or (given and not any(map(_is_large, given))):
@@ -65,6 +72,17 @@ class UntouchedHost(SharedMode):
             return None
         meta = all(value.device.type == "meta" for value in tree_iter(results) if isinstance(value, Tensor))
         return results if meta else None
+
+
+def _is_to_host(source: Tensor, device: torch.device | None) -> bool:
+    """Tell if a copy of this tensor to that device comes from a GPU to the host."""
+    return source.device.type != "cpu" and device is not None and torch.device(device).type == "cpu"
+
+
+def _stage(source: Tensor, dtype: torch.dtype, non_blocking: Sequence[Any]) -> None:
+    """Allocate on the device what torch would for a moment before it copies to the host (copy_kernel_cuda of Copy.cu)."""
+    # A copy that nobody waits for is converted on the device, and others on the host.
+    (source.to(dtype) if any(non_blocking) else source).contiguous()
 
 
 def _device_of(kwargs: dict[str, Any]) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pytest_gputrain.cases.architectures.facts import Architecture, architectures
+from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.group import Group
-from pytest_gputrain.worker.libraries import packages_of
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.measuring import build, counted_steps, is_own_code, model_bytes, typical_step
 from pytest_gputrain.worker.methods import trainable_parameters
