@@ -141,7 +141,7 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     try:
         msgspec.convert(msgspec.structs.asdict(case), Case)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
-        return f"has a field of the wrong type: {error}"
+        return _wrong_type(case, str(error))
     if case.code:
         for knob, why in _NOT_OF_OWN_CODE.items():
             if getattr(case, knob) != getattr(_DEFAULTS, knob):
@@ -175,6 +175,26 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         or _bad_parallelism(case)
         or _bad_arithmetic(case)
     )
+
+
+_TYPES: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "True or False",
+    "str": "text",
+    "array": "a tuple",
+    "null": "None",
+}
+
+
+def _wrong_type(case: Case, error: str) -> str:
+    """``has steps='ten'; it must be a whole number``, of what msgspec says of it."""
+    found = re.fullmatch(r"Expected `([^`]*)`, got `[^`]*` - at `\$\.(\w+)(\S*)`", error)
+    if found is None:
+        return f"has a field of the wrong type: {error}"
+    types, field, inside = found.groups()
+    wanted = " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
+    return f"has {field}={getattr(case, field)!r}; {'each of them' if inside else 'it'} must be {wanted}"
 
 
 def bad_number(case: Case) -> str | None:

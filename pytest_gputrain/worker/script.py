@@ -66,7 +66,7 @@ def run_script(task: Task, progress: Progress, folder: Path) -> Reply | Emulated
         recorded = [msgspec.json.decode(path.read_bytes(), type=_Recorded) for path in sorted(state.glob("*.json"))]
         return _reply(task, status, recorded, folder / "stderr.txt")
     except CheckFailed as error:
-        return Crashed(sentence=str(error), phase=progress.phase)
+        return Crashed(sentence=str(error), phase=progress.phase, refused=not status)
 
 
 def _run(task: Task, state: Path) -> int:

@@ -68,7 +68,15 @@ def test_own_code_is_shown_by_its_name() -> None:
     assert re.split(r"\s{2,}", row.strip())[:2] == ["my_step", "fp32"]
 
 
-@pytest.mark.parametrize(("reply", "shown"), [(out_of_memory(), "OOM"), (crashed(), "crashed"), (timed_out(), "timed out")])
+@pytest.mark.parametrize(
+    ("reply", "shown"),
+    [
+        (out_of_memory(), "OOM"),
+        (crashed(), "crashed"),
+        (msgspec.structs.replace(crashed(), refused=True), "refused"),
+        (timed_out(), "timed out"),
+    ],
+)
 def test_a_case_without_figures_is_shown_with_its_outcome(reply: Any, shown: str) -> None:
     assert shown in _render(result(replies=(reply,), summary=None, verdict=_verdict("failed")))
 
