@@ -112,6 +112,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
         redirect(folder / f"rank{rank}")
         os.chdir(request["cwd"])
         os.environ.update({**request["variables"], PARENT: str(os.getppid())})
+        sys.argv[1:] = [str(folder), str(rank)]
         main(folder, rank)
         code = 0
     except SystemExit as end:
