@@ -109,7 +109,8 @@ def _seconds(cell: FitCell) -> str:
 def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     """Yield sentences: what would make the others fit, what is at the peak, what the figures mean and belong to."""
     titles = {gpu.marker: gpu.title for gpu in report.gpus}
-    yield from dict.fromkeys(cell.failure for cell in report.cells if cell.failure)
+    failures = [*(cell.failure for cell in report.cells), *(found.failure for found in report.largest)]
+    yield from dict.fromkeys(filter(None, failures))
     for cell in report.cells:
         if cell.remedy:
             yield f"{cell.case} does not fit {titles[cell.gpu]}: {cell.remedy}"
