@@ -33,7 +33,7 @@ def repeating():
 
 
 CASES = repeating()
-QUICK = {"llama-3.1-8b-qlora-bf16", "gemma-2-9b-lora-bf16", "llama-2-13b-full-bf16-fsdp"}
+QUICK = {"llama-3.1-8b-qlora-bf16", "qwen3-30b-a3b-lora-bf16", "gemma-2-9b-lora-bf16", "llama-2-13b-full-bf16-fsdp"}
 
 
 def task_of(case):
