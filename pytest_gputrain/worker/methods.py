@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,10 @@ def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
         target_modules=targets if isinstance(targets, str) else list(targets),
         use_dora=case.dora,
     )
-    adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
+    with warnings.catch_warnings():
+        # It tells of names that it has itself translated for experts, and of weights that GPT-2 keeps transposed.
+        warnings.filterwarnings("ignore", module=r"peft\.")
+        adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
     return adapted
 
 

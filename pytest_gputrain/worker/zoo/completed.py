@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,13 +15,16 @@ import msgspec
 import torch
 from torch import nn
 
-from pytest_gputrain.cases.architectures.facts import Architecture, Part, architectures, with_layers
+from pytest_gputrain.cases.architectures.facts import Architecture, Part, architectures, denoisers, with_layers
+from pytest_gputrain.records import Scale
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.zoo.tiny import tiny_language_model
+from pytest_gputrain.worker.zoo.tiny import tiny_denoiser, tiny_language_model
 
 _REQUIRED: Final = ("num_hidden_layers", "hidden_size")
 """Keys without which a class would silently build a model of its own defaults."""
+
+SCALES: Final[tuple[Scale, ...]] = ("full", "tiny")
 
 _IDLE: Final = (r".*\.(k_proj|key)\.bias",)
 """Biases of keys: without rotary positions they move all scores of a query alike, and get no gradient."""
@@ -95,7 +99,38 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
 
 
 def _denoiser(name: str, architecture: Architecture) -> Architecture:
-    raise CheckFailed(f"{name} has _class_name, which is not supported yet")
+    import diffusers
+
+    (part_name, part), *_ = architecture.parts.items()
+    model_class: str = part.config["_class_name"]
+    kind: Any = getattr(diffusers, model_class)
+    # As diffusers itself leaves out keys that its class does not have.
+    facts = {key: value for key, value in part.config.items() if key in inspect.signature(kind).parameters}
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            module: nn.Module = kind(**copy.deepcopy(facts))
+            return module
+
+    model: Any = _built(name, build)
+    double, single = facts.get("num_layers") or 1, facts.get("num_single_layers") or 0
+    completed = msgspec.structs.replace(
+        part,
+        model_class=model_class,
+        config={**model.config, **facts},
+        parameters={"full": sum(value.numel() for value in model.parameters()), **part.parameters},
+        tiny=tiny_denoiser(denoisers()[model_class].trained_part, dict(model.config)),
+        repeats={"num_layers": 1, "num_single_layers": single // double} if single and single % double == 0 else {},
+    )
+    idle = denoisers()[model_class].idle
+    if model_class == "SD3Transformer2DModel":  # whose last block lets go of what the text asks
+        idle = {
+            scale: (
+                rf".*transformer_blocks\.{completed.facts(scale)['num_layers'] - 1}\.attn\.(add_q_proj|norm_added_q)\..*",
+            )
+            for scale in SCALES
+        }
+    return msgspec.structs.replace(architecture, parts={part_name: completed}, idle=idle)
 
 
 def _built(name: str, build: Callable[[], Any]) -> Any:
