@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory, prediction
+from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory
 
-from pytest_gputrain.gate.limits import JudgedLimits, judge_limits, judge_prediction, with_limits
+from pytest_gputrain.gate.limits import JudgedLimits, judge_exact, judge_limits, with_limits
 from pytest_gputrain.records import Holder, LimitVerdict, Measurement, Reply, Verdict
 from pytest_gputrain.records.tolerance import Cap
 from pytest_gputrain.utils.units import GiB
@@ -101,7 +101,7 @@ def test_after_a_crash_nothing_is_open() -> None:
 
 @pytest.mark.parametrize(("gib", "status"), [(24, "pass"), (25, "over-limit")])
 def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) -> None:
-    memory, time = judge_prediction([MEMORY, STEP], CASE, prediction(peak_allocated_bytes=gib * GiB), scale="full")
+    memory, time = judge_exact([MEMORY, STEP], CASE, round(gib * GiB), scale="full", what="a prediction")
     assert memory == LimitVerdict(
         metric="peak_allocated_bytes", status=status, value=gib * GiB, limit=24 * GiB, stated=STATED
     )
@@ -111,15 +111,13 @@ def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) ->
 
 
 def test_a_prediction_over_a_limit_is_told_as_one() -> None:
-    verdict = with_limits(
-        CASE, None, judge_prediction([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="full")
-    )
+    verdict = with_limits(CASE, None, judge_exact([MEMORY], CASE, round(25 * GiB), scale="full", what="a prediction"))
     assert verdict is not None
     assert verdict.sentence.endswith(f"over its limit of 24.0 GiB by prediction ({STATED})")
 
 
 def test_a_tiny_prediction_is_not_what_was_limited() -> None:
-    (limit,) = judge_prediction([MEMORY], CASE, prediction(peak_allocated_bytes=25 * GiB), scale="tiny")
+    (limit,) = judge_exact([MEMORY], CASE, round(25 * GiB), scale="tiny", what="a prediction")
     assert (limit.status, limit.note) == ("not-judged", "it is for the model, and this is the tiny scale")
 
 
