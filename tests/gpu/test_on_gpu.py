@@ -1,18 +1,32 @@
-"""What only a GPU can show. Every test skips where there is none."""
+"""What only a GPU can show, or an emulated one: pytest tests/gpu/test_on_gpu.py --gpu-emulate --gpu-platform=h100.
+
+Every test skips where there is neither. Those marked ``hardware`` need times or values.
+"""
+
+import contextlib
 
 import pytest
-import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pytest_gputrain import Case, MiB
 from pytest_gputrain.hardware import watch
 from pytest_gputrain.hardware.machine import detect
 
+with contextlib.suppress(ImportError):  # Workers find stand-ins of CUDA's libraries on an emulated GPU, and pytest does not.
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
 LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=3, warmup=1)
 
 
+hardware = pytest.mark.hardware
+
+
 @pytest.fixture(autouse=True)
-def _on_a_gpu(pytestconfig):
+def _on_a_gpu(pytestconfig, request):
+    if pytestconfig.getoption("--gpu-emulate"):
+        if request.node.get_closest_marker("hardware"):
+            pytest.skip("needs a real GPU, for its times or values")
+        return
     machine = detect(platform=pytestconfig.getoption("--gpu-platform"))
     if not machine.gpus:
         pytest.skip(f"needs a GPU, found {machine.platform}")
@@ -104,6 +118,7 @@ def test_memory_that_runs_out_after_the_timed_steps_loses_no_figures(gputrain):
         gputrain.measure(fail_after_the_timed_steps, precision="fp32", steps=3)
 
 
+@hardware
 def test_asynchronous_work_is_inside_the_step(gputrain):
     slept = gputrain.measure(sleep_on_the_device, steps=3)
     idle = gputrain.measure(do_nothing, steps=3)
@@ -111,12 +126,14 @@ def test_asynchronous_work_is_inside_the_step(gputrain):
     assert slept.median_step_seconds > 100 * idle.median_step_seconds
 
 
+@hardware
 def test_the_gpus_own_clock_agrees_with_the_walls(gputrain):
     slept = gputrain.measure(sleep_on_the_device, steps=3)
     for wall, device in zip(slept.step_seconds, slept.device_step_seconds, strict=True):
         assert 0.9 * wall < device <= wall
 
 
+@hardware
 def test_the_driver_is_read_while_the_steps_are_timed(gputrain):
     seen = gputrain.measure(multiply, steps=100).telemetry
     assert seen.readings >= 3
@@ -125,6 +142,7 @@ def test_the_driver_is_read_while_the_steps_are_timed(gputrain):
     assert seen.energy_joules is None or seen.energy_joules > 10
 
 
+@hardware
 def test_reading_the_driver_costs_the_step_nothing(gputrain, monkeypatch):
     interval, read, alone = watch.INTERVAL_SECONDS, [], []
     for number in range(3):  # in turn, as clocks drift; a case is measured once a session, so each has steps of its own
@@ -137,6 +155,7 @@ def test_reading_the_driver_costs_the_step_nothing(gputrain, monkeypatch):
     assert min(read) < 1.005 * min(alone)
 
 
+@hardware
 def test_an_inline_case_that_failed_leaves_the_memory_to_the_next(gputrain):
     free = torch.cuda.mem_get_info()[0]
     with pytest.raises(pytest.fail.Exception, match="ran out of device memory"):
