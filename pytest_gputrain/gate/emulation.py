@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pytest_gputrain.cases.identity import differences
-from pytest_gputrain.gate.messages import describe_metric
+from pytest_gputrain.gate.messages import count, describe_metric
 from pytest_gputrain.records import Case, EmulatedRun, MetricName, MetricVerdict, Status, Verdict
 from pytest_gputrain.records.emulated import RecordedRuns, conditions_of
-from pytest_gputrain.utils.units import format_bytes, format_percent
+from pytest_gputrain.utils.units import format_bytes
 
 _JUDGED: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_bytes", "flops_per_step")
 _RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
@@ -85,9 +85,8 @@ def _describe(metric: MetricVerdict) -> str:
     if metric.metric == "flops_per_step" or format_bytes(metric.value) != format_bytes(metric.baseline):
         return describe_metric(metric)
     change, kind = int(metric.value - metric.baseline), metric.metric.removeprefix("peak_").removesuffix("_bytes")
-    share = format_percent(abs(change) / metric.baseline, signed=False) if metric.baseline else "all"
     more = "more" if change > 0 else "less"
-    return f"needs {abs(change):,} bytes ({share}) {more} memory: {metric.value:,.0f} against {metric.baseline:,.0f} {kind}"
+    return f"needs {count(abs(change), 'byte')} {more} memory: {metric.value:,.0f} against {metric.baseline:,.0f} {kind}"
 
 
 def _changed_conditions(before: EmulatedRun, now: EmulatedRun) -> Iterator[str]:
