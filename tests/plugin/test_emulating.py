@@ -108,6 +108,15 @@ def test_one_byte_more_is_a_regression_and_one_less_an_improvement(emulating: Pr
         assert emulating.verdicts()[GEMMA] == "improved"
 
 
+def test_a_compiled_case_may_differ_a_little(emulating: Project) -> None:
+    compiled = (*EMULATE, "--gpu-set=compile=default", "-k", "gemma")
+    emulating.run(*compiled, "--gpu-baseline-update").assert_outcomes(passed=1, deselected=2)
+    emulating.answer({**RUN, "peak_reserved_bytes": round(RUN["peak_reserved_bytes"] * 1.019)})
+    emulating.run(*compiled, "--gpu-strict").assert_outcomes(passed=1, deselected=2)
+    emulating.answer({**RUN, "peak_reserved_bytes": round(RUN["peak_reserved_bytes"] * 1.021)})
+    emulating.run(*compiled, "--gpu-strict").assert_outcomes(failed=1, deselected=2)
+
+
 def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating: Project) -> None:
     unfit = {**RUN, "fits": False, "refused": "CUDA out of memory. Tried to allocate 2.00 GiB."}
     emulating.answer(unfit, to=GEMMA)
