@@ -8,7 +8,7 @@ import sys
 from typing import Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.validation import ADAPTING
+from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
 from pytest_gputrain.records import Case
 
 LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", "bitsandbytes", "deepspeed", "triton")
@@ -21,7 +21,8 @@ def libraries(case: Case) -> tuple[str, ...]:
         return LIBRARIES
     used = {"torch", *(part.library for part in architectures()[case.model].parts.values())}
     used |= {"peft"} if case.method in ADAPTING else set()
-    used |= {"bitsandbytes"} if case.method == "qlora" else set()
+    used |= {"bitsandbytes"} if case.method == "qlora" or case.optimizer in EIGHT_BIT else set()
+    used |= {"transformers"} if case.optimizer == "adafactor" else set()
     used |= {"deepspeed"} if case.parallel.startswith("zero") else set()
     return tuple(name for name in LIBRARIES if name in used)
 

@@ -13,6 +13,7 @@ import pytest
 
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.identity import suite_of
+from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.execution.emulated import EmulatingExecutor
 from pytest_gputrain.execution.executor import Executor, conditions_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
@@ -134,7 +135,7 @@ class CaseSession:
         knobs = parameters.get("gputrain_knobs", {})
         for value in parameters.values():
             if isinstance(value, Case):
-                case = sweep.override(value, knobs)
+                case = _with_knobs(item, value, knobs)
                 for marker in platforms_of(case.platforms):
                     item.add_marker(self._marks[marker])
                 self.runner.declare(suite_of(item.path), case)
@@ -316,11 +317,17 @@ class CaseSession:
 
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
+        notes = self._notes(self.collector)
+        # What to do first stands where it is read first: the end of a long table is not.
+        first = terminal.advice(self.collector.results)
+        for line in filter(None, [first]):
+            terminalreporter.write_line(shown(line))
         if self.collector.results:
             table = terminal.render(self.collector.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
             terminalreporter.write_line(table)
-        for line in self._notes(self.collector):
-            terminalreporter.write_line(shown(line))
+        for line in notes:
+            if line != first:
+                terminalreporter.write_line(shown(line))
 
     def _annotates(self) -> bool:
         """Return whether failures become annotations of GitHub; not if another plugin annotates every failure."""
@@ -446,7 +453,16 @@ def _cases_of(item: pytest.Item) -> list[Case]:
     if callspec is None or not has_cases(item):
         return []
     knobs = callspec.params.get("gputrain_knobs", {})
-    return [sweep.override(case, knobs) for case in callspec.params.values() if isinstance(case, Case)]
+    return [_with_knobs(item, case, knobs) for case in callspec.params.values() if isinstance(case, Case)]
+
+
+def _with_knobs(item: pytest.Item, case: Case, knobs: Mapping[str, Any]) -> Case:
+    """The case as a test will ask for it."""
+    case = sweep.override(case, knobs)
+    try:
+        return with_model(case, item.path.parent)
+    except BadCase:  # its test will fail with it
+        return case
 
 
 def _terms_of(item: pytest.Item) -> Terms:

@@ -281,8 +281,8 @@ OPTIONS: Final = (
         metavar="auto|process|inline",
         help=(
             "where cases run: each in a fresh interpreter (process), or in the pytest process for a debugger (inline); "
-            "auto: as process, but on a CPU the models' cases are forked from a process that has only imported their "
-            "libraries (default: auto)"
+            "auto: as process, but on a CPU forked from a process that has only imported the libraries of the models, or "
+            "torch for own code (default: auto)"
         ),
     ),
     Option(name="nodes", ini_only=True, parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),

@@ -86,7 +86,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     version_deepspeed: str | None
     version_triton: str | None
     model: str
-    """From here to ``code`` the knobs of the case, as ``Case`` documents them."""
+    """From here to ``args`` the knobs of the case, as ``Case`` documents them."""
     method: str
     precision: str
     parallel: str
@@ -104,14 +104,20 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     gradient_accumulation: Whole
     activation_checkpointing: float
     """Share of the blocks that are recomputed: 1.0 for all."""
+    activation_checkpointing_policy: str
     reentrant_checkpointing: bool
     lora_rank: Whole
+    lora_alpha: Whole
+    lora_dropout: float | None
+    lora_targets: str
+    dora: bool
     quantized_compute: str
     attention: str
     optimizer: str
     compile: str
     tf32: bool | None
     master_weights: bool
+    loss: str
     loss_chunks: Whole
     learning_rate: float
     lr_scheduler: str
@@ -131,6 +137,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     steps: Whole
     warmup: Whole
     code: str
+    args: str
     changed_variables: str | None
     """Names of the environment variables that the test had changed, with commas between them; null for none."""
     outcome: Literal["measured", "predicted", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]

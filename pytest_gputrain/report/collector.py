@@ -9,7 +9,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -73,6 +73,8 @@ class Collector:
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
         self._emulated: defaultdict[tuple[str, str], dict[str, RecordedRuns]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
+        self._unchanged: Counter[Path] = Counter()
+        """How many of these were there with the same figures."""
         self._stored: dict[tuple[str, str, str], _RecordedCase] = {}
         """What becomes a baseline, by device, suite and key."""
         self._records_resumed = False
@@ -191,10 +193,10 @@ class Collector:
             names = ", ".join(changed[0].variables)
             self.notes.append(f"recorded with environment variables that a test changes: {changed[0].case} ({names}){more}")
         for path, number in self._recorded.items():
-            self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
-        on_gpus = any(
-            isinstance(result, Measured) and result.device != CPU for result in self.results if _is_recorded(result)
-        )
+            self.notes.append(_recorded_in(path, number, self._unchanged[path]))
+        new = [path for path, number in self._recorded.items() if number > self._unchanged[path]]
+        measured_on_gpus = {result.device for result in self.results if isinstance(result, Measured)} - {CPU}
+        on_gpus = any(path.parent.name in measured_on_gpus for path in new)
         if on_gpus and not self._records_resumed:
             self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
         kept = () if ran else self._note_kept(is_listing)
@@ -297,11 +299,14 @@ class Collector:
     def _save_baselines(self) -> list[str]:
         """Save the baselines, and return why some could not be saved; those wait for the next time."""
         folder = self.settings.baseline_dir
-        return [
-            *self._save(BaselineStore(folder).update, self._pending),
-            *self._save(PredictionStore(folder).update, self._predicted),
-            *self._save(EmulationStore(folder).update, self._emulated),
+        measured, predicted, emulated = BaselineStore(folder), PredictionStore(folder), EmulationStore(folder)
+        trouble = [
+            *self._save(measured.update, self._pending),
+            *self._save(predicted.update, self._predicted),
+            *self._save(emulated.update, self._emulated),
         ]
+        self._unchanged += measured.unchanged + predicted.unchanged + emulated.unchanged
+        return trouble
 
     def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
         for group, entries in list(waiting.items()):
@@ -339,6 +344,14 @@ class Collector:
             notes=tuple(self.notes),
             results=tuple(self._resumed_report.beyond(self.results)) if self._resumed_report else (),
         )
+
+
+def _recorded_in(path: Path, number: int, unchanged: int) -> str:
+    if unchanged == number:
+        stay = "stays as it was: its" if number == 1 else "stay as they were: their"
+        return f"{count(number, 'baseline')} in {path} {stay} judged figures are the same"
+    same = f"; {unchanged} more {'has' if unchanged == 1 else 'have'} the same figures as before" if unchanged else ""
+    return f"{count(number - unchanged, 'baseline')} recorded in {path}; review the difference in git{same}"
 
 
 def _utf8(text: str) -> str:

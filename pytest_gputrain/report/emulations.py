@@ -36,17 +36,13 @@ def table(
     wide = width >= _WIDE
     if not wide:
         del figures["(Model)"], figures["Compute"]
-    result_table = rich_text.table(gap=1 if wide else 0)
-    result_table.add_column("Case", overflow="fold", width=None if wide else 28)
-    for header in figures:
-        result_table.add_column(header, justify="right", no_wrap=True)
-    result_table.add_column("Verdict", no_wrap=True)
+    cells: dict[str, list[str]] = {header: [] for header in figures}
     for result in results:
-        run = result.figures
-        failed = [outcome(result), *[""] * (len(figures) - 1)]
-        cells = failed if run is None else [show(run) for show in figures.values()]
-        result_table.add_row(*map(rich_text.text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
-    return result_table
+        for number, (header, show) in enumerate(figures.items()):
+            failed = "" if number else outcome(result)
+            cells[header].append(failed if result.figures is None else show(result.figures))
+    cases = [" ".join(filter(None, names(result))) for result in results]
+    return rich_text.case_table(cases, cells, [verdict(result) for result in results], width)
 
 
 def explain(results: Sequence[Result]) -> list[str]:

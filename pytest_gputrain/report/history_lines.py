@@ -239,4 +239,5 @@ KNOBS: Final = tuple(name for name in Case.__struct_fields__ if name not in ("na
 def knobs(case: Case) -> dict[str, Any]:
     """Return the knobs of the case, each always as one type."""
     values = {name: getattr(case, name) for name in KNOBS}
-    return values | {name: float(values[name]) for name in ("activation_checkpointing", "learning_rate", "max_grad_norm")}
+    numbers = ("activation_checkpointing", "lora_dropout", "learning_rate", "max_grad_norm")
+    return values | {name: float(values[name]) for name in numbers if values[name] is not None}

@@ -12,6 +12,7 @@ FAILURES: Final[dict[str, str]] = {
     "timed_out": "timed out",
     "crashed": "crashed",
     "lost": "lost",
+    "refused": "refused",
 }
 """What tables show of a run without figures."""
 _Kind = TypeVar("_Kind", bound=Result)

@@ -113,6 +113,23 @@ def refuse_unfit(
     )
     if lacking:
         raise CannotRun(lacking)
+    if case.method == "script":
+        _refuse_script(case, host, settings)
+
+
+def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
+    """Refuse a script where nothing can be known of it; arguments and errors as of `refuse_unfit`."""
+    if settings.predict:
+        raise CannotRun("is a script, which --gpu-predict cannot run on fake tensors; --gpu-emulate runs it")
+    if settings.find_batch or settings.loss_steps is not None:
+        raise BadCase(f"{case} is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test")
+    if settings.isolation == "inline":
+        raise BadCase(f"{case} is a script, which takes a process of its own; leave out --gpu-isolation=inline")
+    if not host.gpus:
+        raise BadCase(
+            f"{case} was not measured: a script's memory is known from torch's CUDA allocator, and this run has no GPU; add "
+            "--gpu-emulate -m h100, which needs torch's CUDA build but no GPU, or run it on a machine with one"
+        )
 
 
 def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, all_of_them: bool) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from pytest_gputrain.cases.deepspeed_config import with_config
+from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.targets import allowing_tf32
@@ -83,6 +84,7 @@ class TaskMaker:
             module=module,
             import_paths=tuple(path for path in sys.path if path),
             deepspeed=further,
+            model_config=config_of(case),
             growth_bytes=growth_bytes,
             target=allowing_tf32(self._target) if self._target and case.tf32 else self._target,
             emulated=self._emulated,

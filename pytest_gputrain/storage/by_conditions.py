@@ -41,6 +41,8 @@ class StoreByConditions(SuiteStore[_Record, _Entry]):
     def _merged(self, before: _Record | None, new: _Record) -> _Record:
         if before is None or before.case.identity() != new.case.identity():
             return new
+        if all(entry in self._entries(before) for entry in self._entries(new)):
+            return before
         replaced = [self._shared(entry) for entry in self._entries(new)]
         kept = [entry for entry in self._entries(before) if self._shared(entry) not in replaced]
         return self._record("", new.case, new.scale, (*kept, *self._entries(new))[-MOST_CONDITIONS:])

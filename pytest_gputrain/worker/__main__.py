@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -47,9 +48,11 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     try:
         import numpy
 
-        from pytest_gputrain.worker.libraries import load
+        from pytest_gputrain.worker.libraries import load_for
 
-        load(task.case, predicted=task.target is not None)
+        load_for(task)
+        # None of what imports left becomes garbage, and each collection would look through all of it.
+        gc.freeze()
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.run import run
     except ImportError as error:
@@ -61,7 +64,11 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     else:
         random.seed(0)
         numpy.random.seed(0)
-        if task.target is None:
+        if task.case.method == "script":
+            from pytest_gputrain.worker.script import run_script
+
+            reply = run_script(task, progress, folder)
+        elif task.target is None:
             meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
             local_rank = rank if local_rank is None else local_rank
             group = Group(rank, task.processes, local_rank, meeting, task.servers, simulated=bool(task.emulated))

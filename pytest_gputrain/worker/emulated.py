@@ -80,7 +80,7 @@ def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> Emulate
     """
     if isinstance(reply, Measurement):
         return EmulatedRun(
-            **_conditions(task, device),
+            **conditions(task, device),
             fits=True,
             peak_allocated_bytes=reply.peak_allocated_bytes,
             peak_reserved_bytes=reply.peak_reserved_bytes or 0,
@@ -96,7 +96,7 @@ def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> Emulate
     if isinstance(reply, OutOfMemory) and reply.where == "device":
         peaks = device.peaks()
         return EmulatedRun(
-            **_conditions(task, device),
+            **conditions(task, device),
             fits=False,
             refused=reply.message,
             peak_allocated_bytes=reply.peak_allocated_bytes or 0,
@@ -108,7 +108,8 @@ def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> Emulate
     return reply
 
 
-def _conditions(task: Task, device: Device) -> dict[str, Any]:
+def conditions(task: Task, device: Device) -> dict[str, Any]:
+    """Return the fields of a run on an emulated GPU that say what it depends on."""
     properties = torch.cuda.get_device_properties(device.torch_device)
     return {
         "device_name": properties.name,

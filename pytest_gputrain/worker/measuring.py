@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -301,6 +302,8 @@ def build(
     if not is_own_code(case, builder):
         return Training(case, task.scale, device, group, own_work_done, architecture, task.deepspeed)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
+    if case.args:
+        builder = functools.partial(builder, **msgspec.json.decode(case.args))
     return OwnCodeTraining(case, task.scale, device, builder, group, own_work_done)
 
 

@@ -17,12 +17,14 @@ from pytest_gputrain.worker.emulated import emulated_reply, training_on_emulated
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.measuring import Keep, Measuring, is_own_code, known, own_lines
+from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.own_code import OwnCode
+from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.precision import tf32_allowed
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.training import OPTIMIZERS, StepBuilder
+from pytest_gputrain.worker.training import StepBuilder
 
 SEED: Final = 20_240_101
 
@@ -47,6 +49,7 @@ def run(
         keep: gets the figures before they are checked.
     """
     device: Device | None = None
+    own: OwnCode | None = None
     try:
         on_cpu = task.device_type == "cpu" or group.serves
         device = Cpu() if on_cpu else Accelerator(group.local_rank, emulated=bool(task.emulated))
@@ -54,7 +57,6 @@ def run(
             keep = _keep_nothing  # the figures of a measurement have times
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
-        own = None
         if is_own_code(task.case, builder):
             own = OwnCode(task, group, counts_memory=device.type == "cpu")
         with (
@@ -68,11 +70,11 @@ def run(
                 return _serve(task, progress, device, group, keep)
             reply: Reply = Measuring(task, progress, device, group, keep, own).run(builder)
     except CheckFailed as error:
-        return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
+        return Crashed(sentence=str(error), phase=progress.phase, step=progress.step, refused=True)
     except Exception as error:
         where = _out_of_memory(error)
         if where is None or device is None or progress.phase == "check":  # whose steps have fitted
-            return crash(error, progress)
+            return crash(error, progress, own_lines(task, builder) if own else None)
         peaks = device.peaks()
         reply = OutOfMemory(
             where=where,
@@ -90,10 +92,15 @@ def _keep_nothing(figures: object) -> None:
     """Keep no figures."""
 
 
-def crash(error: BaseException, progress: Progress) -> Crashed:
-    """An exception as a reply, with its traceback."""
+def crash(error: BaseException, progress: Progress, lines: OwnLines | None = None) -> Crashed:
+    """An exception as a reply, with its traceback.
+
+    Args:
+        lines: tells which lines are the user's own, of which the sentence has the last.
+    """
+    line = lines.of_traceback(error.__traceback__) if lines else ""
     return Crashed(
-        sentence=f"{type(error).__name__}: {_first_line(error)}",
+        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}",
         phase=progress.phase,
         step=progress.step,
         detail="".join(traceback.format_exception(error)),

@@ -35,11 +35,20 @@ class SessionEnvironment:
         """Take the variables of this moment for those of the session."""
         self.began.clear()
         self.began |= os.environ
-        self.collected()
+        self._collected = dict(self.began)
 
-    def collected(self) -> None:
-        """Take the variables of this moment for those that tests will find, as far as anybody knows before they run."""
-        self._collected = dict(os.environ)
+    def collected(self, *, elsewhere: bool = False) -> None:
+        """Take the variables of this moment for those that tests will find, as far as anybody knows before they run.
+
+        What the imports of test files set, and of the frameworks that they import, no test has changed.
+
+        Args:
+            elsewhere: cases run on machines that know the session's variables alone, and are told of all others.
+        """
+        if elsewhere:
+            self._collected = dict(os.environ)
+        else:
+            self.begin()
 
     def changes(self, task: Task, *, inline: bool = False, prefetched: bool = False) -> dict[str, str | None]:
         """The variables that are others now, by name; None for one that is there no more.

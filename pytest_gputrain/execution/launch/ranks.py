@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -34,6 +35,8 @@ from pytest_gputrain.utils.files import UNREADABLE
 from pytest_gputrain.utils.linux import oom_kills
 from pytest_gputrain.utils.units import format_bytes
 
+_OF_LIBRARIES: Final = re.compile(r"^Failed to load CPU gemm_4bit.*\n?", re.MULTILINE)
+"""What bitsandbytes prints whenever it is imported on a CPU without an optional package."""
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
 _TAIL_BYTES: Final = 8_000
@@ -243,7 +246,8 @@ class _Output:
                 os.truncate(self._path, 0)
 
     def end(self) -> str:
-        return (self._before + tail(self._path))[-_TAIL_BYTES:]
+        """The end of it, without what libraries say of themselves that says nothing of the case."""
+        return _OF_LIBRARIES.sub("", (self._before + tail(self._path)))[-_TAIL_BYTES:]
 
 
 class _ProgressFile:
