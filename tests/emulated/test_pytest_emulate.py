@@ -1,0 +1,163 @@
+"""`pytest --gpu-emulate` with real workers. Needs a CUDA build of torch, and no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import pytest_gputrain
+from pytest_gputrain.hardware.emulation import boards, build, libraries
+from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.utils.errors import CannotEmulate
+
+ROOT = Path(pytest_gputrain.__file__).parents[1]
+
+SUITE = """
+    WIDTH = 4096
+
+    def build(setup):
+        import torch  # not above: without NVIDIA's packages only the worker, which has the stand-ins, can import it
+
+        assert str(setup.device) == "cuda:0" and torch.cuda.get_device_name(0) == "NVIDIA H100 80GB HBM3"
+        first, second = (torch.nn.Linear(WIDTH, WIDTH, device=setup.device) for _ in range(2))
+        model = torch.nn.Sequential(first, torch.nn.GELU(), second)
+        if setup.processes > 1:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = torch.randn(1024, WIDTH, device=setup.device)
+        setup.watch(model)
+
+        def step():
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    def build_too_large(setup):
+        import torch
+
+        kept = torch.empty(81 << 30, dtype=torch.uint8, device=setup.device)
+        return lambda: kept.sum()
+
+    def test_own(gputrain):
+        gputrain.check(build, precision="fp32")
+
+    def test_two(gputrain):
+        gputrain.check(build, model="two", precision="fp32", parallel="ddp", gpus=2)
+
+    def test_too_large(gputrain):
+        gputrain.check(build_too_large, precision="fp32")
+"""
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    try:
+        return build.stand_ins(libraries.find_torch())
+    except CannotEmulate as error:
+        pytest.skip(f"needs a CUDA build of torch: {error}")
+
+
+@pytest.fixture
+def run(stand_ins, tmp_path):
+    """Run pytest in a project with the suite: its completed process, and the results of its report by test."""
+    (tmp_path / "test_own.py").write_text(textwrap.dedent(SUITE))
+    (tmp_path / "tox.ini").write_text("[pytest]\n")
+
+    def start(*arguments, **variables):
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environ = {name: value for name, value in os.environ.items() if name not in ("CI", "GPUTRAIN_PARENT")}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpu-json=report.json", *arguments]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**environ, "PYTHONPATH": path, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        report = tmp_path / "report.json"
+        results = json.loads(report.read_bytes())["results"] if report.exists() else []
+        return done, {result["nodeid"].partition("::")[2]: result for result in results}
+
+    return start
+
+
+EMULATE = ("--gpu-platform=h100", "--gpu-emulate")
+
+
+def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
+    first, recorded = run(*EMULATE, "--gpu-baseline-update", "-k", "not large")
+    assert first.returncode == 0, first.stdout
+    second, judged = run(*EMULATE, "--gpu-strict", "-k", "not large")
+    assert second.returncode == 0, second.stdout
+    for name, result in judged.items():
+        assert result["reply"] == recorded[name]["reply"]
+        assert result["kind"] == "emulated"
+    weights = 4 * 2 * (4096 * 4096 + 4096)
+    own, two = judged["test_own"]["reply"], judged["test_two"]["reply"]
+    assert own["model_bytes"] == weights
+    assert (
+        4 * weights < own["peak_allocated_bytes"] < 6 * weights
+    )  # weights, gradients, two moments, and what the update takes for a moment
+    assert two["processes"] == 2
+    assert two["peak_allocated_bytes"] - own["peak_allocated_bytes"] >= weights  # the reducer's buckets
+
+
+def test_what_does_not_fit_fails_with_the_allocators_sentence(run):
+    done, results = run(*EMULATE, "-k", "large")
+    assert done.returncode == 1
+    assert not results["test_too_large"]["reply"]["fits"]
+    assert "does not fit H100 (79.1 GiB): CUDA out of memory. Tried to allocate 81.00 GiB" in done.stdout
+
+
+def test_a_run_that_measures_refuses_stand_ins(run, stand_ins):
+    board = boards.board("h100")
+    description = boards.describe(board, kernels=boards.find_kernels(board, stand_ins.architectures, "2"))
+    done, results = run("-k", "own", **emulated_environment({}, stand_ins, description))
+    assert done.returncode == 1
+    assert "this worker found stand-ins of CUDA's libraries" in done.stdout
+    assert [reply["outcome"] for reply in results["test_own"]["replies"]] == ["crashed"]
+
+
+def test_a_test_that_takes_the_stand_ins_away_gets_no_figures(run, tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\n\n@pytest.fixture(autouse=True)\ndef bare(monkeypatch):\n    monkeypatch.setenv('LD_PRELOAD', '')\n"
+    )
+    done, results = run(*EMULATE, "-k", "own")
+    assert done.returncode == 1
+    sentence = results["test_own"]["reply"]["sentence"]
+    # Without NVIDIA's packages, torch cannot even be imported.
+    assert "this worker did not find the stand-ins" in sentence or "libcudnn" in sentence
+
+
+def test_real_bindings_of_nvml_read_the_emulated_gpu(stand_ins):
+    board = boards.board("h100")
+    description = boards.describe(board, kernels=boards.find_kernels(board, stand_ins.architectures, "2"), devices=2)
+    code = """
+        import os
+        from pytest_gputrain.hardware import drivers
+        from pytest_gputrain.hardware.machine import detect
+
+        machine = detect(environ={})
+        print(machine.platform, len(machine.gpus), machine.slug, len({gpu.uuid for gpu in machine.gpus}))
+        print(drivers.occupancy(machine.gpus).free_bytes > 79 * 2**30, drivers.paths(machine.gpus)[0][0])
+        with drivers.driver("nvidia") as driver:
+            print(driver.read(machine.gpus[0]))
+    """
+    environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    environ = emulated_environment(environ, stand_ins, description)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60)
+    first, second, third = done.stdout.splitlines()
+    assert first == "h100 2 nvidia-h100-80gb-hbm3 2"
+    assert second == "True X"
+    assert third.startswith("Reading(")

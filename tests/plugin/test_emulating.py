@@ -1,0 +1,241 @@
+"""``--gpu-emulate``: what it refuses, what it judges and records, and that its figures never meet those of a real GPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from plugin_project import (
+    GEMMA,
+    H100_FOLDER,
+    LLAMA,
+    SUITE,
+    Project,
+    assert_refused,
+    failures,
+    only_sentence,
+    recorded,
+    skips,
+)
+
+from pytest_gputrain.records import EmulatedRun
+
+RUN: dict[str, Any] = {
+    "outcome": "emulated",
+    "device_name": "NVIDIA H100 80GB HBM3",
+    "device_memory_bytes": 84_943_715_696,
+    "runtime": "13.0",
+    "packages": {"torch": "2.13.0"},
+    "fits": True,
+    "peak_allocated_bytes": 33_640_000_512,
+    "peak_reserved_bytes": 38_010_880_000,
+    "device_used_bytes": 38_600_000_000,
+    "flops_per_step": 740_000_000,
+}
+EMULATE = ("-m", "h100", "--gpu-emulate")
+
+CONFTEST = """
+import contextlib
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from pytest_gputrain.execution import emulated
+from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.records import Crashed, EmulatedRun, OutOfMemory
+
+HERE = Path(__file__).parent
+
+
+def pytest_configure(config):
+    def emulate(task, *, timeout_seconds, environ, watch=None, fork_server=None):
+        with open(HERE / "launches.jsonl", "a") as log:
+            log.write(json.dumps({"id": str(task.case), "emulated": task.emulated, "processes": task.processes}) + "\\n")
+        replies = json.loads((HERE / "replies.json").read_text())
+        (reply, *_) = replies.get(str(task.case), replies["*"])
+        return msgspec.convert(reply, EmulatedRun | OutOfMemory | Crashed)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(emulated.libraries, "find_torch", lambda: None)
+    patch.setattr(emulated.EmulatingExecutor, "_environment", lambda self, gpus: {})
+    patch.setattr(emulated, "lease_emulated", contextlib.nullcontext)
+    patch.setattr(launcher, "emulate", emulate)
+    config.add_cleanup(patch.undo)
+"""
+
+
+@pytest.fixture
+def emulating(project: Project) -> Project:
+    """Three cases on a machine that emulates GPUs, without anything recorded."""
+    (project.path / "conftest.py").write_text(CONFTEST)
+    project.answer(RUN)
+    project.write(test_tuning=SUITE)
+    return project
+
+
+def emulated_baselines(project: Project) -> dict[str, Any]:
+    return project.baselines("tuning", "emulated/h100")
+
+
+def test_it_needs_one_platform(emulating: Project) -> None:
+    assert_refused(emulating, "--gpu-emulate emulates one platform, and none is named; add *", "--gpu-emulate")
+    assert_refused(emulating, "--gpu-emulate emulates one platform, and -m names *", "-m", "h100 or a100", "--gpu-emulate")
+
+
+def test_it_refuses_what_is_no_nvidia_gpu(emulating: Project) -> None:
+    assert_refused(emulating, "mi300x is no NVIDIA GPU that can be emulated; *", "-m", "mi300x", "--gpu-emulate")
+
+
+def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_strict(emulating: Project) -> None:
+    emulating.run(*EMULATE, "--gpu-json=report.json").assert_outcomes(passed=3)
+    assert emulating.verdicts()[LLAMA] == "new"
+    assert {launch["emulated"] for launch in emulating.launches} == {"h100"}
+    strict = emulating.run(*EMULATE, "--gpu-strict")
+    assert "was never recorded on an emulated H100" in failures(strict)[f"test_tuning[{LLAMA}]"]
+
+
+def test_one_byte_more_is_a_regression_and_one_less_an_improvement(emulating: Project) -> None:
+    emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
+    emulating.run(*EMULATE, "--gpu-strict").assert_outcomes(passed=3)
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        emulating.answer({**RUN, name: RUN[name] + 1}, to=GEMMA)
+        sentence = only_sentence(emulating.run(*EMULATE, "--gpu-memory-tolerance=50%"), f"test_tuning[{GEMMA}]")
+        assert "needs 1 byte more memory: " in sentence
+        emulating.answer({**RUN, name: RUN[name] - 1}, to=GEMMA)
+        emulating.run(*EMULATE, "--gpu-json=report.json").assert_outcomes(passed=3)
+        assert emulating.verdicts()[GEMMA] == "improved"
+
+
+def test_a_compiled_case_may_differ_a_little(emulating: Project) -> None:
+    compiled = (*EMULATE, "--gpu-set=compile=default", "-k", "gemma")
+    emulating.run(*compiled, "--gpu-baseline-update").assert_outcomes(passed=1, deselected=2)
+    emulating.answer({**RUN, "peak_reserved_bytes": round(RUN["peak_reserved_bytes"] * 1.019)})
+    emulating.run(*compiled, "--gpu-strict").assert_outcomes(passed=1, deselected=2)
+    emulating.answer({**RUN, "peak_reserved_bytes": round(RUN["peak_reserved_bytes"] * 1.021)})
+    emulating.run(*compiled, "--gpu-strict").assert_outcomes(failed=1, deselected=2)
+
+
+def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating: Project) -> None:
+    unfit = {**RUN, "fits": False, "refused": "CUDA out of memory. Tried to allocate 2.00 GiB."}
+    emulating.answer(unfit, to=GEMMA)
+    sentence = only_sentence(emulating.run(*EMULATE), f"test_tuning[{GEMMA}]")
+    assert "does not fit H100 (79.1 GiB): CUDA out of memory. Tried to allocate 2.00 GiB; if that is expected" in sentence
+    emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
+    emulating.run(*EMULATE, "--gpu-strict").assert_outcomes(passed=3)
+    emulating.answer(RUN)
+    emulating.answer(unfit, to=LLAMA)
+    assert "no longer fits" in only_sentence(emulating.run(*EMULATE), f"test_tuning[{LLAMA}]")
+
+
+def test_other_libraries_are_not_compared(emulating: Project) -> None:
+    emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
+    emulating.answer({**RUN, "packages": {"torch": "2.14.0"}, "peak_allocated_bytes": 1})
+    emulating.run(*EMULATE, "--gpu-json=report.json").assert_outcomes(passed=3)
+    (sentence,) = {result["verdict"]["sentence"] for result in emulating.report()["results"] if result["key"] == LLAMA}
+    assert "was recorded under other conditions (torch 2.13.0 -> 2.14.0)" in sentence
+
+
+def test_nothing_has_a_time_and_all_says_that_it_is_emulated(emulating: Project) -> None:
+    outputs = ("--gpu-json=report.json", "--gpu-history=history.jsonl", "--gpu-html=report.html", "--gpu-summary=summary.md")
+    result = emulating.run(*EMULATE, *outputs)
+    result.stdout.fnmatch_lines(
+        ["tuning on H100 x1 (emulated), full scale", "emulated NVIDIA H100 80GB HBM3 with 79.1 GiB*"]
+    )
+    (first, *_) = emulating.report()["results"]
+    assert (first["kind"], first["device"]) == ("emulated", "emulated/h100")
+    assert not any("second" in name for name in first["reply"])
+    (line, *_) = map(json.loads, (emulating.path / "history.jsonl").read_text().splitlines())
+    assert (line["kind"], line["outcome"], line["device"]) == ("emulation", "emulated", "emulated/h100")
+    assert [name for name, value in line.items() if name.endswith(("_seconds", "_per_second", "_watts")) and value] == []
+    assert line["peak_allocated_bytes"] == RUN["peak_allocated_bytes"]
+    assert "emulated/h100" in (emulating.path / "report.html").read_text()
+    assert "| emulated/h100 |  |  | 31.3 GiB |" in (emulating.path / "summary.md").read_text()
+
+
+def test_measured_and_predicted_baselines_are_no_baselines_of_an_emulated_gpu(h100: Project) -> None:
+    h100.write(test_tuning=SUITE)
+    h100.run("--gpu-baseline-update", "--gpu-runs=1").assert_outcomes(passed=3)
+    (h100.path / "conftest.py").write_text(CONFTEST)
+    h100.answer({**RUN, "peak_allocated_bytes": 1})
+    before = h100.baseline_file("tuning", H100_FOLDER).read_bytes()
+    h100.run(*EMULATE, "--gpu-json=report.json", "--gpu-baseline-update-new-only").assert_outcomes(passed=3)
+    assert set(h100.verdicts().values()) == {"recorded"}
+    assert h100.baseline_file("tuning", H100_FOLDER).read_bytes() == before
+    assert LLAMA in emulated_baselines(h100)
+
+
+def test_a_report_of_emulated_runs_is_none_to_measure_against_or_to_resume(h100: Project) -> None:
+    h100.write(test_tuning=SUITE)
+    measured = (h100.path / "conftest.py").read_text()
+    (h100.path / "conftest.py").write_text(CONFTEST)
+    h100.answer(RUN)
+    h100.run(*EMULATE, "--gpu-json=emulated.json").assert_outcomes(passed=3)
+    (h100.path / "conftest.py").write_text(measured)
+    h100.answer(recorded())
+    for option in ("--gpu-baseline=emulated.json", "--gpu-resume=emulated.json"):
+        h100.run("-m", "h100", option, "--gpu-json=report.json").assert_outcomes(passed=3)
+        results = h100.report()["results"]
+        assert {(result["kind"], result["verdict"]["status"]) for result in results} == {("measured", "new")}
+
+
+def test_a_case_with_parameter_servers_is_skipped(emulating: Project) -> None:
+    emulating.write(
+        test_tuning="""
+        from pytest_gputrain import Case
+
+        def test_one(gputrain):
+            gputrain.check(Case(model="word2vec", parallel="ps", gpus=2, servers=2, precision="fp32", batch_size=8))
+        """
+    )
+    assert "parameter servers" in skips(emulating.run("--gpu-platform=h100", "--gpu-emulate"))["test_one"]
+
+
+def test_what_has_no_time_is_skipped_by_a_test_that_needs_one(emulating: Project) -> None:
+    emulating.write(
+        test_tuning="""
+        from pytest_gputrain import Case
+
+        CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
+
+        def test_speed(gputrain):
+            gputrain.measure(CASE, needs=("step_seconds",))
+
+        def test_memory(gputrain):
+            figures = gputrain.measure(CASE, needs=("peak_reserved_bytes",))
+            assert figures.peak_reserved_bytes > figures.peak_allocated_bytes
+            assert figures.step_seconds is None and figures.telemetry is None
+        """
+    )
+    result = emulating.run("--gpu-platform=h100", "--gpu-emulate")
+    result.assert_outcomes(passed=1, skipped=1)
+    assert skips(result)["test_speed"] == "needs step_seconds, which an emulated GPU does not have"
+
+
+def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes(emulating: Project) -> None:
+    emulating.answer({**RUN, "processes": 8})
+    emulating.run(*EMULATE, "--gpu-set=parallel=fsdp", "--gpu-set=gpus=8", "-k", "gemma").assert_outcomes(
+        passed=1, deselected=2
+    )
+    assert [launch["processes"] for launch in emulating.launches] == [8]
+
+
+def test_prune_removes_what_no_test_asks_for_of_the_emulated_platform_alone(emulating: Project) -> None:
+    emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
+    emulating.write(test_tuning=SUITE.replace('"gemma-7b", ', ""))
+    result = emulating.run(*EMULATE)
+    result.stdout.fnmatch_lines([f"no test asks any more for 1 baseline: tuning {GEMMA} on h100; *"])
+    emulating.run(*EMULATE, "--gpu-baseline-prune").assert_outcomes(passed=2)
+    assert GEMMA not in emulated_baselines(emulating)
+
+
+def test_a_worker_that_fails_gives_no_figures(emulating: Project) -> None:
+    emulating.answer({"outcome": "crashed", "sentence": "no stand-ins", "phase": "import"}, to=GEMMA)
+    result = emulating.run(*EMULATE, "--gpu-baseline-update")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]") == f"{GEMMA} gave no figures (import): no stand-ins"
+    assert GEMMA not in emulated_baselines(emulating)
+
+
+def test_the_record_has_every_figure_of_the_reply() -> None:
+    assert RUN.keys() - {"outcome"} <= set(EmulatedRun.__struct_fields__)
