@@ -59,8 +59,8 @@ class Values:
         tensors = [tensor for tensor in flat([*arguments, *keywords.values()]) if tensor.is_cuda]
         if all(is_small(tensor, dealt=dealt) for tensor in (*tensors, *outputs)):
             result = self.run(operator, arguments, keywords, seeded=seeded)
-            if result is not None and not outputs:
-                return result
+            if result is not None and output is not None and not outputs:
+                return result  # a number or a boolean
             self.write(outputs, result, dealt=dealt)
         elif elementwise and isinstance(output, Tensor) and any(one.value is not None for one in known):
             value = self.one(operator, arguments, keywords)

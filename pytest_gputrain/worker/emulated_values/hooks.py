@@ -52,7 +52,8 @@ def follow_triton(contents: Contents) -> None:
 
 def follow_libraries(replace_new: Callable[[], None], replacing: Callable[[], bool]) -> None:
     """Replace the operators that libraries register later, too."""
-    library, operators = torch.library.Library, type(torch.ops)
+    library: Any = torch.library.Library
+    operators: Any = type(torch.ops)
     register, load = library.impl, operators.load_library
 
     @functools.wraps(register)
@@ -68,7 +69,7 @@ def follow_libraries(replace_new: Callable[[], None], replacing: Callable[[], bo
         replace_new()
         return result
 
-    library.impl = register_and_replace  # type: ignore[method-assign]
+    library.impl = register_and_replace
     operators.load_library = load_and_replace
 
 
@@ -76,7 +77,7 @@ def _after_import(name: str, action: Callable[[Any], None]) -> None:
     if name in sys.modules:
         action(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Finder(name, action))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder(name, action))
 
 
 class _Finder:

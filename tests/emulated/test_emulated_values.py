@@ -1,0 +1,258 @@
+"""Values of small tensors on an emulated GPU. Needs a CUDA build of torch, and no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import pytest_gputrain
+from pytest_gputrain.hardware.emulation import build, libraries
+from pytest_gputrain.utils.errors import CannotEmulate
+
+ROOT = Path(pytest_gputrain.__file__).parents[1]
+
+UNTRACKED = """
+    class Nothing:
+        enable, report = (lambda self: None), (lambda self: {})
+    import sys, torch
+    sys.modules["_gputrain_memory_recorder"]._load_values = Nothing
+"""
+"""Begins a program whose values are not tracked."""
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    try:
+        return build.stand_ins(libraries.find_torch())
+    except CannotEmulate as error:
+        pytest.skip(f"needs a CUDA build of torch: {error}")
+
+
+@pytest.fixture
+def emulate(stand_ins, tmp_path):
+    """Run a program on an emulated H100: what it printed, what was told at the end, and the report of its process."""
+
+    def run(*parts):
+        script, report = tmp_path / "train.py", tmp_path / "report.json"
+        script.write_text("\n".join(textwrap.dedent(part) for part in parts))
+        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", "h100", "--json", str(report)]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run(
+            [*command, "--", sys.executable, script.name],
+            cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr, json.loads(report.read_bytes())["processes"][0]
+
+    return run
+
+
+SAME_AS_ON_THE_CPU = {
+    "arithmetic": "torch.arange(10, device=d) * 2 + 1",
+    "a number of another type": "(torch.tensor(3, device=d) * 0.5, torch.tensor(3.0, device=d).half() * 0.5)",
+    "masks": "torch.arange(10, device=d).masked_fill(torch.arange(10, device=d) > 2, -100)",
+    "all": "bool(torch.ones(4, 4, dtype=torch.bool, device=d).all())",
+    "nonzero": "(torch.arange(10, device=d) > 5).nonzero()",
+    "index by a mask": "torch.arange(10, device=d)[torch.arange(10, device=d) % 3 == 0]",
+    "masked_select": "torch.arange(10, device=d).masked_select(torch.arange(10, device=d) % 3 == 0)",
+    "unique": "torch.tensor([3, 1, 1, 2], device=d).unique(return_inverse=True, return_counts=True)",
+    "unique rows": "torch.tensor([[3, 1], [1, 2], [3, 1]], device=d).unique(dim=0)",
+    "unique_consecutive": "torch.tensor([3, 1, 1, 3], device=d).unique_consecutive(return_counts=True)",
+    "bincount": "torch.tensor([3, 1, 1], device=d).bincount()",
+    "one_hot": "torch.nn.functional.one_hot(torch.tensor([3, 1], device=d))",
+    "repeat_interleave": "torch.arange(3, device=d).repeat_interleave(torch.tensor([2, 0, 3], device=d))",
+    "write by a mask": "torch.zeros(3, device=d).index_put((torch.arange(3, device=d) != 1,), torch.ones(2, device=d))",
+    "positions": "torch.tensor([[1, 1, 0], [1, 1, 1]], device=d).cumsum(-1) - 1",
+    "equal": "torch.equal(torch.arange(5, device=d), torch.arange(5, device=d))",
+    "cat and stack": "torch.stack([torch.cat([torch.arange(3, device=d), torch.zeros(1, device=d)])] * 2)",
+    "sort": "torch.tensor([3, 1, 2], device=d).sort()",
+    "topk": "torch.tensor([3.0, 1.0, 2.0], device=d).topk(2)",
+    "histc": "torch.tensor([0, 1, 1, 3], device=d, dtype=torch.int if d == 'cuda' else torch.float).histc(4, 0, 3).float()",
+    "another type's bytes": "torch.arange(4, device=d, dtype=torch.int32).view(torch.uint8)",
+    "a transposed view": "torch.zeros(3, 2, dtype=torch.long, device=d).t().fill_(4)",
+    "row by row": "[[row.fill_(i) for i, row in enumerate(rows)] and rows for rows in [torch.empty(3, 2, device=d)]]",
+    "many ones": "bool((torch.zeros(4000, 4000, device=d) + 1 == 1).all())",
+    "lists of tensors": "torch._foreach_add([torch.tensor(1, device=d), torch.tensor(2, device=d)], 1)",
+    "isin": "torch.isin(torch.arange(5, device=d), torch.tensor([1, 3], device=d))",
+    "in a thread": "in_thread(lambda: (torch.arange(5, device=d) > 2).nonzero())",
+}
+
+
+def test_small_operators_compute_what_they_compute_on_the_cpu(emulate):
+    out, _, process = emulate(
+        """
+        import threading, torch
+        from torch.utils._pytree import tree_map_only
+        def in_thread(function):
+            results = []
+            thread = threading.Thread(target=lambda: results.append(function()))
+            thread.start(), thread.join()
+            return results[0]
+        """,
+        *(
+            f"print({name!r}, [str(tree_map_only(torch.Tensor, lambda t: (t.dtype, t.tolist()), ({code}))) for d in "
+            "('cpu', 'cuda')])"
+            for name, code in SAME_AS_ON_THE_CPU.items()
+        ),
+    )
+    lines = out.splitlines()
+    assert len(lines) == len(SAME_AS_ON_THE_CPU)
+    for line in lines:
+        on_cpu, on_gpu = eval(line[line.index(" [") + 1 :])
+        if not line.startswith("histc"):
+            assert on_cpu == on_gpu, line
+        assert on_gpu
+    assert process["unknown_reads"] == []
+
+
+def test_unknown_values_are_zero_and_are_told_with_their_line(emulate):
+    out, told, process = emulate("""
+        import torch
+        x = torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
+        print(x.sum().item())
+        print(x.cpu().abs().sum().item(), (x > 0).nonzero().shape[0])
+        known = torch.arange(64, device="cuda")
+        del known
+        print(torch.empty(64, dtype=torch.long, device="cuda").cpu().sum().item())  # the same block
+        known = torch.ones(64, 64, device="cuda")
+        known @= x
+        print(known.sum().item())
+    """)
+    assert out.split() == ["0.0", "0.0", "0", "0", "0.0"]
+    assert {one["where"] for one in process["unknown_reads"]} == {f"train.py:{line} in <module>" for line in (4, 5, 8, 11)}
+    assert {one["what"] for one in process["unknown_reads"] if one["where"].startswith("train.py:5")} == {
+        "a copy to the host",
+        "the size of what nonzero finds",
+    }
+    assert "zeros were read where a GPU would have computed a value, by" in told
+
+
+def test_checks_for_nan_do_not_fire(emulate):
+    out, _, process = emulate("""
+        import torch
+        x = torch.randn(2048, 2048, device="cuda") @ torch.randn(2048, 2048, device="cuda")
+        print(bool(torch.isfinite(x).all()), bool(torch.isnan(x).any()), bool(torch.isinf(x).any()), bool(x.sum().isnan()))
+    """)
+    assert out.split() == ["True", "False", "False", "False"]
+    assert process["unknown_reads"] == []
+
+
+def test_the_loss_scale_stays(emulate):
+    out, _, _ = emulate("""
+        import torch
+        model = torch.nn.Linear(128, 128).cuda()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler(growth_interval=3)
+        steps = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        for _ in range(4):
+            with torch.autocast("cuda", torch.float16):
+                loss = model(torch.randn(8, 128, device="cuda")).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
+        print(scaler.get_scale(), len(steps))
+    """)
+    assert out.split() == [str(2 * 65536.0), "4"]  # it grew once
+
+
+def test_random_numbers_are_in_range_and_the_programs_own_are_unchanged(emulate):
+    code = """
+        import torch
+        torch.manual_seed(1)
+        held = torch.randint(0, 1000, (64,), device="cuda"), torch.rand(64, device="cuda"), torch.randperm(64, device="cuda")
+        held += (torch.bernoulli(held[1]), torch.multinomial(held[1], 2), torch.nn.functional.dropout(held[1]))
+        print(torch.rand(1).item(), torch.cuda.get_rng_state().sum().item())
+        print([held[0].min().item() >= 0, held[0].max().item() < 1000, 0 <= held[1].min().item(), held[1].max().item() <= 1])
+        print(len(set(held[0].tolist())) > 40, sorted(held[2].tolist()) == list(range(64)))
+    """
+    out, _, _ = emulate(code)
+    assert out.splitlines()[1:] == ["[True, True, True, True]", "True True"]
+    assert emulate(UNTRACKED, code)[0].splitlines()[0] == out.splitlines()[0]
+
+
+def test_choices_among_unknown_scores_are_dealt_in_turn(emulate):
+    out, told, process = emulate("""
+        import torch
+        scores = (torch.randn(4096, 64, device="cuda") @ torch.randn(64, 16, device="cuda")).softmax(-1)
+        chosen = scores.topk(2)[1]
+        print(chosen[:3].tolist(), chosen.flatten().bincount().tolist() == [512] * 16)
+        hit = torch.nn.functional.one_hot(chosen, 256).permute(2, 1, 0)  # 16 MiB
+        print(hit.sum((-1, -2)).greater(0).nonzero().numel(), torch.where(hit[3])[1].numel())
+        print(scores.argmax(-1)[:3].tolist(), scores.T[:4].sort(0)[1][:, :3].tolist())
+    """)
+    assert out.splitlines() == [
+        "[[0, 1], [2, 3], [4, 5]] True",
+        "16 512",
+        "[0, 1, 2] [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]",
+    ]
+    assert {"what": "topk", "where": "train.py:4 in <module>", "count": 1} in process["dealt"]
+    assert "balanced routing is assumed" in told
+
+
+TRACE = """
+    def step(number):
+        hidden = torch.nn.functional.embedding(torch.arange(64, device="cuda") + number, table)
+        for layer in layers:
+            normal = norm(hidden)
+            one, other = (torch.nn.functional.gelu(layer(normal)) * normal.sigmoid()).chunk(2, -1)
+            hidden = hidden + torch.cat([one.tanh() * other, other], -1) + hidden.exp() * 0.1
+        small = torch.zeros(16, device="cuda", requires_grad=True)
+        twice = small * 2
+        loss = hidden.float().square().mean() + twice.sum() + twice.exp().sum() + twice[:4].sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step(), optimizer.zero_grad()
+
+    import torch
+    torch.cuda.init()
+    table = torch.zeros(128, 256, device="cuda", requires_grad=True)
+    layers, norm = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4)).cuda(), torch.nn.LayerNorm(256).cuda()
+    parameters = [table, *layers.parameters(), *norm.parameters()]
+    optimizer = torch.optim.AdamW(parameters)
+    import gc
+    gc.disable()
+    for number in range(3):
+        step(number)
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    begin = min(event["addr"] for event in events if event["action"] == "segment_alloc")
+    for event in events:
+        print(event["action"], event["size"], event["addr"] - begin)
+"""
+
+
+def test_the_allocator_does_the_same_as_without(emulate):
+    """Gradients that are added in place, above all: autograd does so where nobody else holds the tensor or its storage."""
+    tracked, untracked = emulate(TRACE)[0].splitlines(), emulate(UNTRACKED, TRACE)[0].splitlines()
+    assert len(tracked) > 1000
+    assert tracked == untracked
+
+
+@pytest.mark.slow
+def test_what_others_write_is_unknown(emulate):
+    pytest.importorskip("triton")
+    out, _, process = emulate("""
+        import torch, triton, triton.language as tl
+
+        @triton.jit
+        def fill(to, count: tl.constexpr):
+            tl.store(to + tl.arange(0, count), 7)
+
+        @torch.library.custom_op("mine::increase_", mutates_args={"x"}, device_types="cuda")
+        def increase_(x: torch.Tensor) -> None:
+            pass
+
+        @torch.compile
+        def increase_compiled(x, y):
+            x.add_(y)
+
+        x, y, z, read = (torch.ones(8, dtype=torch.long, device="cuda") for _ in range(4))
+        fill[(1,)](x, 8), increase_(y), increase_compiled(z, read)
+        print(x.tolist(), y.tolist(), z.tolist(), read.tolist())
+    """)
+    assert out == f"{[0] * 8} {[0] * 8} {[0] * 8} {[1] * 8}\n"
+    assert sum(one["count"] for one in process["unknown_reads"]) == 3
