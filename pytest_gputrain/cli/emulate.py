@@ -11,7 +11,7 @@ import signal
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ import msgspec
 
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
-from pytest_gputrain.records.emulation import DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
+from pytest_gputrain.records.emulation import AtLine, DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
@@ -31,6 +31,9 @@ _STARTUP: Final = Path(__file__).parents[1] / "worker" / "startup"
 
 _STATE: Final = struct.Struct(f"={2 * boards.MOST_DEVICES + 2}Q")
 """What the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last one."""
+
+_NAMED: Final = 3
+"""Lines of the program that are named of one kind."""
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _SIGNALLED = 128
@@ -216,6 +219,19 @@ def _told_of(use: DeviceUse, process: EmulatedProcess | None, report: Emulation,
         if process.unknown:
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _told_of_peak(device)
+        if process.dealt:
+            yield f"  balanced routing is assumed: unknown scores were dealt in turn, by {_lines(process.dealt)}"
+        if process.unknown_reads:
+            yield f"  zeros were read where a GPU would have computed a value, by {_lines(process.unknown_reads)}"
+
+
+def _lines(happened: Sequence[AtLine]) -> str:
+    """Name the most frequent of them."""
+    named = [
+        f"{one.what} at {one.where}" + (f" ({one.count:,} times)" if one.count > 1 else "") for one in happened[:_NAMED]
+    ]
+    rest = len(happened) - len(named)
+    return ", ".join(named) + (f" and at {rest} other {'lines' if rest > 1 else 'line'}" if rest else "")
 
 
 def _told_of_refusals(device: EmulatedDevice) -> Iterator[str]:

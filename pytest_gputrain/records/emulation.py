@@ -63,6 +63,14 @@ class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     refused: tuple[Refused, ...]
 
 
+class AtLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened at a line of the program."""
+
+    what: str
+    where: str
+    count: int
+
+
 class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """What one process of the program took of the emulated GPUs."""
 
@@ -73,6 +81,10 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where the process ended without Python's own end, and only the driver's figures are known."""
     unknown: tuple[str, ...] = ()
     """Memory of libraries that is not known and not counted."""
+    unknown_reads: tuple[AtLine, ...] = ()
+    """What read values that no kernel computed, and got zeros. Most first."""
+    dealt: tuple[AtLine, ...] = ()
+    """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):

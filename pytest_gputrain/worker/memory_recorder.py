@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
+import importlib.util
 import json
 import os
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,17 +39,20 @@ Trace = list[dict[str, Any]]
 
 def install(torch: ModuleType) -> None:
     """Begin to record when the program first uses the GPU, and write when it ends."""
-    recorder = _Recorder(torch)
+    recorder = Recorder(torch)
     torch.cuda._lazy_call(recorder.begin)  # not now: a program that uses CUDA before it forks cannot use it in its children
     atexit.register(recorder.write)
     recorder.watch_resets()
 
 
-class _Recorder:
+class Recorder:
+    """Records the memory of this process."""
+
     def __init__(self, torch: ModuleType) -> None:
         self._torch = torch
         self._process = os.getpid()
         self._peaks: dict[int, Counter[str]] = {}
+        self._values: Any = None
 
     def begin(self) -> None:
         backend = self._torch.cuda.get_allocator_backend()
@@ -56,6 +62,8 @@ class _Recorder:
                 "take backend:... out of PYTORCH_ALLOC_CONF, or leave the allocator as it is"
             )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
+        self._values = _load_values()
+        self._values.enable()
 
     def watch_resets(self) -> None:
         """Keep the peaks that the program resets."""
@@ -66,12 +74,13 @@ class _Recorder:
 
     def _after_keeping(self, reset: Any) -> Any:
         def keep_and_reset(device: int) -> None:
-            self._keep_peaks(device)
+            self.keep_peaks(device)
             reset(device)
 
         return keep_and_reset
 
-    def _keep_peaks(self, device: int) -> Counter[str]:
+    def keep_peaks(self, device: int) -> Counter[str]:
+        """Return the highest memory so far, whoever resets torch's peaks."""
         statistics = self._torch.cuda.memory_stats(device)
         now = {name: statistics.get(f"{name}_bytes.all.peak", 0) for name in ("allocated", "reserved", "requested")}
         self._peaks[device] = self._peaks.get(device, Counter()) | Counter(now)  # the larger of each
@@ -85,14 +94,15 @@ class _Recorder:
         snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
         devices = [
-            {"gpu": _gpu(torch, device), **_device(device, self._keep_peaks(device), snapshot)}
+            {"gpu": _gpu(torch, device), **_device(device, self.keep_peaks(device), snapshot)}
             for device in range(torch.cuda.device_count())
         ]
         report = {
             "process": os.getpid(),
             "rank": os.environ.get("RANK"),
             "devices": [device for device in devices if device["peak_allocated"] or device["refused"]],
-            "unknown": list(_unknown()),
+            "unknown": list(unknown()),
+            **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")
         part = path.with_suffix(".part")
@@ -105,7 +115,20 @@ def _gpu(torch: ModuleType, device: int) -> int:
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
-def _unknown() -> Iterator[str]:
+def _load_values() -> Any:
+    """Import the tracking of values from the package beside this module, which the program's environment may lack."""
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
+    name = "_gputrain_emulated_values"
+    spec: Any = importlib.util.spec_from_file_location(
+        name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return importlib.import_module(f"{name}.tracking")
+
+
+def unknown() -> Iterator[str]:
     """Memory of libraries that the stand-ins know nothing of."""
     try:
         at = ctypes.CDLL(None).gputrain_unknown_at
@@ -233,6 +256,10 @@ _LIBRARIES: Final = tuple(
 )
 
 
+_OWN: Final = os.path.dirname(os.path.abspath(__file__))
+"""The operators that `emulated_values` replaced call torch's own."""
+
+
 def _is_library(file: str) -> bool:
     return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file or _is_compiled(file)
 
@@ -268,6 +295,8 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
     own, library = "", ""
     for frame in frames:
         file = frame["filename"]
+        if file.startswith(_OWN):
+            continue
         if not _is_library(file):
             own = _line(frame)
             break

@@ -152,13 +152,13 @@ def page_of_emulation(report: Emulation) -> str:
 
 def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], **others: Any) -> str:
     """Fill the template in, with the styles of the charts drawn so far."""
-    templates = _templates()
-    css = f"{_source(templates, 'page.css')}\n{charts.css}\n"
-    script = _source(templates, "page.js")
-    text = templates.get_template("page.html").render(
+    environment = templates()
+    css = f"{source(environment, 'page.css')}\n{charts.css}\n"
+    script = source(environment, "page.js")
+    text = environment.get_template("page.html").render(
         css=css,
         script=script,
-        hash_of=_hash,
+        hash_of=hash_of,
         figures=defaultdict(tuple, figures),
         **{"title": "GPU training benchmarks", **others},
         count=count,
@@ -175,7 +175,8 @@ def _tables(baseline_dir: Path, warn: Callable[[str], None]) -> PublishedStore |
 
 
 @functools.cache
-def _templates() -> Environment:
+def templates() -> Environment:
+    """Return jinja2's environment for the templates of this folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
@@ -187,11 +188,12 @@ def _templates() -> Environment:
     )
 
 
-def _source(templates: Environment, name: str) -> str:
-    assert templates.loader is not None
-    return templates.loader.get_source(templates, name)[0]
+def source(environment: Environment, name: str) -> str:
+    """Return a file of this folder."""
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
 
 
-def _hash(text: str) -> str:
+def hash_of(text: str) -> str:
     """Return the hash by which a Content-Security-Policy allows a part of the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
