@@ -276,7 +276,7 @@ def _part(frames: list[dict[str, Any]]) -> str:
         return "optimizer"
     if any(file == "torch/utils/checkpoint.py" and name in _RECOMPUTING for file, name in functions):
         return "backward pass"  # what checkpointing computes again
-    if any(file == "torch/nn/modules/module.py" and name in _MOVING for file, name in functions):
+    if any(file.startswith("torch/nn/modules/") and name in _MAKING for file, name in functions):
         return "weights and buffers"
     if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):
         return "forward pass"
@@ -285,7 +285,8 @@ def _part(frames: list[dict[str, Any]]) -> str:
 
 
 _RECOMPUTING: Final = ("unpack_hook", "recompute_fn", "backward")
-_MOVING: Final = ("_apply", "to_empty", "load_state_dict")
+_MAKING: Final = ("__init__", "_apply", "to_empty", "load_state_dict")
+"""A layer's own weights are made on the GPU, or moved to it."""
 _CALLING: Final = ("_call_impl", "_wrapped_call_impl")
 
 

@@ -102,6 +102,7 @@ MODULE, OWN = f"{LIBRARY}/torch/nn/modules/module.py", "/work/train.py"
         ([(f"{LIBRARY}/torch/autograd/function.py", "apply")], "backward pass"),
         ([(f"{LIBRARY}/torch/utils/checkpoint.py", "unpack_hook"), (MODULE, "_call_impl"), (OWN, "f")], "backward pass"),
         ([(MODULE, "convert"), (MODULE, "_apply"), (MODULE, "cuda"), (OWN, "<module>")], "weights and buffers"),
+        ([(f"{LIBRARY}/torch/nn/modules/linear.py", "__init__"), (OWN, "__init__"), (OWN, "f")], "weights and buffers"),
         ([(OWN, "forward"), (MODULE, "_call_impl"), (OWN, "<module>")], "forward pass"),
         ([(f"{LIBRARY}/torch/utils/checkpoint.py", "checkpoint"), (MODULE, "_call_impl"), (OWN, "f")], "forward pass"),
         ([(f"{LIBRARY}/torch/optim/adamw.py", "step"), (MODULE, "_call_impl"), (OWN, "f")], "optimizer"),

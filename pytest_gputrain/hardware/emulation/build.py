@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,7 +101,7 @@ def stand_ins(torch: Torch) -> StandIns:
             found = _load(folder)
             if found is None:
                 found = _build(folder, torch, users)
-                _sweep(folder.parent)
+                _sweep(folder)
             os.utime(folder)
             return found
     except OSError as error:
@@ -156,11 +155,12 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
     return StandIns(folder)
 
 
-def _sweep(cache: Path) -> None:
-    """Remove what other versions of torch and of this package left, and nobody has used for long."""
-    for folder in cache.iterdir():
+def _sweep(new: Path) -> None:
+    """Remove what other versions of torch and of this package left beside this folder, and nobody has used for long."""
+    made = new.stat().st_mtime
+    for folder in new.parent.iterdir():
         with contextlib.suppress(OSError):
-            if time.time() - folder.lstat().st_mtime > _UNUSED_SECONDS:
+            if made - folder.lstat().st_mtime > _UNUSED_SECONDS:
                 shutil.rmtree(folder)
 
 

@@ -54,11 +54,17 @@ static int tell(const char *path, const void *data, size_t bytes) {
   return written == (ssize_t)bytes && !rename(part, path) ? OK : SYSTEM_ERROR;
 }
 
+static time_t seconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec;
+}
+
 static int hear(const char *path, void *data, size_t bytes) {
-  time_t end = time(NULL) + WAIT_SECONDS;
+  time_t end = seconds() + WAIT_SECONDS;
   int file;
   while ((file = open(path, O_RDONLY | O_CLOEXEC)) < 0) {
-    if (errno != ENOENT || time(NULL) > end)
+    if (errno != ENOENT || seconds() > end)
       return gputrain_missing("a collective of NCCL, since another rank does not take part", SYSTEM_ERROR);
     nanosleep(&(struct timespec){0, WAIT_NANOSECONDS}, NULL);
   }
