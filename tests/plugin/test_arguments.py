@@ -132,7 +132,7 @@ def test_an_error_in_own_code_has_its_line(project: Project) -> None:
             gputrain.check(build, precision="fp32")
         """
     )
-    assert only_sentence(project.run(), "test_it").endswith("KeyError: 'width' (at test_mine.py:3)")
+    assert only_sentence(project.run(), "test_it").endswith("KeyError: 'width' (at test_mine.py:2)")
 
 
 def test_variables_that_an_import_sets_are_no_test_s_change(project: Project) -> None:

@@ -120,7 +120,7 @@ def test_an_error_of_the_loop_is_its_own():
         raise ZeroDivisionError("in my loop")
 
     line = broken.__code__.co_firstlineno + 3
-    assert run(MINE, builder=broken).sentence == f"ZeroDivisionError: in my loop (at {__name__}.py:{line})"
+    assert run(MINE, builder=broken).sentence == f"ZeroDivisionError: in my loop (at tests/worker/{__name__}.py:{line})"
 
 
 def test_a_missing_framework_is_told_with_its_line_and_where_to_install_it():
@@ -129,7 +129,7 @@ def test_a_missing_framework_is_told_with_its_line_and_where_to_install_it():
 
     line = lacking.__code__.co_firstlineno + 1
     assert run(MINE, builder=lacking).sentence == (
-        f"ModuleNotFoundError: No module named 'no_such_framework' (at {__name__}.py:{line}); install it for "
+        f"ModuleNotFoundError: No module named 'no_such_framework' (at tests/worker/{__name__}.py:{line}); install it for "
         f"{sys.executable}"
     )
 
@@ -140,7 +140,9 @@ def test_code_that_ends_python_is_told_with_its_line():
 
     reply = run(MINE, builder=ending)
     assert isinstance(reply, Crashed)
-    assert reply.sentence.startswith(f"sys.exit() was called (at {__name__}.py:{ending.__code__.co_firstlineno + 1}), which")
+    assert reply.sentence.startswith(
+        f"sys.exit() was called (at tests/worker/{__name__}.py:{ending.__code__.co_firstlineno + 1}), which"
+    )
 
 
 def test_what_cannot_train_is_refused():
