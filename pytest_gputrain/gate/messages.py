@@ -46,7 +46,8 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str
         return f"ran out of {reply.where} memory {place}: {reply.message}"
     measured_before = f"was measured ({_in_short(reply.measured)}), but " if reply.measured else ""
     if isinstance(reply, TimedOut):
-        return f"{measured_before}was ended after {format_seconds(reply.timeout_seconds)} {place}; --gpu-timeout allows more"
+        after = format_seconds(reply.timeout_seconds)
+        return f"{measured_before}was ended after {after} {place}; --gpu-timeout allows more{reply.advice}"
     return (
         f"{measured_before}failed afterwards {place}: {reply.sentence}"
         if measured_before

@@ -284,6 +284,8 @@ class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="ou
     step: Whole | None = None
     detail: str = ""
     """Python stacks of the worker at the end, where it could still give them."""
+    advice: str = ""
+    """What may help, beside more time."""
     measured: Measurement | None = None
     """As in `Crashed`."""
 

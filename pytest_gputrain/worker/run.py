@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import sys
 import traceback
 from typing import Final, Literal
 
@@ -71,6 +72,14 @@ def run(
             reply: Reply = Measuring(task, progress, device, group, keep, own).run(builder)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step, refused=True)
+    except SystemExit as error:
+        line = own_lines(task, builder).of_traceback(error.__traceback__)
+        return Crashed(
+            sentence=f"sys.exit() was called{f' (at {line})' if line else ''}, which ends the process that trains; keep "
+            'what a script does by itself below `if __name__ == "__main__":`',
+            phase=progress.phase,
+            step=progress.step,
+        )
     except Exception as error:
         where = _out_of_memory(error)
         if where is None or device is None or progress.phase == "check":  # whose steps have fitted
@@ -99,8 +108,9 @@ def crash(error: BaseException, progress: Progress, lines: OwnLines | None = Non
         lines: tells which lines are the user's own, of which the sentence has the last.
     """
     line = lines.of_traceback(error.__traceback__) if lines else ""
+    install = f"; install it for {sys.executable}" if isinstance(error, ModuleNotFoundError) else ""
     return Crashed(
-        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}",
+        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{install}",
         phase=progress.phase,
         step=progress.step,
         detail="".join(traceback.format_exception(error)),

@@ -99,3 +99,47 @@ def test_a_case_of_the_zoo_has_no_arguments(project: Project) -> None:
     sentences = failures(project.run())
     assert sentences["test_given"].startswith("args are for the function of own code, and gemma-7b-lora-bf16 is a Case")
     assert "has args, but they are for the function of own code; leave them out" in sentences["test_declared"]
+
+
+def test_a_loop_that_never_yields_is_told_so_when_its_time_is_over(project: Project) -> None:
+    project.write(
+        test_mine="""
+        def build(setup):
+            import time
+
+            while True:
+                time.sleep(0.1)
+
+
+        def test_it(gputrain):
+            gputrain.check(build, precision="fp32")
+        """
+    )
+    sentence = only_sentence(project.run("--gpu-timeout=8s"), "test_it")
+    assert sentence.endswith(
+        "--gpu-timeout allows more, and a function that trains in a loop of its own has to yield after each step"
+    )
+
+
+def test_an_error_in_own_code_has_its_line(project: Project) -> None:
+    project.write(
+        test_mine="""
+        def build(setup):
+            raise KeyError("width")
+
+
+        def test_it(gputrain):
+            gputrain.check(build, precision="fp32")
+        """
+    )
+    assert only_sentence(project.run(), "test_it").endswith("KeyError: 'width' (at test_mine.py:2)")
+
+
+def test_variables_that_an_import_sets_are_no_test_s_change(project: Project) -> None:
+    project.write(
+        test_mine="import os\n\nos.environ['SET_AT_IMPORT'] = '1'\n"
+        + SIZED.replace("import torch", "import os\n\n    import torch\n\n    assert os.environ['SET_AT_IMPORT'] == '1'", 1)
+        + "\ndef test_it(gputrain):\n    gputrain.check(build, args={'width': 8}, precision='fp32', batch_size=4, steps=2)\n"
+    )
+    project.run("--gpu-json=report.json").assert_outcomes(passed=1)
+    assert project.report()["results"][0]["variables"] == []

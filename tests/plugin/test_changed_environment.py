@@ -259,7 +259,7 @@ def test_what_is_set_before_tests_run_is_no_difference_between_them(h100: Projec
     monkeypatch.setenv("AT_IMPORT", "0")  # undone with this test
     h100.write(test_two=f"import os\n\nos.environ['AT_IMPORT'] = '1'\n{two('pass')}")
     h100.run().assert_outcomes(passed=2)
-    assert variables(h100) == [{"AT_IMPORT": "1"}]
+    assert variables(h100) == [{}]
 
 
 def test_one_worker_alone_has_the_environment_of_the_case(h100: Project) -> None:

@@ -1,5 +1,7 @@
 """Loops that own their steps: generators and trainers of frameworks, measured like a function that takes one step."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -117,7 +119,30 @@ def test_an_error_of_the_loop_is_its_own():
         yield step()
         raise ZeroDivisionError("in my loop")
 
-    assert run(MINE, builder=broken).sentence == "ZeroDivisionError: in my loop"
+    line = broken.__code__.co_firstlineno + 3
+    assert run(MINE, builder=broken).sentence == f"ZeroDivisionError: in my loop (at tests/worker/{__name__}.py:{line})"
+
+
+def test_a_missing_framework_is_told_with_its_line_and_where_to_install_it():
+    def lacking(setup):
+        import no_such_framework  # noqa: F401
+
+    line = lacking.__code__.co_firstlineno + 1
+    assert run(MINE, builder=lacking).sentence == (
+        f"ModuleNotFoundError: No module named 'no_such_framework' (at tests/worker/{__name__}.py:{line}); install it for "
+        f"{sys.executable}"
+    )
+
+
+def test_code_that_ends_python_is_told_with_its_line():
+    def ending(setup):
+        raise SystemExit(2)
+
+    reply = run(MINE, builder=ending)
+    assert isinstance(reply, Crashed)
+    assert reply.sentence.startswith(
+        f"sys.exit() was called (at tests/worker/{__name__}.py:{ending.__code__.co_firstlineno + 1}), which"
+    )
 
 
 def test_what_cannot_train_is_refused():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -33,6 +33,9 @@ from pytest_gputrain.records import (
     TimedOut,
 )
 from pytest_gputrain.utils.signals import undisturbed
+
+_ADVICE: Final = ", and a function that trains in a loop of its own has to yield after each step"
+"""To who waits for a function that does not return."""
 
 Watch = Callable[[Event], None]
 
@@ -125,7 +128,10 @@ def _run_processes(
         try:
             for number in range(1 if task.target or task.emulated else task.processes + task.servers):
                 ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
-            return follow(ranks, timeout_seconds, watch)
+            reply = follow(ranks, timeout_seconds, watch)
+            if isinstance(reply, TimedOut) and reply.phase == "build" and task.case.method == "custom":
+                return msgspec.structs.replace(reply, advice=_ADVICE)
+            return reply
         finally:
             with undisturbed():
                 for rank in ranks:
