@@ -52,7 +52,9 @@ def patched(program: str, diff: str) -> str:
 
 
 def test_every_page_has_a_recipe() -> None:
-    assert {recipe.name.rpartition("-")[0] for recipe in RECIPES} == {page[len("docs/own-loops-") : -3] for page in OWN_LOOPS}
+    assert {recipe.name.rpartition("-")[0] for recipe in RECIPES} == {
+        page[len("docs/own-loops-") : -3] for page in OWN_LOOPS
+    }
     assert all(f"({page.removeprefix('docs/')})" in PAGES[INDEX] for page in OWN_LOOPS)
 
 
