@@ -49,7 +49,7 @@ def filled(page: str) -> str:
     """Return the page with its tables as the code has them."""
     for name, table in TABLES.items():
         begin, end = f"<!-- {name} -->\n\n", f"\n<!-- end of {name} -->"
-        head, tail = page.split(begin)[0], page.split(end)[1]
+        head, tail = page.partition(begin)[0], page.partition(end)[2]
         page = f"{head}{begin}{table()}\n{end}{tail}"
     return page
 

@@ -95,7 +95,11 @@ def test_the_tables_of_the_api_are_those_of_the_code() -> None:
 
 def test_the_api_has_every_word_fixture_and_marker_in_tables() -> None:
     page = (DOCS / "api.md").read_text()
-    missing = [name for name in (*METHODS, *PRECISIONS, "custom", *FIXTURES, *KEYWORDS) if f"\n| `{name}` | " not in page]
+    missing = [
+        name
+        for name in (*METHODS, *PRECISIONS, "custom", *FIXTURES, *KEYWORDS)
+        if not re.search(rf"\n\| [^|]*`{name}`[^|]* \| ", page)
+    ]
     assert missing == []
     for marker, keywords in KEYWORDS.items():
         row = next(row for row in page.splitlines() if row.startswith(f"| `{marker}` | "))
