@@ -10,6 +10,7 @@ import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
+from pytest_gputrain.cases.model_config import is_path
 from pytest_gputrain.cases.validation import VOCABULARY, bad_number, renamed
 from pytest_gputrain.records import Case, knob_text
 from pytest_gputrain.records.settings import Axes
@@ -22,7 +23,7 @@ PLATFORMS: Final = "platforms"
 _TYPES: Final = {
     field.name: field.type
     for field in msgspec.structs.fields(Case)
-    if field.name not in (PLATFORMS, "named", "code")  # they say what a case is for and called, not what it does
+    if field.name not in (PLATFORMS, "named", "code", "args")  # they say what a case is for and called, not what it does
 }
 
 
@@ -32,6 +33,7 @@ _KINDS: Final[dict[Any, str]] = {
     bool: "true or false",
     bool | float: "true, false or a share from 0 to 1",
     bool | None: "true, false or null",
+    float | None: "a number or null",
 }
 
 
@@ -78,7 +80,7 @@ def _value(knob: str, text: str) -> Any:
     choices: Iterable[str] | None = architectures() if knob == "model" else VOCABULARY.get(knob)
     if name := renamed(knob, text):
         raise ValueError(f"a case would name {name}; write that")
-    if choices is not None and text not in choices:
+    if choices is not None and text not in choices and not (knob == "model" and is_path(text)):
         known = ", ".join(filter(None, choices))
         raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, choices)}; known: {known}")
     try:

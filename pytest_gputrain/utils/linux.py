@@ -18,9 +18,14 @@ _COUNTERS: Final = Path("/proc/vmstat")
 
 def die_with_parent() -> None:
     """Ask for this process to be killed when its parent dies, so that no worker is left training alone."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.environ.get(PARENT) not in (None, str(os.getppid())):
         sys.exit("the process that asked for this case is gone")
+
+
+def end_with_parent() -> None:
+    """Ask for this process to be killed when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

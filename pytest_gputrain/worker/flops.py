@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_gputrain.worker.threads import SharedMode, on_this_thread
@@ -149,6 +150,34 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
     return contextlib.nullcontext(), recomputing()
 
 
+def selective_contexts(policy: str) -> Callable[[], tuple[Any, Any]]:
+    """Return the same for a case's policy, by which results of some operators are kept instead of computed anew.
+
+    Args:
+        policy: ``save-attention`` keeps those of fused attention, ``save-matmuls`` those of all operators with FLOPs; empty
+            keeps none.
+    """
+    if not policy:
+        return checkpoint_contexts
+    kept = {packet for packet in formulas() if policy == "save-matmuls" or "scaled_dot_product" in str(packet)}
+
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = getattr(operator, "overloadpacket", None) in kept
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> tuple[Any, Any]:
+        keeping, taking = create_selective_checkpoint_contexts(decide)
+        return keeping, _both(recomputing(), taking)
+
+    return contexts
+
+
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
     """A context in which what is counted is recomputation."""
@@ -164,8 +193,8 @@ def recomputing() -> Iterator[None]:
 def _own_formulas() -> dict[Any, Any]:
     """Operators that torch's own counter lacks, or cannot count in all supported versions.
 
-    Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries) and bitsandbytes' fused 4-bit
-    product.
+    Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries), products of experts with their
+    tokens, and bitsandbytes' fused 4-bit product.
     """
     aten = torch.ops.aten
     formulas: dict[Any, Any] = {}
@@ -173,6 +202,8 @@ def _own_formulas() -> dict[Any, Any]:
         forward, backward = f"_scaled_dot_product_{name}", f"_scaled_dot_product_{name}_backward"
         if hasattr(aten, forward) and hasattr(aten, backward):
             formulas |= {getattr(aten, forward): _attention, getattr(aten, backward): _attention_backward}
+    if hasattr(aten, "_grouped_mm"):
+        formulas[aten._grouped_mm] = _grouped_product
     if "bitsandbytes" in sys.modules:
         for name in ("gemm_4bit", "gemv_4bit"):
             if hasattr(torch.ops.bitsandbytes, name):
@@ -192,6 +223,13 @@ def _attention_backward(
     """The scores once more, and the gradients of values, scores, queries and keys."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[2] * (3 * width + 2 * value[3]))
+
+
+def _grouped_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Products of groups, which share out one dimension of the two between them however they are divided, or each of a pair
+    of matrices."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return int(2 * groups * left[-2] * left[-1] * right[-1])
 
 
 def _product_with_4bit(left: Any, packed: Any, shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -90,13 +90,13 @@ def _holds_gpu() -> bool:
 def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     """Return the new worker's pid; 0 where this process must not be forked."""
     folder, rank = Path(request["folder"]), int(request["rank"])
-    is_own_code = False
+    is_own_code = is_emulated = False
     # What fails here fails again in the worker, which reports it.
     with contextlib.suppress(Exception):
         task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
-        is_own_code = bool(task.case.code)
-        load_for(task)
-    if len(os.listdir("/proc/self/task")) > 1 or _holds_gpu():
+        is_own_code, is_emulated = bool(task.case.code), bool(task.emulated)
+        load_for(task, to_be_forked=True)
+    if len(os.listdir("/proc/self/task")) > 1 or _holds_gpu() or (is_emulated and _used_gpu()):
         return 0
     # Keeps the libraries' memory shared: a collection would write to all of it.
     gc.freeze()
@@ -128,6 +128,19 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     if is_own_code:
         sys.exit(code)  # it may have functions that are called when an interpreter ends
     os._exit(code)
+
+
+def _used_gpu() -> bool:
+    """Tell whether torch has used a GPU here, after which no process forked from here can; only such a process knows."""
+    import torch
+
+    is_spoilt = getattr(torch._C, "_cuda_isInBadFork", None)
+    if is_spoilt is None:  # a build without GPUs
+        return False
+    pid = os.fork()
+    if not pid:
+        os._exit(int(is_spoilt()))
+    return bool(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":

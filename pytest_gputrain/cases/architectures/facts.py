@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +22,8 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     library: Literal["transformers", "diffusers", "own"]
     """Where the class is from; ``own`` for one of the family's module."""
-    model_class: str
+    model_class: str = ""
+    """Empty where ``config`` names it, as a config.json does: the worker then completes the facts."""
     config_class: str = ""
     """For transformers."""
     parameters: dict[Scale, int]
@@ -49,7 +50,8 @@ class Lora(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dropout: float
     targets: tuple[str, ...] | str
     """Ends of the names of the adapted layers, or one regular expression for whole names, as peft takes them. Never shared
-    between families, where they would match nothing."""
+    between families, where they would match nothing. ``all-linear`` for all linear layers but the head; none for peft's own
+    default for models of the type."""
 
 
 class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,18 +92,99 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The same with ``count`` repetitions, of which nobody published the parameters."""
         name, *_ = self.parts
         part = self.trained_part
-        config = {**part.config, **{key: count * blocks for key, blocks in part.repeats.items()}}
+        config = dict(part.config)
+        for key, blocks in part.repeats.items():
+            config = with_layers(config, key, count * blocks)
         shallow = msgspec.structs.replace(part, config=config, parameters={})
         return msgspec.structs.replace(
             self, parts={**self.parts, name: shallow}, trainable={method: {} for method in self.trainable}
         )
 
 
+def with_layers(config: dict[str, Any], key: str, layers: int) -> dict[str, Any]:
+    """Return the config with so many layers, counted by ``key``; lists with one entry for each layer are cut."""
+    before = config[key]
+    cut = {
+        name: value[:layers]
+        for name, value in config.items()
+        if isinstance(value, list) and len(value) == before and layers < before
+    }
+    return {**config, **cut, key: layers}
+
+
+class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of the zoo that is known by its published config.json."""
+
+    title: str
+    published: str
+    """Its count of parameters as published: ``8,190,735,360``, or less precisely ``8.1B``."""
+    source: str
+    targets: tuple[str, ...] | str = "all-linear"
+    """What LoRA adapts; ``all-linear`` for all linear layers but the head."""
+    config: dict[str, Any]
+
+    @property
+    def parameters(self) -> int | None:
+        """The count, where it is published to the last parameter."""
+        return int(self.published.replace(",", "")) if "," in self.published else None
+
+
+def configured(
+    title: str, config: dict[str, Any], source: str, parameters: int | None = None, lora: Lora | None = None
+) -> Architecture:
+    """Return what is known of a model from the keys of its config.json alone.
+
+    What only the class in the library knows, the worker adds: class, scale for a CPU, blocks and default targets of LoRA.
+    How a denoiser of diffusers trains is taken from the first model of the zoo that has the same class.
+    """
+    part = Part(
+        library="diffusers" if "_class_name" in config else "transformers",
+        parameters={} if parameters is None else {"full": parameters},
+        source=source,
+        config=config,
+    )
+    if part.library == "diffusers":
+        like = denoisers()[config["_class_name"]]
+        name, *_ = like.parts
+        return msgspec.structs.replace(
+            like, title=title, trainable={"full": {}, "lora": {}}, trains={}, idle={}, parts={name: part}
+        )
+    return Architecture(
+        title=title,
+        family="language",
+        needs=("sequence_length",),
+        trainable={"full": {}, "lora": {}, "qlora": {}},
+        lora=lora or Lora(rank=8, alpha=8, dropout=0.0, targets=()),
+        blocks=("",),
+        parts={"model": part},
+    )
+
+
 @functools.cache
-def architectures() -> dict[str, Architecture]:
-    """Every model by name, family after family."""
+def denoisers() -> dict[str, Architecture]:
+    """The first model of the zoo of each class of diffusers."""
+    models = [model for model in _families().values() if model.trained_part.library == "diffusers"]
+    return {model.trained_part.model_class: model for model in reversed(models)}
+
+
+_PUBLISHED: Final = Path(__file__).with_name("published.json")
+
+
+@functools.cache
+def _families() -> dict[str, Architecture]:
     return {
         name: msgspec.structs.replace(architecture, family=path.stem)
         for path in sorted(Path(__file__).parent.glob("*.json"))
+        if path != _PUBLISHED
         for name, architecture in msgspec.json.decode(path.read_bytes(), type=dict[str, Architecture]).items()
     }
+
+
+@functools.cache
+def architectures() -> dict[str, Architecture]:
+    """Every model by name, family after family, then those that are known by their config.json."""
+    facts = dict(_families())
+    for name, model in msgspec.json.decode(_PUBLISHED.read_bytes(), type=dict[str, Published]).items():
+        recipe = Lora(rank=8, alpha=16, dropout=0.0, targets=model.targets)  # adapters of experts take no dropout
+        facts[name] = configured(model.title, model.config, model.source, model.parameters, recipe)
+    return facts

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 from typing import Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytest_gputrain.cases.architectures.facts import Architecture, architectures
-from pytest_gputrain.cases.libraries import library_versions
-from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
+from pytest_gputrain.cases.architectures.facts import Architecture
+from pytest_gputrain.cases.libraries import packages_of
+from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.measuring import build, counted_steps, is_own_code, model_bytes, typical_step
@@ -30,6 +29,7 @@ from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.run import SEED
 from pytest_gputrain.worker.trace import peaks
 from pytest_gputrain.worker.training import StepBuilder, Trainable
+from pytest_gputrain.worker.zoo.completed import architecture_of
 
 HOST: Final = torch.device("cpu")
 GPU: Final = torch.device("cpu", 0)
@@ -153,7 +153,7 @@ def _from_shallow_models(task: Task, progress: Progress) -> Observed | None:
         return None
     if float(case.activation_checkpointing) not in (0, 1):
         return None  # which blocks recompute depends on how many there are
-    architecture = architectures()[case.model]
+    architecture = architecture_of(case.model)
     if not architecture.repetitions:
         return None
     prediction_run = PredictionRun(task, progress)
@@ -170,9 +170,12 @@ def _from_shallow_models(task: Task, progress: Progress) -> Observed | None:
         return None  # the model itself will tell
     if observed is None:
         return None
-    expected = architecture.trained_part.parameters["full"], trainable_parameters(architecture, case, "full")
-    parameters = observed.sums["parameters", ALL], observed.sums["trainable parameters", ALL]
-    return observed if parameters == expected else None
+    expected = {
+        "parameters": architecture.trained_part.parameters["full"],
+        "trainable parameters": trainable_parameters(architecture, case, "full"),
+    }
+    differs = any(count not in (None, observed.sums[name, ALL]) for name, count in expected.items())
+    return None if differs else observed
 
 
 def _prediction(task: Task, observed: Observed) -> Prediction:
@@ -199,6 +202,7 @@ def _prediction(task: Task, observed: Observed) -> Prediction:
         peak_phase=peak.phase,
         phase_peak_bytes=peak.by_phase,
         largest=trace.largest_at_peaks(peak),
+        peak_bytes_by_origin=trace.by_origin(peak.events[peak.phase]),
         peak_reserved_bytes=allocator.peak_reserved if cuda else None,
         host_bytes=peaks(observed.host).bytes,
         fits=None if capacity is None else refused is None,
@@ -212,15 +216,6 @@ def _prediction(task: Task, observed: Observed) -> Prediction:
             for (name_of_sum, operator), calls in sorted(sums.items())
             if name_of_sum == "calls"
         },
-        packages=_packages(task.case),
+        packages=packages_of(task.case),
         processes=running if running < task.case.gpus + task.case.servers else None,
     )
-
-
-def _packages(case: Case) -> dict[str, str]:
-    """Return the versions of libraries that decided what the case does: of own code those imported, and no kernels'."""
-    return {
-        name: version
-        for name, version in library_versions(case).items()
-        if not case.code or (name in sys.modules and name != "triton")
-    }

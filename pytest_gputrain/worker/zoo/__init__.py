@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from pytest_gputrain.cases.architectures.facts import Architecture, architectures
+from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.zoo.click_through import ClickThroughModel
+from pytest_gputrain.worker.zoo.completed import architecture_of
 from pytest_gputrain.worker.zoo.diffusion import image_diffusion
 from pytest_gputrain.worker.zoo.language import LanguageModel
 from pytest_gputrain.worker.zoo.masked_language import MaskedLanguageModel
@@ -38,5 +39,5 @@ def build(case: Case, scale: Scale, architecture: Architecture | None = None) ->
     Args:
         architecture: instead of the model's own.
     """
-    architecture = architecture or architectures()[case.model]
+    architecture = architecture or architecture_of(case.model)
     return FAMILIES[architecture.family](architecture, case, scale)

@@ -1,0 +1,157 @@
+"""Reads a model's config.json, of transformers or diffusers, and makes it a model that cases can name."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.cases.architectures.facts import Architecture, architectures, configured, denoisers
+from pytest_gputrain.records import Case
+from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.sanitize import OneLineError
+from pytest_gputrain.utils.suggest import did_you_mean
+
+Config = dict[str, Any]
+"""The keys of a config.json."""
+
+_UNUSED: Final = (
+    *("_name_or_path", "_commit_hash", "transformers_version", "_diffusers_version", "architectures", "auto_map"),
+    *("dtype", "torch_dtype", "use_cache", "quantization_config", "attn_implementation", "_attn_implementation"),
+    *(
+        "_attn_implementation_autoset",
+        "task_specific_params",
+        "finetuning_task",
+        "output_attentions",
+        "output_hidden_states",
+    ),
+    *("return_dict", "torchscript", "unsloth_fixed", "unsloth_version", "decoder"),
+)
+"""Keys that say where a model is from, or what the case decides: they change nothing that trains."""
+
+_DENOISERS: Final = ("transformer", "unet")
+"""Folders of a pipeline of diffusers that hold what trains."""
+
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+"""What configs call the longest sequence."""
+
+
+def with_model(case: Case, folder: Path) -> Case:
+    """Return the case with ``NAME#DIGEST`` as its model where it names a config, and have that model known.
+
+    Args:
+        folder: that of the test file, which the path is relative to.
+
+    Raises:
+        BadCase: there is no such config, or it is none of a model that can train here; one sentence.
+    """
+    model: object = case.model  # of a wrong type until the case is validated
+    if case.code or not isinstance(model, str) or model in architectures() or not is_path(model):
+        return case
+    try:
+        name, config = read(folder / model)
+    except ConfigError as error:
+        raise BadCase(f"the case {case} names the model {model}, but {error}") from None
+    digest = hashlib.sha256(msgspec.json.encode(config, order="deterministic")).hexdigest()[:8]
+    declare(f"{name}#{digest}", config)
+    return case.replace(model=f"{name}#{digest}")
+
+
+def is_path(model: str) -> bool:
+    """Tell a path of a config from a name of the zoo."""
+    return "/" in model or model.endswith(".json") or model in (".", "..")
+
+
+def declare(name: str, config: Config) -> Architecture:
+    """Have ``name`` be a model that cases can name in this process, and return its facts."""
+    return architectures().setdefault(name, configured(name.partition("#")[0], config, source="a config.json"))
+
+
+def config_of(case: Case) -> Config:
+    """Return the config that the case's model was declared by; empty for other models."""
+    return architectures()[case.model].trained_part.config if "#" in case.model and case.model in architectures() else {}
+
+
+def longest_sequence(config: Config) -> int | None:
+    """Return how many positions a language model was made for; None where its config does not say."""
+    return next((config[key] for key in _POSITIONS if isinstance(config.get(key), int)), None)
+
+
+class ConfigError(OneLineError):
+    """What is wrong with a config, as the rest of a sentence."""
+
+
+def read(path: Path) -> tuple[str, Config]:
+    """Return a readable name and the normalised config of a file, or of a folder that has one.
+
+    Raises:
+        ConfigError: it is no config of a model that can train here.
+    """
+    file = _file(path)
+    content = _json(file)
+    if file.name == "model_index.json":
+        part = next((part for part in _DENOISERS if part in content), None)
+        if part is None:
+            raise ConfigError(f"{file} lists no {' or '.join(_DENOISERS)}; give the config.json of the network that trains")
+        file = file.parent / part / "config.json"
+        content = _json(file)
+    if complaint := _complaint(content):
+        raise ConfigError(f"{file} {complaint}")
+    folder = file.parent.parent if file.parent.name in _DENOISERS else file.parent
+    if folder.parent.name == "snapshots":  # of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
+        folder = Path(folder.parent.parent.name.rpartition("--")[2])
+    name = folder.resolve().name if file.stem == "config" else file.stem
+    config = {key: value for key, value in content.items() if key not in _UNUSED}
+    return re.sub(r"[^\w.-]+", "-", name) or "model", config
+
+
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    places = ["config.json", "model_index.json", *(f"{part}/config.json" for part in _DENOISERS)]
+    found = next((path / place for place in places if (path / place).is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"the folder {path} has no config.json; give a folder that transformers or diffusers saved a model to"
+        )
+    return found
+
+
+def _json(file: Path) -> Config:
+    try:
+        content: Any = msgspec.json.decode(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); give a path that is relative to the test file"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); give the config.json of a model") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} is not a JSON object; give the config.json of a model")
+    return content
+
+
+def _complaint(config: Config) -> str | None:
+    """Return why a config is none of a model that can train here, as the rest of a sentence."""
+    class_name = config.get("_class_name")
+    if isinstance(class_name, str):
+        if class_name in denoisers():
+            return None
+        hint, known = did_you_mean(class_name, denoisers()), ", ".join(denoisers())
+        return f"has _class_name={class_name!r}, a class whose inputs are not known{hint}; known: {known}"
+    if not isinstance(config.get("model_type"), str):
+        return (
+            "has neither model_type, by which transformers finds a class, nor _class_name, by which diffusers does; give "
+            "the config.json of a model"
+        )
+    if config.get("is_encoder_decoder"):
+        return "has is_encoder_decoder=true; only decoder-only language models train from a config"
+    if "text_config" in config:
+        return (
+            "has text_config, so the model takes more than text; to train its language model alone, write the content of "
+            "text_config to a file of its own"
+        )
+    return None

@@ -1,0 +1,215 @@
+"""Completes what a config.json tells of a model: its class, blocks, repetitions and scale for a CPU.
+
+What is found is what the facts of the zoo's other models state, so that nothing else needs to know where a model is from.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import nn
+
+from pytest_gputrain.cases.architectures.facts import Architecture, Part, architectures, denoisers, with_layers
+from pytest_gputrain.records import Scale
+from pytest_gputrain.utils.suggest import did_you_mean
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.zoo.tiny import tiny_denoiser, tiny_language_model
+
+_REQUIRED: Final = ("num_hidden_layers", "hidden_size")
+"""Keys without which a class would silently build a model of its own defaults."""
+
+SCALES: Final[tuple[Scale, ...]] = ("full", "tiny")
+
+_IDLE: Final = (r".*\.(k_proj|key)\.bias",)
+"""Biases of keys: without rotary positions they move all scores of a query alike, and get no gradient."""
+
+
+def architecture_of(name: str) -> Architecture:
+    """Return the facts of a model of the zoo, or of one that is known by its config, completed.
+
+    Raises:
+        CheckFailed: the library has no such model, or its config lacks a key.
+    """
+    architecture = architectures()[name]
+    return architecture if architecture.trained_part.model_class else _completed(name)
+
+
+@functools.cache
+def _completed(name: str) -> Architecture:
+    architecture = architectures()[name]
+    complete = _language_model if architecture.trained_part.library == "transformers" else _denoiser
+    return complete(name, architecture)
+
+
+def _language_model(name: str, architecture: Architecture) -> Architecture:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    part = architecture.trained_part
+    # Copied, because classes write into the dictionaries that they are given.
+    given = copy.deepcopy({key: value for key, value in part.config.items() if key != "model_type"})
+    kind: str = part.config["model_type"]
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        release = f"transformers {transformers.__version__}"
+        if kind in CONFIG_MAPPING:
+            raise CheckFailed(f"{name} has model_type={kind!r}, which in {release} is no decoder-only language model")
+        hint = did_you_mean(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise CheckFailed(
+            f"{name} has model_type={kind!r}, which {release} does not have{hint}; install a release that has it: code that "
+            "a config names by auto_map is never run"
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    config_class = CONFIG_MAPPING[kind]
+    for key in _REQUIRED:
+        if not {key, config_class.attribute_map.get(key, key)} & given.keys():
+            raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
+    config = _built(name, lambda: config_class(**copy.deepcopy(given)))
+    layers_key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    layers: int = config.num_hidden_layers
+    # What the class adds by itself is a part of the facts where the rest depends on it.
+    facts = {**given, layers_key: layers, "vocab_size": config.vocab_size}
+    if isinstance(per_layer := getattr(config, "layer_types", None), list):
+        facts["layer_types"] = list(per_layer)
+    completed = msgspec.structs.replace(part, model_class=model_class, config_class=config_class.__name__, config=facts)
+    model = _on_meta(name, completed)
+    path, blocks = _blocks(name, model, layers)
+    kinds = _kinds(blocks, facts)
+    completed = msgspec.structs.replace(
+        completed,
+        parameters={"full": sum(value.numel() for value in model.parameters()), **part.parameters},
+        tiny=tiny_language_model(config, with_layers(facts, layers_key, _fewest(kinds)), facts),
+        repeats=_repeats(layers_key, kinds),
+    )
+    return msgspec.structs.replace(
+        architecture,
+        parts={"model": completed},
+        blocks=(path,),
+        idle={"full": _IDLE, "tiny": _IDLE},
+    )
+
+
+def _denoiser(name: str, architecture: Architecture) -> Architecture:
+    import diffusers
+
+    (part_name, part), *_ = architecture.parts.items()
+    model_class: str = part.config["_class_name"]
+    kind: Any = getattr(diffusers, model_class)
+    # As diffusers itself leaves out keys that its class does not have.
+    facts = {key: value for key, value in part.config.items() if key in inspect.signature(kind).parameters}
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            module: nn.Module = kind(**copy.deepcopy(facts))
+            return module
+
+    model: Any = _built(name, build)
+    double, single = facts.get("num_layers") or 1, facts.get("num_single_layers") or 0
+    completed = msgspec.structs.replace(
+        part,
+        model_class=model_class,
+        config={**model.config, **facts},
+        parameters={"full": sum(value.numel() for value in model.parameters()), **part.parameters},
+        tiny=tiny_denoiser(denoisers()[model_class].trained_part, dict(model.config)),
+        repeats={"num_layers": 1, "num_single_layers": single // double} if single and single % double == 0 else {},
+    )
+    idle = denoisers()[model_class].idle
+    if model_class == "SD3Transformer2DModel":  # whose last block lets go of what the text asks
+        idle = {
+            scale: (
+                rf".*transformer_blocks\.{completed.facts(scale)['num_layers'] - 1}\.attn\.(add_q_proj|norm_added_q)\..*",
+            )
+            for scale in SCALES
+        }
+    return msgspec.structs.replace(architecture, parts={part_name: completed}, idle=idle)
+
+
+def _built(name: str, build: Callable[[], Any]) -> Any:
+    """Return what a class of a library makes of a config.
+
+    Raises:
+        CheckFailed: it refuses the config.
+    """
+    try:
+        return build()
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise CheckFailed(f"{name} cannot be built from its config.json: {type(error).__name__}: {message}") from error
+
+
+def _on_meta(name: str, part: Part) -> nn.Module:
+    """Return the full-size model without memory."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    def build() -> nn.Module:
+        with torch.device("meta"), no_init_weights():
+            config = getattr(transformers, part.config_class)(**copy.deepcopy(part.config))
+            model = getattr(transformers, part.model_class)(config)
+        model.tie_weights()
+        module: nn.Module = model
+        return module
+
+    built: nn.Module = _built(name, build)
+    return built
+
+
+def _blocks(name: str, model: nn.Module, layers: int) -> tuple[str, list[nn.Module]]:
+    """Return the path of the list of the model's blocks, and the blocks."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return path, list(module)
+    raise CheckFailed(f"{name} keeps its {layers} blocks in no list of modules, so nothing can recompute or shard them")
+
+
+def _kinds(blocks: Sequence[nn.Module], facts: dict[str, Any]) -> list[int]:
+    """Return a number for each block: the same for blocks that are built alike."""
+    lists = [value for value in facts.values() if isinstance(value, list) and len(value) == len(blocks)]
+    signatures = [(repr([value[index] for value in lists]), *_signature(block)) for index, block in enumerate(blocks)]
+    numbers = {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
+    return [numbers[signature] for signature in signatures]
+
+
+_PLAIN: Final = (bool, int, float, str, type(None))
+_PLACES: Final = ("layer_idx", "layer_id", "idx", "layer_index")
+"""Attributes that number the blocks."""
+
+
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    return tuple(
+        (
+            path,
+            type(module).__name__,
+            tuple((name, tuple(value.shape)) for name, value in module.named_parameters(recurse=False)),
+            tuple((key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN) and key not in _PLACES),
+        )
+        for path, module in block.named_modules()
+    )
+
+
+def _fewest(kinds: Sequence[int]) -> int:
+    """Return how many blocks, two at least, have one of every kind among them."""
+    return max(min(2, len(kinds)), max(kinds.index(kind) for kind in kinds) + 1)
+
+
+def _repeats(key: str, kinds: Sequence[int]) -> dict[str, int]:
+    """Return how many blocks make one repetition, by the key that counts them; nothing where they do not repeat.
+
+    The first three may differ from all others, which then must be alike: shallow models are compared with more blocks than
+    these (see `pytest_gputrain.worker.prediction.repetition`).
+    """
+    if len(set(kinds[3:])) == 1:
+        return {key: 1}
+    for period in range(2, len(kinds) // 2 + 1):
+        if len(kinds) % period == 0 and all(kind == kinds[index % period] for index, kind in enumerate(kinds)):
+            return {key: period}
+    return {}

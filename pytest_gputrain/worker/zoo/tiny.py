@@ -1,0 +1,142 @@
+"""Scales a model of any config down for a step on a CPU, through the same code path.
+
+A denoiser of diffusers becomes what the zoo's model of its class becomes. The rules for language models, by the names that
+transformers has for the keys:
+
+- Layers: as few as have one of every kind, two at least; lists with one entry for each layer are cut.
+- Widths: 64, of feed-forward layers 128, of experts 32; 512 tokens; 256 positions.
+- Attention: 4 heads; for keys and values as many, one, or else 2; a head as wide as makes 64 of them all, or 32 where the
+  full size makes more or less.
+- Experts: 8, of which at most 2 take a token; 2 groups of them, of which one is chosen.
+- Windows of attention: 32 tokens, so that they are shorter than a tiny sample.
+- Ids of special tokens that the small vocabulary lacks become 0 (padding), 1 (begin) and 2 (end).
+
+What is smaller at full size stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pytest_gputrain.cases.architectures.facts import Part
+
+HEADS: Final = 4
+
+_MOST: Final = {
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "hidden_size": 64,
+    **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "hidden_size_per_layer_input"), 64),
+    **dict.fromkeys(
+        (
+            *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp"),
+            *("shared_intermediate_size", "dense_intermediate_size"),
+        ),
+        128,
+    ),
+    **dict.fromkeys(
+        (
+            *("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+            *(
+                "expert_ffn_hidden_size",
+                "kv_lora_rank",
+                "q_lora_rank",
+                "o_lora_rank",
+                "sliding_window",
+                "attention_chunk_size",
+            ),
+            *("original_max_position_embeddings",),
+        ),
+        32,
+    ),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
+    "qk_rope_head_dim": 8,
+    "num_attention_heads": HEADS,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    "n_group": 2,
+    "topk_group": 1,
+}
+"""Largest value of each key."""
+
+_KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
+
+_TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config that are others at tiny scale.
+
+    Args:
+        config: the full-size one, of transformers.
+        shallow: the given keys, with fewer layers.
+        facts: the given keys.
+    """
+    names: dict[str, str] = type(config).attribute_map
+    tiny = {key: value for key, value in shallow.items() if value != facts[key]}
+
+    def full(key: str) -> Any:
+        # The class's defaults count, but not what it computes of other keys: that is computed anew.
+        name = names.get(key, key)
+        return facts.get(name, facts.get(key, getattr(type(config), name, None)))
+
+    for key, most in _MOST.items():
+        value = full(key)
+        if _is_count(value) and value > most:
+            tiny[names.get(key, key)] = most
+    heads = config.num_attention_heads
+    key_heads = {key: full(key) for key in _KEY_HEADS if _is_count(full(key))}
+    for key, count in key_heads.items():
+        tiny[names.get(key, key)] = HEADS if count == heads else min(count, 2)
+    if _is_count(width := full("head_dim")):
+        tiny["head_dim"] = 16 if width * heads == config.hidden_size else 32
+    if _is_count(scalar := full("query_pre_attn_scalar")):
+        tiny["query_pre_attn_scalar"] = tiny.get("head_dim", scalar)
+    words = tiny.get("vocab_size", facts["vocab_size"])
+    for key, token in _TOKENS.items():
+        value = full(key)
+        largest = max(value, default=0) if isinstance(value, list) else value
+        if _is_count(largest) and largest >= words:
+            tiny[key] = token
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(facts.get(key), dict):
+            tiny[key] = _tiny_rope(facts[key], (tiny.get("head_dim") or 16) * facts.get("partial_rotary_factor", 1))
+    return tiny
+
+
+def tiny_denoiser(like: Part, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a denoiser's config that are others at tiny scale.
+
+    Args:
+        like: the zoo's model of the same class.
+        facts: all keys of the full-size one.
+    """
+    tiny = {key: value for key, value in like.tiny.items() if facts.get(key) is not None}
+    if facts.get("dual_attention_layers"):
+        tiny["dual_attention_layers"] = [0]
+    if stages := facts.get("block_out_channels"):
+        # A UNet has a list with one entry for each stage, or one number for all.
+        tiny |= {"block_out_channels": [16, *[32] * (len(stages) - 1)], "layers_per_block": 1, "attention_head_dim": 4}
+        if isinstance(facts.get("transformer_layers_per_block"), list | tuple):
+            tiny["transformer_layers_per_block"] = [min(count, 2) for count in facts["transformer_layers_per_block"]]
+        if facts.get("projection_class_embeddings_input_dim"):
+            # Six sizes beside 32 numbers of the text.
+            tiny |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80}
+    return tiny
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _tiny_rope(rope: dict[str, Any], width: float) -> dict[str, Any]:
+    """Return rotary positions of a narrow head, whose factors are one for each pair of its values."""
+    scaled = dict(rope)
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            scaled[key] = _tiny_rope(value, width)
+        elif isinstance(value, list) and key.endswith("_factor"):
+            scaled[key] = value[: int(width) // 2]
+        elif key == "original_max_position_embeddings" and "long_factor" in rope:
+            scaled[key] = 32
+    return scaled
