@@ -8,7 +8,6 @@ would read it: test_ab.py, tests/worker/test_several_nodes.py and test_benchmark
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import shutil
@@ -262,7 +261,8 @@ PROGRAMS: Final = {f"{page}-{number}": text for page in PAGES for number, text i
 ZOO: Final = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
 CONVERGENCE: Final = "docs/convergence.md-0"
 """Trains a checkpoint and samples of the reader's own."""
-LOOPS: Final = "docs/own-loops.md"
+LOOPS: Final = "docs/own-loops"
+"""Pages whose programs test_recipes.py runs."""
 OWN: Final = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
 TRAINERS: Final = [name for name in OWN if "transformers" in PROGRAMS[name]]
 """Own code that trains by a library, whose import alone takes long."""
@@ -299,15 +299,6 @@ def test_programs_that_compare_trainers_train(project: Project, name: str) -> No
 
 def test_a_page_compares_trainers() -> None:
     assert [name.partition(".")[0] for name in TRAINERS] == ["docs/comparing-trainers"]
-
-
-@pytest.mark.slow
-def test_programs_that_own_their_loop_train(project: Project) -> None:
-    programs = {name: text for name, text in PROGRAMS.items() if name.startswith(LOOPS)}
-    if importlib.util.find_spec("lightning") is None:
-        programs = {name: text for name, text in programs.items() if "import lightning" not in text}
-    project.write(**{f"test_program_{number}": text for number, text in enumerate(programs.values())})
-    project.spawn("--gpu-platform=cpu").assert_outcomes(passed=len(programs))
 
 
 A_SMALL_FLUX: Final = """

@@ -1,4 +1,4 @@
-"""Runs the recipes of own loops: each program becomes a test by its few lines, has its figure, and fails for its regression."""
+"""Runs the recipes of own loops: each program becomes a test by few lines, has its figure, and fails for its regression."""
 
 from __future__ import annotations
 

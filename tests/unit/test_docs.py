@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
+import api_tables
 import pytest
 
 import pytest_gputrain
+from pytest_gputrain.cases.validation import METHODS, PRECISIONS
 from pytest_gputrain.plugin.hooks import __all__ as FIXTURES
+from pytest_gputrain.plugin.markers import _KEYWORDS as KEYWORDS
+from pytest_gputrain.records import Case
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -81,3 +85,22 @@ def test_the_api_has_every_record_of_the_report() -> None:
 @pytest.mark.parametrize("fixture", FIXTURES)
 def test_the_api_has_every_fixture(fixture: str) -> None:
     assert f"**`{fixture}`**" in (DOCS / "api.md").read_text()
+
+
+def test_the_tables_of_the_api_are_those_of_the_code() -> None:
+    page = (DOCS / "api.md").read_text()
+    assert api_tables.filled(page) == page, "run tools/api_tables.py"
+    assert all(f"\n| `{field}` | " in page for field in Case.__struct_fields__)
+
+
+def test_the_api_has_every_word_fixture_and_marker_in_tables() -> None:
+    page = (DOCS / "api.md").read_text()
+    missing = [
+        name
+        for name in (*METHODS, *PRECISIONS, "custom", *FIXTURES, *KEYWORDS)
+        if not re.search(rf"\n\| [^|]*`{name}`[^|]* \| ", page)
+    ]
+    assert missing == []
+    for marker, keywords in KEYWORDS.items():
+        row = next(row for row in page.splitlines() if row.startswith(f"| `{marker}` | "))
+        assert all(f"`{keyword}`" in row for keyword in keywords)
