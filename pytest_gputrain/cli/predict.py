@@ -95,6 +95,7 @@ def main(options: argparse.Namespace) -> int:
         axes = dict(sweep.parse_axes(_knobs(options, base), ()))
         if wrong := {"model", sweep.PLATFORMS} & axes.keys():
             raise ValueError(f"--set {min(wrong)} is not taken here; name the model first, and the GPUs by --gpu")
+        axes = {knob: axes[knob] for knob in sorted(axes, key="batch_size".__eq__)}  # batches below each other
         named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in ALWAYS_IN_ID)
         cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
         if len(cases) * len(gpus) > _MOST_CELLS:
