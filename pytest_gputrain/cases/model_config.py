@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain.cases.architectures.facts import Architecture, architectures, configured
+from pytest_gputrain.cases.architectures.facts import Architecture, architectures, configured, denoisers
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import OneLineError
+from pytest_gputrain.utils.suggest import did_you_mean
 
 Config = dict[str, Any]
 """The keys of a config.json."""
@@ -135,8 +136,12 @@ def _json(file: Path) -> Config:
 
 def _complaint(config: Config) -> str | None:
     """Return why a config is none of a model that can train here, as the rest of a sentence."""
-    if isinstance(config.get("_class_name"), str):
-        return None
+    class_name = config.get("_class_name")
+    if isinstance(class_name, str):
+        if class_name in denoisers():
+            return None
+        hint, known = did_you_mean(class_name, denoisers()), ", ".join(denoisers())
+        return f"has _class_name={class_name!r}, a class whose inputs are not known{hint}; known: {known}"
     if not isinstance(config.get("model_type"), str):
         return (
             "has neither model_type, by which transformers finds a class, nor _class_name, by which diffusers does; give "

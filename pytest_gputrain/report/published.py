@@ -120,7 +120,7 @@ def printed(metric: Metric, figure: Figure) -> str:
 def _unit(figure: Figure) -> tuple[str, float]:
     """Return the unit whose digit was rounded: thousands of MiB are neither GiB nor GB."""
     for unit, size in ((" GiB", GiB), (" GB", 1e9)):
-        digits = math.log10(figure.rounding / size) if figure.rounding > 0 else 0
+        digits = math.log10(figure.rounding) - math.log10(size) if figure.rounding > 0 else 0
         if abs(digits - round(digits)) < 1e-6:
             return unit, size
     return " MiB", MiB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -53,7 +54,10 @@ def _lora(model: nn.Module, recipe: Lora, rank: int) -> nn.Module:
         bias="none",
         target_modules=targets if isinstance(targets, str) else list(targets),
     )
-    adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
+    with warnings.catch_warnings():
+        # It tells of names that it has itself translated for experts, and of weights that GPT-2 keeps transposed.
+        warnings.filterwarnings("ignore", module=r"peft\.")
+        adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
     return adapted
 
 

@@ -20,6 +20,7 @@ def _on_such_a_gpu():
 
 def watched(function):
     """What it returns, and the bytes that it allocated and, negative, freed."""
+    torch.cuda.memory._record_memory_history(enabled=None)  # On an emulated GPU it is recorded from the start.
     torch.cuda.memory._record_memory_history(context=None, stacks="python")
     result = function()
     events = torch.cuda.memory._snapshot()["device_traces"][0]

@@ -247,7 +247,7 @@ def test_what_is_no_cluster_or_no_resource_is_refused(
     shared: Path, monkeypatch: pytest.MonkeyPatch, argument: str, address: str, sentence: str
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ValueError, match=r"^--gpu-executor") as caught:
+    with pytest.raises(ValueError, match=r"^(gpu_fleet_args|--gpu-executor)") as caught:
         Ray([argument])
     pytest.LineMatcher(str(caught.value).splitlines()).fnmatch_lines([sentence])
 

@@ -13,6 +13,7 @@ from pytest_gputrain.worker.prediction import tracker as tracker_module
 from pytest_gputrain.worker.prediction.predict import PredictionRun, predict
 from pytest_gputrain.worker.prediction.repetition import extrapolate
 from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.zoo.completed import architecture_of
 
 DEEP = 7
 """Repetitions: more than run for it, fewer than any model of the suite has."""
@@ -22,7 +23,7 @@ def repeating():
     """A case of each class of models that repeat blocks, with each method of Llama, and a sharded one of each library."""
     cases = {}
     for case in [*(case for _, case in declared()), *(case for _, case in declared(several=True))]:
-        part = architectures()[case.model].trained_part
+        part = architecture_of(case.model).trained_part
         if not part.repeats or case.parallel not in ("single", "fsdp"):
             continue
         kind = part.model_class if case.parallel == "single" else part.library
@@ -32,7 +33,7 @@ def repeating():
 
 
 CASES = repeating()
-QUICK = {"llama-3.1-8b-qlora-bf16", "gemma-2-9b-lora-bf16", "llama-2-13b-full-bf16-fsdp"}
+QUICK = {"llama-3.1-8b-qlora-bf16", "qwen3-30b-a3b-lora-bf16", "gemma-2-9b-lora-bf16", "llama-2-13b-full-bf16-fsdp"}
 
 
 def task_of(case):
@@ -46,7 +47,7 @@ def task_of(case):
 )
 def test_a_deep_model_shows_what_follows_from_shallow_ones(case):
     load(case, predicted=True)
-    architecture = architectures()[case.model]
+    architecture = architecture_of(case.model)
     # What a first run leaves behind must not count for both.
     deep = PredictionRun(task_of(case), Progress(None)).run(architecture.repeated(DEEP))
     shallow = PredictionRun(task_of(case), Progress(None))
@@ -61,7 +62,8 @@ def test_a_deep_model_shows_what_follows_from_shallow_ones(case):
 
 
 def test_every_kind_of_block_is_repeated_as_often():
-    for name, architecture in architectures().items():
+    for name in architectures():
+        architecture = architecture_of(name)
         part = architecture.trained_part
         if not part.repeats:
             continue

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from zoo_examples import example
+from zoo_examples import STATED, example
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.worker import training as recipe
@@ -15,7 +15,7 @@ from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.zoo import diffusion
 
-IMAGES = [name for name, architecture in architectures().items() if architecture.family == "diffusion"]
+IMAGES = [name for name, architecture in STATED.items() if architecture.family == "diffusion"]
 UNETS = ["sd-1.5", "sdxl"]
 ENCODING = ["sd-1.5", "sd3"]
 

@@ -116,56 +116,75 @@ class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model of the zoo that is known by its published config.json."""
 
     title: str
-    parameters: int
-    """The published count, to the last parameter."""
+    published: str
+    """Its count of parameters as published: ``8,190,735,360``, or less precisely ``8.1B``."""
     source: str
     targets: tuple[str, ...] | str = "all-linear"
     """What LoRA adapts; ``all-linear`` for all linear layers but the head."""
     config: dict[str, Any]
 
+    @property
+    def parameters(self) -> int | None:
+        """The count, where it is published to the last parameter."""
+        return int(self.published.replace(",", "")) if "," in self.published else None
+
 
 def configured(
-    title: str,
-    config: dict[str, Any],
-    source: str,
-    parameters: int | None = None,
-    lora: Lora | None = None,
+    title: str, config: dict[str, Any], source: str, parameters: int | None = None, lora: Lora | None = None
 ) -> Architecture:
     """Return what is known of a model from the keys of its config.json alone.
 
     What only the class in the library knows, the worker adds: class, scale for a CPU, blocks and default targets of LoRA.
+    How a denoiser of diffusers trains is taken from the first model of the zoo that has the same class.
     """
-    is_diffusion = "_class_name" in config
     part = Part(
-        library="diffusers" if is_diffusion else "transformers",
+        library="diffusers" if "_class_name" in config else "transformers",
         parameters={} if parameters is None else {"full": parameters},
         source=source,
         config=config,
     )
+    if part.library == "diffusers":
+        like = denoisers()[config["_class_name"]]
+        name, *_ = like.parts
+        return msgspec.structs.replace(
+            like, title=title, trainable={"full": {}, "lora": {}}, trains={}, idle={}, parts={name: part}
+        )
     return Architecture(
         title=title,
-        family="diffusion" if is_diffusion else "language",
-        needs=("resolution",) if is_diffusion else ("sequence_length",),
-        trainable={method: {} for method in ("full", "lora") + (() if is_diffusion else ("qlora",))},
+        family="language",
+        needs=("sequence_length",),
+        trainable={"full": {}, "lora": {}, "qlora": {}},
         lora=lora or Lora(rank=8, alpha=8, dropout=0.0, targets=()),
         blocks=("",),
-        parts={"transformer" if is_diffusion else "model": part},
+        parts={"model": part},
     )
+
+
+@functools.cache
+def denoisers() -> dict[str, Architecture]:
+    """The first model of the zoo of each class of diffusers."""
+    models = [model for model in _families().values() if model.trained_part.library == "diffusers"]
+    return {model.trained_part.model_class: model for model in reversed(models)}
 
 
 _PUBLISHED: Final = Path(__file__).with_name("published.json")
 
 
 @functools.cache
-def architectures() -> dict[str, Architecture]:
-    """Every model by name, family after family, then those that are known by their config.json."""
-    facts = {
+def _families() -> dict[str, Architecture]:
+    return {
         name: msgspec.structs.replace(architecture, family=path.stem)
         for path in sorted(Path(__file__).parent.glob("*.json"))
         if path != _PUBLISHED
         for name, architecture in msgspec.json.decode(path.read_bytes(), type=dict[str, Architecture]).items()
     }
+
+
+@functools.cache
+def architectures() -> dict[str, Architecture]:
+    """Every model by name, family after family, then those that are known by their config.json."""
+    facts = dict(_families())
     for name, model in msgspec.json.decode(_PUBLISHED.read_bytes(), type=dict[str, Published]).items():
-        recipe = Lora(rank=8, alpha=16, dropout=0.05, targets=model.targets)
+        recipe = Lora(rank=8, alpha=16, dropout=0.0, targets=model.targets)  # adapters of experts take no dropout
         facts[name] = configured(model.title, model.config, model.source, model.parameters, recipe)
     return facts

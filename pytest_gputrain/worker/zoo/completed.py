@@ -5,7 +5,9 @@ What is found is what the facts of the zoo's other models state, so that nothing
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -13,13 +15,16 @@ import msgspec
 import torch
 from torch import nn
 
-from pytest_gputrain.cases.architectures.facts import Architecture, Part, architectures, with_layers
+from pytest_gputrain.cases.architectures.facts import Architecture, Part, architectures, denoisers, with_layers
+from pytest_gputrain.records import Scale
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.zoo.tiny import tiny_language_model
+from pytest_gputrain.worker.zoo.tiny import tiny_denoiser, tiny_language_model
 
 _REQUIRED: Final = ("num_hidden_layers", "hidden_size")
 """Keys without which a class would silently build a model of its own defaults."""
+
+SCALES: Final[tuple[Scale, ...]] = ("full", "tiny")
 
 _IDLE: Final = (r".*\.(k_proj|key)\.bias",)
 """Biases of keys: without rotary positions they move all scores of a query alike, and get no gradient."""
@@ -51,7 +56,8 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     )
 
     part = architecture.trained_part
-    given = {key: value for key, value in part.config.items() if key != "model_type"}
+    # Copied, because classes write into the dictionaries that they are given.
+    given = copy.deepcopy({key: value for key, value in part.config.items() if key != "model_type"})
     kind: str = part.config["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         release = f"transformers {transformers.__version__}"
@@ -67,7 +73,7 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     for key in _REQUIRED:
         if not {key, config_class.attribute_map.get(key, key)} & given.keys():
             raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
-    config = _built(name, given, lambda: config_class(**given))
+    config = _built(name, lambda: config_class(**copy.deepcopy(given)))
     layers_key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     layers: int = config.num_hidden_layers
     # What the class adds by itself is a part of the facts where the rest depends on it.
@@ -93,10 +99,41 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
 
 
 def _denoiser(name: str, architecture: Architecture) -> Architecture:
-    raise CheckFailed(f"{name} has _class_name, which is not supported yet")
+    import diffusers
+
+    (part_name, part), *_ = architecture.parts.items()
+    model_class: str = part.config["_class_name"]
+    kind: Any = getattr(diffusers, model_class)
+    # As diffusers itself leaves out keys that its class does not have.
+    facts = {key: value for key, value in part.config.items() if key in inspect.signature(kind).parameters}
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            module: nn.Module = kind(**copy.deepcopy(facts))
+            return module
+
+    model: Any = _built(name, build)
+    double, single = facts.get("num_layers") or 1, facts.get("num_single_layers") or 0
+    completed = msgspec.structs.replace(
+        part,
+        model_class=model_class,
+        config={**model.config, **facts},
+        parameters={"full": sum(value.numel() for value in model.parameters()), **part.parameters},
+        tiny=tiny_denoiser(denoisers()[model_class].trained_part, dict(model.config)),
+        repeats={"num_layers": 1, "num_single_layers": single // double} if single and single % double == 0 else {},
+    )
+    idle = denoisers()[model_class].idle
+    if model_class == "SD3Transformer2DModel":  # whose last block lets go of what the text asks
+        idle = {
+            scale: (
+                rf".*transformer_blocks\.{completed.facts(scale)['num_layers'] - 1}\.attn\.(add_q_proj|norm_added_q)\..*",
+            )
+            for scale in SCALES
+        }
+    return msgspec.structs.replace(architecture, parts={part_name: completed}, idle=idle)
 
 
-def _built(name: str, facts: dict[str, Any], build: Callable[[], Any]) -> Any:
+def _built(name: str, build: Callable[[], Any]) -> Any:
     """Return what a class of a library makes of a config.
 
     Raises:
@@ -116,12 +153,14 @@ def _on_meta(name: str, part: Part) -> nn.Module:
 
     def build() -> nn.Module:
         with torch.device("meta"), no_init_weights():
-            config = getattr(transformers, part.config_class)(**part.config)
-            model: nn.Module = getattr(transformers, part.model_class)(config)
-            return model
+            config = getattr(transformers, part.config_class)(**copy.deepcopy(part.config))
+            model = getattr(transformers, part.model_class)(config)
+        model.tie_weights()
+        module: nn.Module = model
+        return module
 
-    module: nn.Module = _built(name, part.config, build)
-    return module
+    built: nn.Module = _built(name, build)
+    return built
 
 
 def _blocks(name: str, model: nn.Module, layers: int) -> tuple[str, list[nn.Module]]:

@@ -1,4 +1,4 @@
-"""Builds the family of image diffusion models, by diffusers: Stable Diffusion 1.5, XL and 3, FLUX.1."""
+"""Builds the family of image diffusion models, by diffusers: Stable Diffusion 1.5, XL, 3 and 3.5, FLUX.1 and FLUX.2."""
 
 from __future__ import annotations
 
@@ -156,8 +156,9 @@ class UNet(ImageDiffusion):
                     module.gradient_checkpointing = False
 
     def conditions(self) -> dict[str, Tensor]:
-        if "addition_embed_type" not in self.facts:
-            return {}
+        if not self.facts.get("addition_embed_type"):
+            width = self.facts["cross_attention_dim"]
+            return {} if self.encoders else {"text": torch.randn(self.samples, self.text_tokens, width)}
         # Size before cropping, place of the crop, size: six numbers that are embedded one by one.
         sizes = torch.tensor([self.height, self.width, 0, 0, self.height, self.width], dtype=torch.float32)
         pooled = self.facts["projection_class_embeddings_input_dim"] - len(sizes) * self.facts["addition_time_embed_dim"]
@@ -218,10 +219,37 @@ class Flux(ImageDiffusion):
         return predicted
 
 
+class Flux2(Flux):
+    """FLUX.2. It knows positions in time, height, width and text, and nothing of a text as a whole."""
+
+    def conditions(self) -> dict[str, Tensor]:
+        rows, columns = torch.arange(self.height // SIDE_MULTIPLE), torch.arange(self.width // SIDE_MULTIPLE)
+        nowhere = torch.zeros(1, dtype=rows.dtype)
+        words = torch.arange(self.text_tokens)
+        return {
+            "text": torch.randn(self.samples, self.text_tokens, self.facts["joint_attention_dim"]),
+            "guidance": torch.full((self.samples,), self.architecture.step["guidance"], dtype=torch.float32),
+            "text_ids": torch.cartesian_prod(nowhere, nowhere, nowhere, words),
+            "image_ids": torch.cartesian_prod(nowhere, rows, columns, nowhere),
+        }
+
+    def denoise(self, noisy: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        predicted: Tensor = self.model(
+            hidden_states=noisy,
+            timestep=inputs["timesteps"] / TIMESTEPS,
+            guidance=inputs["guidance"] if self.facts["guidance_embeds"] else None,
+            encoder_hidden_states=inputs["text"],
+            txt_ids=inputs["text_ids"],
+            img_ids=inputs["image_ids"],
+        ).sample
+        return predicted
+
+
 DENOISERS: Final[dict[str, type[ImageDiffusion]]] = {
     "UNet2DConditionModel": UNet,
     "SD3Transformer2DModel": MultimodalTransformer,
     "FluxTransformer2DModel": Flux,
+    "Flux2Transformer2DModel": Flux2,
 }
 """By diffusers' class."""
 

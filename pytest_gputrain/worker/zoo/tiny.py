@@ -1,6 +1,7 @@
-"""Scales a language model of any config down for a step on a CPU, through the same code path.
+"""Scales a model of any config down for a step on a CPU, through the same code path.
 
-The rules, by the names that transformers has for the keys:
+A denoiser of diffusers becomes what the zoo's model of its class becomes. The rules for language models, by the names that
+transformers has for the keys:
 
 - Layers: as few as have one of every kind, two at least; lists with one entry for each layer are cut.
 - Widths: 64, of feed-forward layers 128, of experts 32; 512 tokens; 256 positions.
@@ -16,6 +17,8 @@ What is smaller at full size stays as it is.
 from __future__ import annotations
 
 from typing import Any, Final
+
+from pytest_gputrain.cases.architectures.facts import Part
 
 HEADS: Final = 4
 
@@ -98,6 +101,27 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(facts.get(key), dict):
             tiny[key] = _tiny_rope(facts[key], (tiny.get("head_dim") or 16) * facts.get("partial_rotary_factor", 1))
+    return tiny
+
+
+def tiny_denoiser(like: Part, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a denoiser's config that are others at tiny scale.
+
+    Args:
+        like: the zoo's model of the same class.
+        facts: all keys of the full-size one.
+    """
+    tiny = {key: value for key, value in like.tiny.items() if facts.get(key) is not None}
+    if facts.get("dual_attention_layers"):
+        tiny["dual_attention_layers"] = [0]
+    if stages := facts.get("block_out_channels"):
+        # A UNet has a list with one entry for each stage, or one number for all.
+        tiny |= {"block_out_channels": [16, *[32] * (len(stages) - 1)], "layers_per_block": 1, "attention_head_dim": 4}
+        if isinstance(facts.get("transformer_layers_per_block"), list | tuple):
+            tiny["transformer_layers_per_block"] = [min(count, 2) for count in facts["transformer_layers_per_block"]]
+        if facts.get("projection_class_embeddings_input_dim"):
+            # Six sizes beside 32 numbers of the text.
+            tiny |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80}
     return tiny
 
 

@@ -1,0 +1,184 @@
+"""Models that are known by their config.json: what the worker finds out about them, and that they train so."""
+
+import re
+from unittest import mock
+
+import bitsandbytes
+import msgspec
+import pytest
+import torch
+from zoo_examples import count, measured, predicted_on_cpu, run
+
+from pytest_gputrain import Case
+from pytest_gputrain.cases.architectures import facts
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.model_config import declare
+from pytest_gputrain.records import Crashed
+from pytest_gputrain.worker import methods, zoo
+from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.precision import PRECISIONS
+from pytest_gputrain.worker.zoo.completed import architecture_of
+
+PUBLISHED = msgspec.json.decode(facts._PUBLISHED.read_bytes(), type=dict[str, facts.Published])
+
+OTHERS = {
+    "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024},
+    "gpt_neox": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 50304,
+    },
+    "opt": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "ffn_dim": 3072,
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 768,
+    },
+    "olmoe": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "vocab_size": 50304,
+    },
+    "gpt_oss": {
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "sliding_window": 128,
+    },
+}
+"""Configs of other types of models, as users bring them."""
+
+
+def config_case(kind, config, method="full", **knobs):
+    declare(f"{kind}#test", {"model_type": kind, **config})
+    return Case(model=f"{kind}#test", method=method, batch_size=2, sequence_length=512, steps=2, warmup=1, **knobs)
+
+
+def kind_of(name):
+    return PUBLISHED[name].config.get("model_type") or PUBLISHED[name].config["_class_name"]
+
+
+ONE_OF_EACH_KIND = list({kind_of(name): name for name in PUBLISHED}.values())
+
+
+def published_case(name, method):
+    needs = {"resolution": "512x512"} if "_class_name" in PUBLISHED[name].config else {"sequence_length": 512}
+    return Case(model=name, method=method, batch_size=2, steps=2, warmup=1, activation_checkpointing=True, **needs)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_full_size_build_has_the_published_parameter_count(name):
+    with torch.device("meta"):
+        model = zoo.build(published_case(name, "full"), "full").model
+    published = PUBLISHED[name].published
+    if "," in published:
+        assert f"{count(model):,}" == published
+        return
+    # Rounded ones count the table of positions, which is stored but does not train.
+    billions, digits = float(published.removesuffix("B")), len(published.partition(".")[2]) - 1
+    stored = count(model) + sum(table.numel() for table in model.buffers())
+    assert round(stored / 1e9, digits) == billions
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND, ids=kind_of)
+def test_published_models_train_and_are_predicted_to_the_byte(name, method):
+    if method not in architectures()[name].trainable:
+        pytest.skip("has no such method")
+    compare(published_case(name, method))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_configs_train_and_are_predicted_to_the_byte(kind, method):
+    compare(config_case(kind, OTHERS[kind], method))
+
+
+def compare(case):
+    load(case)  # which makes tensors that are none of the training's
+    # A table that bitsandbytes makes when it first quantises is of the training.
+    with mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True):
+        reply = measured(case)
+    prediction = predicted_on_cpu(case)
+    assert prediction.peak_allocated_bytes == reply.peak_allocated_bytes
+    assert prediction.phase_peak_bytes == reply.phase_peak_bytes
+    assert prediction.flops_per_step == reply.flops_per_step
+    assert (prediction.parameters, prediction.trainable_parameters) == (reply.parameters, reply.trainable_parameters)
+
+
+def test_blocks_of_every_kind_are_in_the_tiny_model():
+    gemma, deepseek = (architecture_of(name).trained_part for name in ("gemma-3-1b", "deepseek-v2-lite"))
+    assert gemma.facts("tiny")["layer_types"] == [*["sliding_attention"] * 5, "full_attention"]
+    assert gemma.facts("tiny")["num_hidden_layers"] == 6
+    assert deepseek.facts("tiny")["num_hidden_layers"] == 2
+    assert gemma.repeats == {}, "26 layers are no multiple of 6"
+    assert deepseek.repeats == {"num_hidden_layers": 1}
+
+
+def test_the_tiny_model_keeps_what_decides_the_code_path():
+    tiny = {name: architecture_of(name).trained_part.facts("tiny") for name in PUBLISHED}
+    assert tiny["gemma-3-1b"]["num_key_value_heads"] == 1
+    assert tiny["qwen3-4b"]["num_key_value_heads"] == 2
+    assert tiny["qwen3-30b-a3b"]["num_local_experts"] == 8
+    assert tiny["qwen3-30b-a3b"]["num_experts_per_tok"] == 2
+    assert tiny["mistral-7b-v0.1"]["sliding_window"] == 32
+    assert tiny["qwen3-4b"]["tie_word_embeddings"]
+    assert tiny["deepseek-v2-lite"]["q_lora_rank"] is None
+
+
+def test_targets_are_peft_s_own_or_all_linear_layers():
+    def adapted(kind):
+        case = config_case(kind, OTHERS[kind], "lora")
+        architecture = architecture_of(case.model)
+        model = methods.adapt(zoo.build(case, "tiny").model, architecture, case, PRECISIONS["bf16"])
+        return {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
+
+    assert adapted("gpt2") == {"c_attn"}
+    assert adapted("gpt_neox") == {"query_key_value"}
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} < adapted("olmoe")
+
+
+def test_qlora_packs_all_linear_layers_whatever_is_adapted():
+    case = config_case("opt", OTHERS["opt"], "qlora")
+    model = methods.adapt(zoo.build(case, "tiny").model, architecture_of(case.model), case, PRECISIONS["bf16"])
+    packed = {name.split(".")[-1] for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    assert {"fc1", "fc2", "out_proj", "k_proj"} <= packed
+    assert "lm_head" not in packed
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"model_type": "qwen9"}, r"has model_type='qwen9', which transformers [\d.]+ does not have \(did you mean 'qwen"),
+        ({"model_type": "bert"}, r"has model_type='bert', which in transformers [\d.]+ is no decoder-only language model"),
+        ({"model_type": "llama", "hidden_size": 64}, "lacks the key num_hidden_layers in its config.json"),
+        ({"model_type": "llama", "num_hidden_layers": 2}, "lacks the key hidden_size in its config.json"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 5},
+            "cannot be built from its config.json",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_one_sentence_that_names_the_key(config, sentence):
+    name = f"bad#{abs(hash(str(config)))}"
+    declare(name, config)
+    reply = run(Case(model=name, sequence_length=128))
+    assert isinstance(reply, Crashed)
+    assert reply.sentence.startswith(name)
+    assert re.search(sentence, reply.sentence)
+    assert not reply.detail, "a sentence needs no traceback"
