@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import importlib.util
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Course, Published, Report, Result
+from pytest_gputrain.records.emulation import Emulation
 from pytest_gputrain.report import studies, terminal
 from pytest_gputrain.report.trend.reading import Filter, History, Subject
 from pytest_gputrain.report.trend.series import analyse
@@ -125,6 +127,29 @@ def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Publish
     )
 
 
+def page_of_emulation(report: Emulation) -> str:
+    """The page of what a program took of an emulated GPU."""
+    from pytest_gputrain.report.html import cases, emulation
+    from pytest_gputrain.report.html.charts import Charts
+
+    charts = Charts()
+    figures = {
+        "course": tuple(emulation.courses(report, charts)),
+        "peak": tuple(emulation.peaks(report, charts)),
+    }
+    return _rendered(
+        charts,
+        figures,
+        title=f"{shlex.join(report.command)} on an emulated {report.gpu}",
+        report_headers=[],
+        cases=cases.gathered([]),
+        tones=cases.TONES,
+        environments=[],
+        cards=[],
+        notes=list(emulation.notes(report)),
+    )
+
+
 def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], **others: Any) -> str:
     """Fill the template in, with the styles of the charts drawn so far."""
     environment = templates()
@@ -135,7 +160,7 @@ def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], *
         script=script,
         hash_of=hash_of,
         figures=defaultdict(tuple, figures),
-        **others,
+        **{"title": "GPU training benchmarks", **others},
         count=count,
     )
     return shown(text)
