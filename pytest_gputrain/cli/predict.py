@@ -95,6 +95,7 @@ def main(options: argparse.Namespace) -> int:
         axes = dict(sweep.parse_axes(_knobs(options, base), ()))
         if wrong := {"model", sweep.PLATFORMS} & axes.keys():
             raise ValueError(f"--set {min(wrong)} is not taken here; name the model first, and the GPUs by --gpu")
+        axes = {knob: axes[knob] for knob in sorted(axes, key="batch_size".__eq__)}  # batches below each other
         named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in ALWAYS_IN_ID)
         cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
         if len(cases) * len(gpus) > _MOST_CELLS:
@@ -155,12 +156,14 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
     """All knobs as `sweep.parse_axes` takes them."""
     architecture = architectures()[base.model]
     methods = [method for method in _METHODS if method in architecture.trainable] or [*architecture.trainable]
-    given = {knob: getattr(options, knob) for knob, _ in _KNOBS.values()}
-    given["method"] = given["method"] or ",".join(methods)
-    if "sequence_length" in architecture.needs:
-        given["sequence_length"] = given["sequence_length"] or _SEQUENCE
-    lines = [f"{knob}={values}" for knob, values in given.items() if values is not None]
-    return "\n".join([*lines, *options.set])
+    lines = [f"{knob}={values}" for knob, _ in _KNOBS.values() if (values := getattr(options, knob)) is not None]
+    lines += options.set
+    given = {line.partition("=")[0].strip() for line in lines}
+    if "method" not in given:
+        lines.insert(0, f"method={','.join(methods)}")
+    if "sequence_length" not in given and "sequence_length" in architecture.needs:
+        lines.append(f"sequence_length={_SEQUENCE}")
+    return "\n".join(lines)
 
 
 def _answer(

@@ -152,6 +152,7 @@ def test_markdown_and_a_page_have_the_same_cells() -> None:
         (("small", "--gpu=h100", "--method=lroa"), "the method 'lroa' is unknown (did you mean 'lora'?); known: "),
         (("small", "--gpu=h100", "--set=lora_rnak=8"), "'lora_rnak' is no knob of a case (did you mean 'lora_rank'?)"),
         (("small", "--gpu=h100", "--set=model=sdxl"), "--set model is not taken here"),
+        (("small", "--gpu=h100", "--batch=1", "--set=batch_size=2"), "batch_size is given twice; give all of its values at"),
         (("small", "--gpu=h100", "--batch=0"), "a case has batch_size=0; it must be at least 1"),
         (("small", "--gpu=h100", "--gpus=8"), "asks for 8 GPUs, but parallel='single' uses one; choose a parallelism"),
         (("small", "--gpu=t4"), "T4 does not compute in bf16; choose precision=fp16-amp or fp32 for it"),
