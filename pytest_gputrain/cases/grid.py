@@ -10,7 +10,7 @@ from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
-_FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code"}
+_FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code", "args"}
 
 
 def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable[Any]) -> list[Case]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.validation import ADAPTING
+from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
 from pytest_gputrain.records import Case
 
 LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", "bitsandbytes", "deepspeed", "triton")
@@ -20,7 +21,8 @@ def libraries(case: Case) -> tuple[str, ...]:
         return LIBRARIES
     used = {"torch", *(part.library for part in architectures()[case.model].parts.values())}
     used |= {"peft"} if case.method in ADAPTING else set()
-    used |= {"bitsandbytes"} if case.method == "qlora" else set()
+    used |= {"bitsandbytes"} if case.method == "qlora" or case.optimizer in EIGHT_BIT else set()
+    used |= {"transformers"} if case.optimizer == "adafactor" else set()
     used |= {"deepspeed"} if case.parallel.startswith("zero") else set()
     return tuple(name for name in LIBRARIES if name in used)
 
@@ -41,6 +43,15 @@ def library_versions(case: Case) -> dict[str, str]:
     they were built for."""
     installed = {name: _installed(name) for name in libraries(case)}
     return {name: version for name, version in installed.items() if version is not None}
+
+
+def packages_of(case: Case) -> dict[str, str]:
+    """Versions of the libraries that decided what the case did in this process: of own code those imported, no kernels'."""
+    return {
+        name: version
+        for name, version in library_versions(case).items()
+        if not case.code or (name in sys.modules and name != "triton")
+    }
 
 
 @functools.cache

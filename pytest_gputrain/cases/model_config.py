@@ -101,6 +101,8 @@ def read(path: Path) -> tuple[str, Config]:
     if complaint := _complaint(content):
         raise ConfigError(f"{file} {complaint}")
     folder = file.parent.parent if file.parent.name in _DENOISERS else file.parent
+    if folder.parent.name == "snapshots":  # of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
+        folder = Path(folder.parent.parent.name.rpartition("--")[2])
     name = folder.resolve().name if file.stem == "config" else file.stem
     config = {key: value for key, value in content.items() if key not in _UNUSED}
     return re.sub(r"[^\w.-]+", "-", name) or "model", config

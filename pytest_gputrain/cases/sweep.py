@@ -23,7 +23,7 @@ PLATFORMS: Final = "platforms"
 _TYPES: Final = {
     field.name: field.type
     for field in msgspec.structs.fields(Case)
-    if field.name not in (PLATFORMS, "named", "code")  # they say what a case is for and called, not what it does
+    if field.name not in (PLATFORMS, "named", "code", "args")  # they say what a case is for and called, not what it does
 }
 
 
@@ -33,6 +33,7 @@ _KINDS: Final[dict[Any, str]] = {
     bool: "true or false",
     bool | float: "true, false or a share from 0 to 1",
     bool | None: "true, false or null",
+    float | None: "a number or null",
 }
 
 

@@ -17,11 +17,13 @@ from pytest_gputrain.utils.suggest import did_you_mean
 METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
 PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
-OPTIMIZERS: Final = ("adamw", "adamw-fused", "adam", "momentum", "sgd")
+OPTIMIZERS: Final = ("adamw", "adamw-fused", "adamw_8bit", "paged_adamw_8bit", "adam", "adafactor", "momentum", "sgd")
 LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
 LENGTHS: Final = ("fixed", "padded", "packed")
 IDS: Final = ("uniform", "zipf")
 ATTENTIONS: Final = ("", "eager", "sdpa", "sdpa-4.49")
+CHECKPOINTING_POLICIES: Final = ("", "save-attention", "save-matmuls")
+LOSSES: Final = ("", "fp32")
 QUANTIZED_COMPUTE: Final = ("", "fp32", "bf16")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 VOCABULARY: Final = {
@@ -35,6 +37,8 @@ VOCABULARY: Final = {
     "lr_scheduler": LR_SCHEDULERS,
     "attention": ATTENTIONS,
     "quantized_compute": QUANTIZED_COMPUTE,
+    "activation_checkpointing_policy": CHECKPOINTING_POLICIES,
+    "loss": LOSSES,
 }
 """The words of a field that takes words; an empty one is the field's default."""
 
@@ -43,6 +47,16 @@ _RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over w
 
 ADAPTING: Final = ("lora", "qlora")
 """Methods that train adapters."""
+
+_OF_ADAPTERS: Final = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dora")
+ALL_LINEAR: Final = "all-linear"
+"""What peft takes for all linear layers but the head."""
+
+EIGHT_BIT: Final = ("adamw_8bit", "paged_adamw_8bit")
+"""Optimizers of bitsandbytes."""
+
+OF_WHOLE_WEIGHTS: Final = (*EIGHT_BIT, "adafactor")
+"""Optimizers whose states have other shapes than the weights, which shards of them do not keep."""
 
 UPDATING: Final = tuple(parallel for parallel in PARALLELS if parallel != "ps")
 """Parallelisms with one optimizer for everything: tables have theirs on the servers, which know neither the norm of all
@@ -96,6 +110,7 @@ _NOT_OF_OWN_CODE: Final = {
     "ids": _BATCHES,
     "lengths": _BATCHES,
     "loader_workers": _BATCHES,
+    "loss": "but own code computes its loss by itself; do so in that type",
     "loss_chunks": "but own code computes its loss by itself; do so in chunks",
     "master_weights": "but own code makes its optimizer by itself; keep them in it",
     "quantized_compute": "but own code quantises by itself; set the type in it",
@@ -126,18 +141,21 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     try:
         msgspec.convert(msgspec.structs.asdict(case), Case)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
-        return f"has a field of the wrong type: {error}"
+        return _wrong_type(case, str(error))
     if case.code:
         for knob, why in _NOT_OF_OWN_CODE.items():
             if getattr(case, knob) != getattr(_DEFAULTS, knob):
                 return f"asks for {knob}, {why}, and leave the knob out"
+    own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
-        *((field, getattr(case, field), VOCABULARY[field]) for field in VOCABULARY if field != "method"),
+        *((field, getattr(case, field), VOCABULARY[field]) for field in VOCABULARY if field not in own_words),
         *(("platform", platform, markers) for platform in case.platforms),
     ]
     if case.code:
-        vocabulary.append(("method", case.method, ("custom",)))
+        vocabulary.append(("method", case.method, ("custom", "script")))
     else:
+        if case.args:
+            return "has args, but they are for the function of own code; leave them out"
         if not case.model:
             return f"names no model; known: {', '.join(architectures())}"
         vocabulary.insert(0, ("model", case.model, architectures()))
@@ -159,6 +177,26 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
     )
 
 
+_TYPES: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "True or False",
+    "str": "text",
+    "array": "a tuple",
+    "null": "None",
+}
+
+
+def _wrong_type(case: Case, error: str) -> str:
+    """``has steps='ten'; it must be a whole number``, of what msgspec says of it."""
+    found = re.fullmatch(r"Expected `([^`]*)`, got `[^`]*` - at `\$\.(\w+)(\S*)`", error)
+    if found is None:
+        return f"has a field of the wrong type: {error}"
+    types, field, inside = found.groups()
+    wanted = " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
+    return f"has {field}={getattr(case, field)!r}; {'each of them' if inside else 'it'} must be {wanted}"
+
+
 def bad_number(case: Case) -> str | None:
     """The first number of ``case`` that cannot be, as the rest of a sentence."""
     least = {
@@ -171,6 +209,7 @@ def bad_number(case: Case) -> str | None:
         "sequence_length": 0,
         "frames": 0,
         "lora_rank": 0,
+        "lora_alpha": 0,
         "loader_workers": 0,
         "loss_chunks": 1,
         "lr_warmup_steps": 0,
@@ -183,6 +222,8 @@ def bad_number(case: Case) -> str | None:
             return f"has {field}={getattr(case, field)}; it must be at least {bound}"
     if not 0 <= case.activation_checkpointing <= 1:
         return f"has activation_checkpointing={case.activation_checkpointing}; it must be true, false or a share from 0 to 1"
+    if case.lora_dropout is not None and not 0 <= case.lora_dropout < 1:
+        return f"has lora_dropout={case.lora_dropout}; it must be at least 0 and below 1"
     for field in ("learning_rate", "max_grad_norm"):
         if not (math.isfinite(getattr(case, field)) and getattr(case, field) >= 0):
             return f"has {field}={getattr(case, field)}; it must be a finite number of at least 0"
@@ -197,8 +238,8 @@ def _bad_model(case: Case) -> str | None:
     if case.method not in architecture.trainable:
         methods = ", ".join(architecture.trainable)
         return f"asks for the method {case.method!r}, which {case.model} does not have; it has {methods}"
-    if case.lora_rank and case.method not in ADAPTING:
-        return f"sets lora_rank, which the method {case.method!r} does not have; choose lora or qlora"
+    if complaint := _bad_adapters(case, architecture):
+        return complaint
     if "sequence_length" in architecture.needs and case.sequence_length == 1:
         return "has sequence_length=1; it must be at least 2"
     examples = {"sequence_length": "sequence_length=512", "resolution": "resolution='512x512'", "frames": "frames=9"}
@@ -216,12 +257,38 @@ def _bad_model(case: Case) -> str | None:
         )
     if complaint := _bad_input(case, architecture):
         return complaint
+    if case.loss and (
+        architecture.family not in ("language", "vision_language") or architecture.trained_part.library == "own"
+    ):
+        return f"asks for loss={case.loss!r}, which {case.model} does not have; leave it out"
     if case.loss_chunks > 1:
         scaled = any(map(facts.config.get, _SCALED_LOGITS))
         if architecture.family != "language" or facts.library == "own" or scaled:
             return f"asks for loss_chunks, which {case.model} does not have; leave it out"
     if case.activation_checkpointing and not architecture.blocks:
         return f"asks for activation_checkpointing, which {case.model} does not have; leave it out"
+    return None
+
+
+def _bad_adapters(case: Case, architecture: Architecture) -> str | None:
+    if case.method not in ADAPTING:
+        for knob in _OF_ADAPTERS:
+            if getattr(case, knob) != getattr(_DEFAULTS, knob):
+                return f"sets {knob}, which the method {case.method!r} does not have; choose lora or qlora"
+        return None
+    if not case.lora_targets:
+        return None
+    if architecture.family == "vision_language":
+        return f"sets lora_targets, but {case.model} has layers of these names in its frozen tower, too; leave it out"
+    targets = case.lora_targets.split("+")
+    if not all(re.fullmatch(r"[\w.-]+", target) for target in targets):
+        return f"has lora_targets={case.lora_targets!r}; write names with + between them, as q_proj+v_proj, or all-linear"
+    if ALL_LINEAR in targets and len(targets) > 1:
+        return f"has lora_targets={case.lora_targets!r}; all-linear stands for all layers, so write no other name beside it"
+    if case.loss_chunks > 1 and any(target.endswith("lm_head") for target in targets):
+        return (
+            "asks for loss_chunks, which computes the loss in the place of lm_head, which lora_targets adapts; leave out one"
+        )
     return None
 
 
@@ -268,6 +335,11 @@ def _bad_parallelism(case: Case) -> str | None:
         if getattr(case, knob) != getattr(_DEFAULTS, knob) and case.parallel not in engines:
             choose = " or ".join(f"parallel={engine!r}" for engine in engines)
             return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
+    if case.optimizer in OF_WHOLE_WEIGHTS and case.parallel not in ("single", "ddp") and not case.code:
+        return (
+            f"asks for optimizer={case.optimizer!r}, whose states are of whole weights, which parallel={case.parallel!r} "
+            "does not have; choose parallel='ddp', or the optimizer 'adamw'"
+        )
     if complaint := _bad_compilation(case) or _bad_chunks(case):
         return complaint
     if case.pin_memory and not (case.offload_optimizer or case.offload_param):
@@ -313,6 +385,8 @@ def _bad_arithmetic(case: Case) -> str | None:
         return "asks for reentrant_checkpointing, but recomputes nothing; set activation_checkpointing=True"
     if case.reentrant_checkpointing and case.compile != "off":
         return "asks for reentrant_checkpointing, which torch.compile does not take into a graph; leave out it or compile"
+    if complaint := _bad_policy(case):
+        return complaint
     if not case.master_weights:
         return None
     if case.parallel.startswith("zero"):
@@ -323,6 +397,22 @@ def _bad_arithmetic(case: Case) -> str | None:
         return f"asks for master_weights, but precision={case.precision!r} stores weights in fp32; choose precision='bf16'"
     if case.method in ADAPTING:
         return f"asks for master_weights, but the adapters of {case.method!r} are in fp32 anyway; leave it out"
+    return None
+
+
+def _bad_policy(case: Case) -> str | None:
+    if not case.activation_checkpointing_policy:
+        return None
+    if not case.activation_checkpointing:
+        return "asks for activation_checkpointing_policy, but recomputes nothing; set activation_checkpointing=True"
+    if case.reentrant_checkpointing:
+        return "asks for activation_checkpointing_policy, which torch's reentrant variant does not have; leave out one"
+    if case.compile != "off":
+        return "asks for activation_checkpointing_policy, but torch.compile has its own; leave out it or compile"
+    if case.activation_checkpointing_policy == "save-attention" and not case.code:
+        capped = architectures()[case.model].trained_part.config.get("attn_logit_softcapping")
+        if (case.attention or ("eager" if capped else "")) == "eager":
+            return "asks to save-attention, but eager attention is plain products; choose save-matmuls"
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pytest_gputrain.records import Measured, Predicted, Report
+from pytest_gputrain.records import Measured, Report, UnmeasuredResult
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
 
@@ -153,8 +153,10 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
         side_report = read_report(report, "both sides need versions that agree on its format")
     except BaselineError as error:
         raise SideError(str(error)) from None
-    if any(isinstance(result, Predicted) for result in side_report.results):
-        raise SideError("gputrain ab measures, and --gpu-predict does not; predictions are compared with recorded ones")
+    if any(isinstance(result, UnmeasuredResult) for result in side_report.results):
+        raise SideError(
+            "gputrain ab measures, and --gpu-predict and --gpu-emulate do not; their figures are compared with recorded ones"
+        )
     if not any(isinstance(result, Measured) for result in side_report.results):
         raise SideError(f"no test of {side.label} measured a case:\n{tail}")
     return side_report

@@ -18,8 +18,9 @@ from pytest_gputrain.cli import baseline_changes
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, knob_text
-from pytest_gputrain.storage import predictions, published
+from pytest_gputrain.storage import emulations, predictions, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
+from pytest_gputrain.storage.emulations import EmulationStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils import console, markdown
 from pytest_gputrain.utils.files import conflicts, read_whole
@@ -137,18 +138,21 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Probl
     match folders:
         case [published.FOLDER]:
             published.load(path)
-        case [device] if device != predictions.FOLDER:
+        case [device] if device not in (predictions.FOLDER, emulations.FOLDER):
             measured = BaselineStore(folder)
             yield from _entries(path, measured, device)
             yield from _sessions(path, device, list(measured.suite(device, path.stem).values()))
         case [predictions.FOLDER, platform]:
             yield from _entries(path, PredictionStore(folder), platform)
+        case [emulations.FOLDER, platform]:
+            yield from _entries(path, EmulationStore(folder), platform)
         case _:
             yield Problem(path, 1, _MISPLACED)
 
 
 _MISPLACED: Final = (
-    "no run looks for a baseline here, but in <device>/, predicted/<platform>/ and published/; move it, or delete it"
+    "no run looks for a baseline here, but in <device>/, predicted/<platform>/, emulated/<platform>/ and published/; move "
+    "it, or delete it"
 )
 _RECORD_AGAIN: Final = "record again, or restore it from git"
 

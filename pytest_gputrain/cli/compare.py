@@ -11,12 +11,15 @@ import msgspec
 
 from pytest_gputrain.cli import failing
 from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
+from pytest_gputrain.gate import emulation as emulation_gate
 from pytest_gputrain.gate import prediction as prediction_gate
-from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
+from pytest_gputrain.gate.ab import by_case, missing, told_of_base, tolerance_of, verdict_of
+from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.regression import Circumstances, first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import Baseline, Measured, Predicted, Prediction, Report, Result, Verdict
+from pytest_gputrain.records import Baseline, Emulated, EmulatedRun, Measured, Predicted, Prediction, Report, Result, Verdict
+from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
@@ -51,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
     all_slower, sentence = whole_suite(results, tolerance.time)
     missing_cases = missing([base], [head])
     only = [f"{key}: only {options.base.name} has it" for key, _ in missing_cases]
-    print_comparison(results, [*only, *filter(None, [sentence])])
+    print_comparison(results, [*only, *filter(None, [told_of_base(sentence)])])
     return failing.exit_status(options, verdicts(results, missing_cases) | ({"regressed"} if all_slower else set()))
 
 
@@ -87,6 +90,8 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
     for (suite, key), result in after.items():
         if isinstance(result, Predicted) and result.figures is not None:
             verdict = _judge_prediction(result, result.figures, before.get((suite, key)), tolerance.memory, base_name)
+        elif isinstance(result, Emulated):
+            verdict = _judge_emulated(result, before.get((suite, key)), base_name)
         else:
             circumstances = Circumstances(most=len(result.replies), prior=priors[suite], shift=noise.shift)
             baseline: Baseline | None = baselines.get((suite, key))
@@ -104,7 +109,21 @@ def _judge_prediction(
     if not isinstance(before, Predicted) or before.figures is None:
         return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no prediction of it")
     recorded = Recorded(case=before.case, scale=before.scale, predictions=(before.figures,))
+    return prediction_gate.judge(result.case, prediction, recorded, tolerance, _title(result))
+
+
+def _judge_emulated(result: Emulated, before: Result | None, base_name: str) -> Verdict:
+    if not isinstance(result.reply, EmulatedRun):
+        return Verdict(status="failed", sentence=f"{result.case} {describe_failure(result.reply, 'figures')}")
+    if before is None:
+        return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
+    if not isinstance(before, Emulated) or before.figures is None:
+        return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no emulated run of it")
+    recorded = RecordedRuns(case=before.case, scale=before.scale, runs=(before.figures,))
+    return emulation_gate.judge(result.case, result.reply, recorded, _title(result))
+
+
+def _title(result: Result) -> str:
+    """Return the name of the platform in a sentence."""
     platform = PLATFORMS.get(result.platform)
-    return prediction_gate.judge(
-        result.case, prediction, recorded, tolerance, platform.title if platform else result.platform
-    )
+    return platform.title if platform else result.platform

@@ -18,7 +18,7 @@ def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) ->
         for result in results
         if result.verdict is not None and result.verdict.status in (*FAILING, "improved")
     ]
-    notes = (*terminal.explain(results), *further_notes)
+    notes = (*terminal.explain(results, against_base=True), *further_notes)
     console.put("\n".join([terminal.render(results, width=width, colour=colour), *map(shown, changed), *map(shown, notes)]))
     return notes
 

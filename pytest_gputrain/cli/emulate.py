@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import operator
 import os
 import shlex
 import signal
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +19,8 @@ import msgspec
 
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
-from pytest_gputrain.records.emulation import DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
+from pytest_gputrain.records.emulation import AtLine, DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
+from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import UNREADABLE, write_atomically
@@ -28,6 +31,9 @@ _STARTUP: Final = Path(__file__).parents[1] / "worker" / "startup"
 
 _STATE: Final = struct.Struct(f"={2 * boards.MOST_DEVICES + 2}Q")
 """What the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last one."""
+
+_NAMED: Final = 3
+"""Lines of the program that are named of one kind."""
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _SIGNALLED = 128
@@ -44,8 +50,24 @@ def add_to(commands: Any) -> None:
         "status is the program's own, or 2 where the GPU cannot be emulated.",
     )
     emulate.add_argument("--gpu", required=True, metavar="MARKER", help=f"which GPU: {', '.join(boards.emulated_markers())}")
+    emulate.add_argument(
+        "--gpus",
+        type=_number_of_gpus,
+        default=1,
+        metavar="N",
+        help="how many of them, for torchrun and its like (default: 1)",
+    )
     emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    emulate.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with a picture of memory, which needs the extra 'report'"
+    )
     emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
+
+
+def _number_of_gpus(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= boards.MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs from 1 to {boards.MOST_DEVICES}")
+    return int(text)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -54,13 +76,16 @@ def main(options: argparse.Namespace) -> int:
     if not program:
         console.say("name the program to run: gputrain emulate --gpu h100 -- python train.py")
         return 2
+    if options.html is not None and (lacking := page.missing()):
+        console.say(lacking)
+        return 2
     try:
         board = boards.board(options.gpu)
         torch = libraries.find_torch()
         stand_ins = build.stand_ins(torch)
         kernels = boards.find_kernels(board, stand_ins.architectures, torch.version)
         with tempfile.TemporaryDirectory(prefix="gputrain-emulate-") as state:
-            description = boards.describe(board, kernels=kernels)
+            description = boards.describe(board, kernels=kernels, devices=options.gpus)
             environ = emulated_environment(os.environ, stand_ins, description, state=Path(state))
             environ["GPUTRAIN_EMULATED_TORCH"] = str(torch.folder)
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH", "")]))
@@ -68,6 +93,7 @@ def main(options: argparse.Namespace) -> int:
             report = Emulation(
                 gpu=board.name,
                 marker=board.marker,
+                gpus=options.gpus,
                 memory_bytes=board.memory_bytes,
                 torch=torch.version,
                 command=tuple(program),
@@ -80,13 +106,20 @@ def main(options: argparse.Namespace) -> int:
         return 2
     for line in _told(report):
         console.say(line)
-    if options.json is not None:
-        try:
-            write_atomically(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        except OSError as error:
-            console.say(f"{options.json} cannot be written: {error.strerror}")
-            return status or 2
+    if options.json is not None and not _written(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n"):
+        return status or 2
+    if options.html is not None and not _written(options.html, page.page_of_emulation(report).encode()):
+        return status or 2
     return status
+
+
+def _written(path: Path, data: bytes) -> bool:
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        console.say(f"{path} cannot be written: {error.strerror}")
+        return False
+    return True
 
 
 def _run(program: list[str], environ: dict[str, str]) -> int:
@@ -127,8 +160,9 @@ def _use(state: Path) -> Iterator[DeviceUse]:
         data = path.read_bytes() if path.name.isdigit() else b""
         if len(data) == _STATE.size:
             figures = _STATE.unpack(data)
-            peaks = figures[boards.MOST_DEVICES : 2 * boards.MOST_DEVICES]
-            yield DeviceUse(process=int(path.name), peak_bytes=max(peaks), refused=figures[-2])
+            for gpu, peak in enumerate(figures[boards.MOST_DEVICES : 2 * boards.MOST_DEVICES]):
+                if peak:
+                    yield DeviceUse(process=int(path.name), gpu=gpu, peak_bytes=peak)
 
 
 def _told(report: Emulation) -> Iterator[str]:
@@ -139,41 +173,65 @@ def _told(report: Emulation) -> Iterator[str]:
             "option, or have ended before"
         )
         return
+    many = f"{report.gpus} x " if report.gpus > 1 else ""
     yield (
-        f"emulated {report.gpu} ({format_bytes(report.memory_bytes)}), torch {report.torch}; its kernels computed nothing, "
-        "so losses, scores and times above mean nothing"
+        f"emulated {many}{report.gpu} ({format_bytes(report.memory_bytes)}), torch {report.torch}; its kernels computed "
+        "nothing, so losses, scores and times above mean nothing"
     )
     by_process = {process.process: process for process in report.processes}
     for use in report.use:
-        if len(report.use) > 1:
-            rank = by_process[use.process].rank if use.process in by_process else None
-            yield f"process {use.process}" + (f", rank {rank}" if rank else "")
-        yield from _told_of(use, by_process.get(use.process), report)
+        yield from _told_of(use, by_process.get(use.process), report, whole=use is max(report.use, key=_peak))
+    for gpu, shared in itertools.groupby(sorted(report.use, key=_gpu), key=_gpu):
+        uses = list(shared)
+        if len(uses) > 1:
+            together = sum(map(_peak, uses))
+            fits = "" if together <= report.memory_bytes else ", which is more than it has"
+            yield f"{len(uses)} processes used GPU {gpu}: at most {format_bytes(together)} together{fits}"
+
+
+_gpu: Final = operator.attrgetter("gpu")
+_peak: Final = operator.attrgetter("peak_bytes")
+
+
+def _told_of(use: DeviceUse, process: EmulatedProcess | None, report: Emulation, *, whole: bool) -> Iterator[str]:
+    """What a process took of a GPU; the tensors at the peak only for the one that took most."""
     if len(report.use) > 1:
-        together = sum(use.peak_bytes for use in report.use)
-        fits = "" if together <= report.memory_bytes else ", which is more than it has"
-        yield f"{len(report.use)} processes used the GPU: at most {format_bytes(together)} together{fits}"
-
-
-def _told_of(use: DeviceUse, process: EmulatedProcess | None, report: Emulation) -> Iterator[str]:
-    if process is None or not process.devices:
+        rank = f", rank {process.rank}" if process is not None and process.rank else ""
+        yield f"process {use.process}{rank} on GPU {use.gpu}"
+    device = next((device for device in process.devices if device.gpu == use.gpu), None) if process is not None else None
+    if process is None or device is None:
         yield (
             f"  peak device use {format_bytes(use.peak_bytes)}; what torch allocated is not known, since the process "
             "ended without Python's own end, or ran without PYTHONPATH"
+            if process is None
+            else f"  peak device use {format_bytes(use.peak_bytes)}, and torch allocated nothing"
         )
         return
     at_least = "at least " if process.unknown else ""
-    for device in process.devices:
-        yield f"  peak allocated  {at_least}{format_bytes(device.peak_allocated)}"
-        yield f"  peak reserved   {at_least}{format_bytes(device.peak_reserved)}"
-        yield (
-            f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
-            f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
-        )
+    yield f"  peak allocated  {at_least}{format_bytes(device.peak_allocated)}"
+    yield f"  peak reserved   {at_least}{format_bytes(device.peak_reserved)}"
+    yield (
+        f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
+        f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
+    )
+    yield from _told_of_refusals(device)
+    if whole:
         if process.unknown:
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
-        yield from _told_of_refusals(device)
         yield from _told_of_peak(device)
+        if process.dealt:
+            yield f"  balanced routing is assumed: unknown scores were dealt in turn, by {_lines(process.dealt)}"
+        if process.unknown_reads:
+            yield f"  zeros were read where a GPU would have computed a value, by {_lines(process.unknown_reads)}"
+
+
+def _lines(happened: Sequence[AtLine]) -> str:
+    """Name the most frequent of them."""
+    named = [
+        f"{one.what} at {one.where}" + (f" ({one.count:,} times)" if one.count > 1 else "") for one in happened[:_NAMED]
+    ]
+    rest = len(happened) - len(named)
+    return ", ".join(named) + (f" and at {rest} other {'lines' if rest > 1 else 'line'}" if rest else "")
 
 
 def _told_of_refusals(device: EmulatedDevice) -> Iterator[str]:
@@ -195,6 +253,7 @@ def _told_of_peak(device: EmulatedDevice) -> Iterator[str]:
     yield (
         f"  the peak came {peak.seconds:.1f} s after the first allocation, with allocation {peak.event:,} of {peak.events:,}"
     )
+    yield f"  in use then: {', '.join(f'{part.name} {format_bytes(part.bytes)}' for part in peak.parts)}"
     yield "  the largest tensors at the peak:"
     yield from _rows(peak.tensors)
     rest = peak.bytes - sum(tensors.bytes * tensors.count for tensors in peak.tensors)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_gputrain.cli import ab, check_baselines, compare, devices, doctor, emulate, export, html, node, trend
+from pytest_gputrain.cli import ab, check_baselines, compare, devices, doctor, emulate, export, html, node, predict, trend
 from pytest_gputrain.utils import console
 
 COMMANDS: Final = {
@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "export": export,
     "html": html,
     "node": node,
+    "predict": predict,
     "trend": trend,
 }
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.regression import Circumstances, judge
 from pytest_gputrain.gate.step_times import levelled, suite_prior
 from pytest_gputrain.records import (
@@ -18,6 +18,7 @@ from pytest_gputrain.records import (
     BaselineRun,
     Case,
     Crashed,
+    Emulated,
     Lost,
     Measured,
     Measurement,
@@ -114,26 +115,40 @@ def verdict_of(
     if baseline is not None and not baseline.runs and not crashed:
         return Verdict(status="not-comparable", sentence=f"{case}: {base_name} has no figures of it")
     verdict = judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
-    if verdict.status == "improved" and verdict.metrics:
-        better = " and ".join(describe_metric(metric) for metric in verdict.metrics if metric.status == "improved")
-        verdict = msgspec.structs.replace(verdict, sentence=f"{case} {better}")
-    return verdict
+    name = str(case)
+    return msgspec.structs.replace(
+        verdict,
+        sentence=name + told_of_base(verdict.sentence.removeprefix(name)),
+        metrics=tuple(msgspec.structs.replace(metric, note=told_of_base(metric.note)) for metric in verdict.metrics),
+    )
 
 
-def by_case(report: Report) -> dict[_Key, Measured | Predicted]:
+_BASELINE: Final = re.compile(
+    r"(?<![\w./-])(?:(?:its|the) )?baseline(?: of (?:\d{4}-\d\d-\d\d|an unknown day))?(?!\w|[./:-]\w)"
+)
+"""How sentences name what runs are compared with; no file of the user's that is called so."""
+_ADVICE: Final = re.compile(r"; record it(?: again)?(?: with --gpu-baseline-update(?:-new-only)?)?(?: to keep it)?")
+
+
+def told_of_base(text: str) -> str:
+    """Return a sentence of the gate about base, which is no baseline, and which nobody records."""
+    return _BASELINE.sub("base", _ADVICE.sub("", text))
+
+
+def by_case(report: Report) -> dict[_Key, Measured | Predicted | Emulated]:
     """The first result of each case: another test may have measured it again, or asked for its figures.
 
     A test that has changed nothing in the environment comes before one that has.
     """
-    results: dict[_Key, Measured | Predicted] = {}
+    results: dict[_Key, Measured | Predicted | Emulated] = {}
     for result in sorted(report.results, key=lambda result: bool(result.variables)):
-        if isinstance(result, Measured | Predicted):
+        if isinstance(result, Measured | Predicted | Emulated):
             results.setdefault((result.suite, result.key), result)
     return results
 
 
 def _baseline(
-    key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Measured | Predicted]]
+    key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Measured | Predicted | Emulated]]
 ) -> Baseline | None:
     baselines = [
         to_baseline(round_[key], date=report.created, session=report.session, commit=report.commit)

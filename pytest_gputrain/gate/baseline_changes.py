@@ -9,7 +9,8 @@ from typing import NamedTuple
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Prediction
+from pytest_gputrain.records import Baseline, EmulatedRun, Prediction
+from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent, format_seconds
 
@@ -23,7 +24,8 @@ class Loosened(NamedTuple):
     """What is not compared any more, or of another kind."""
 
 
-_Stored = Baseline | Prediction
+_Stored = Baseline | Prediction | EmulatedRun
+_Record = Baseline | Recorded | RecordedRuns
 
 
 class _Figure(NamedTuple):
@@ -32,7 +34,7 @@ class _Figure(NamedTuple):
     show: Callable[[float], str]
 
 
-def loosened(before: Baseline | Recorded, after: Baseline | Recorded | None) -> Loosened:
+def loosened(before: _Record, after: _Record | None) -> Loosened:
     """Compare an entry with that of the same device, suite and key before.
 
     Args:
@@ -62,10 +64,12 @@ def loosened(before: Baseline | Recorded, after: Baseline | Recorded | None) -> 
     return Loosened(tuple(raised), tuple(lost))
 
 
-def _pairs(before: Baseline | Recorded, after: Baseline | Recorded) -> Iterator[tuple[_Stored, _Stored]]:
-    """Yield what a run would be compared with before and now: of predictions each, under its own conditions."""
+def _pairs(before: _Record, after: _Record) -> Iterator[tuple[_Stored, _Stored]]:
+    """Yield what a run would be compared with before and now: of figures without times each, under its own conditions."""
     if isinstance(before, Recorded) and isinstance(after, Recorded):
         yield from ((old, after.like(old) or after.predictions[-1]) for old in before.predictions)
+    elif isinstance(before, RecordedRuns) and isinstance(after, RecordedRuns):
+        yield from ((old, after.like(old) or after.runs[-1]) for old in before.runs)
     elif isinstance(before, Baseline) and isinstance(after, Baseline):
         yield before, after
 
@@ -73,12 +77,14 @@ def _pairs(before: Baseline | Recorded, after: Baseline | Recorded) -> Iterator[
 def _kind(stored: _Stored) -> str:
     if isinstance(stored, Prediction):
         return "predicted not to fit" if stored.fits is False else "predicted to fit"
+    if isinstance(stored, EmulatedRun):
+        return "emulated to fit" if stored.fits else "emulated not to fit"
     environment = stored.runs[-1].environment
     outcome = "figures" if any(run.outcome == "measured" for run in stored.runs) else "out of memory"
     return f"{outcome} of {environment.device_count} x {environment.device_type}"
 
 
-def _runs(record: Baseline | Recorded) -> int:
+def _runs(record: _Record) -> int:
     return len(record.runs) if isinstance(record, Baseline) else 0
 
 
@@ -86,6 +92,11 @@ def _figures(record: _Stored) -> Iterator[_Figure]:
     """Yield what a run is compared with."""
     if isinstance(record, Prediction):
         yield from _predicted(record)
+        return
+    if isinstance(record, EmulatedRun):
+        yield _Figure("peak memory", record.peak_allocated_bytes, format_bytes)
+        yield _Figure("reserved memory", record.peak_reserved_bytes, format_bytes)
+        yield _Figure("FLOPs", record.flops_per_step, format_flops)
         return
     runs = [run for run in record.runs if run.outcome == "measured"]
     if not runs:

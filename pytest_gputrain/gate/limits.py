@@ -17,7 +17,6 @@ from pytest_gputrain.records import (
     LimitVerdict,
     Lost,
     Measurement,
-    Prediction,
     Reply,
     Scale,
     TimedOut,
@@ -73,21 +72,30 @@ def judge_limits(
     return JudgedLimits(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut, Lost)) for reply in replies))
 
 
-def judge_prediction(caps: Sequence[Cap], case: Case, prediction: Prediction, *, scale: Scale) -> tuple[LimitVerdict, ...]:
-    """Judge a prediction against each of ``caps``."""
+def judge_exact(
+    caps: Sequence[Cap], case: Case, peak: int, *, scale: Scale, what: str, runs: int = 0
+) -> tuple[LimitVerdict, ...]:
+    """Judge a peak of memory that is the same in every process, and comes without a time, against each of ``caps``.
+
+    Args:
+        peak: allocated bytes.
+        what: it is of, as ``a prediction``.
+        runs: fresh processes that trained for it.
+    """
     limits = []
     for cap in caps:
         timed = cap.metric == "step_seconds"
-        reason = "a prediction has no time" if timed else _why_not_of_this_scale(case, scale)
-        over = not reason and prediction.peak_allocated_bytes > cap.most
+        reason = f"{what} has no time" if timed else _why_not_of_this_scale(case, scale)
+        over = not reason and peak > cap.most
         limits.append(
             LimitVerdict(
                 metric=cap.metric,
                 status="not-judged" if reason else "over-limit" if over else "pass",
-                value=None if timed else prediction.peak_allocated_bytes,
+                value=None if timed else peak,
                 limit=cap.most,
                 stated=cap.stated,
                 note=reason,
+                runs=runs,
             )
         )
     return tuple(limits)

@@ -51,11 +51,8 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.records.tolerance import Tolerance
-from pytest_gputrain.utils.bounds import MOST_RUNS
+from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU, MOST_RUNS
 from pytest_gputrain.utils.units import format_bytes, format_percent
-
-LEAST_RUNS_ON_A_CPU: Final = 5
-"""Of a baseline, for time on a CPU to be judged against it: its processes differ too much for fewer to tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

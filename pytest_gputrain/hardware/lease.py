@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
-from pytest_gputrain.utils.host import usable_cores
+from pytest_gputrain.utils.host import usable_cores, usable_memory_bytes
+from pytest_gputrain.utils.units import GiB
 
 _POLL_SECONDS: Final = 0.05
+
+EMULATED_HOST_BYTES: Final = 2 * GiB
+"""Host memory for each emulated GPU: models of the suites take 0.6 to 1.1 GiB."""
 
 _held: dict[str, int] = {}
 """File descriptors of the locks that this process holds, by name of the device."""
@@ -59,6 +63,22 @@ def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
         return
     with _lock_devices("core", cores, min(count, len(cores)), folder):
         yield
+
+
+@contextlib.contextmanager
+def lease_emulated(folder: Path | None = None) -> Iterator[None]:
+    """Lease an emulated GPU; waits until one is free. There are as many as the host's cores and memory allow.
+
+    Its locks are no real GPU's, and it takes a core, like a case on a CPU.
+    """
+    names = [f"emulated-{number}" for number in range(emulated_gpus())]
+    with lease_cores(1, folder), _lock_devices("emulated", names, 1, folder):
+        yield
+
+
+def emulated_gpus() -> int:
+    """How many emulated GPUs this host has: each trains in a process with a core and some memory of its own."""
+    return max(1, min(len(usable_cores()), usable_memory_bytes() // EMULATED_HOST_BYTES))
 
 
 def held_locks() -> tuple[int, ...]:

@@ -14,16 +14,25 @@ from typing import Any, Final, NamedTuple
 from pytest_gputrain.cases.identity import suite_of
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles
-from pytest_gputrain.records import Measured, Predicted, Result
+from pytest_gputrain.records import Emulated, Measured, Predicted, Result
+from pytest_gputrain.records.result import CaseResult
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.selection import platforms_named
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
+from pytest_gputrain.storage.emulations import EmulationStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils.git import in_pull_request
 
 _MOST_SHOWN: Final = 3
+
+_STORES: Final[dict[type[CaseResult], type[SuiteStore[Any, Any]]]] = {
+    Measured: BaselineStore,
+    Predicted: PredictionStore,
+    Emulated: EmulationStore,
+}
+"""Where the results of cases as they are declared have their baselines."""
 
 
 def note_missing(collector: Collector, tests: CaseTests, expression: str, *, ended: bool) -> None:
@@ -36,9 +45,9 @@ def note_missing(collector: Collector, tests: CaseTests, expression: str, *, end
     settings, results, notes = collector.settings, collector.results, collector.notes
     strict = is_strict(settings)
     if ended and tests.are_all_missed and not results:
-        verb = "predicted" if settings.predict else "measured"
+        verb = "predicted" if settings.predict else "emulated" if settings.emulate else "measured"
         notes.append(f"nothing was {verb}: every case was skipped ({tests.why_missed()})")
-        is_asked_for = settings.predict or bool(platforms_named(expression))
+        is_asked_for = settings.predict or settings.emulate or bool(platforms_named(expression))
         # What a project skips by itself, as slow tests, is its own affair, unless somebody asked for strictness.
         collector.failed |= (strict and is_asked_for) or (settings.strict is True and tests.are_skipped_by_others)
     elif tests.outcomes and all(result.figures is None for result in results):
@@ -100,14 +109,13 @@ def _unclaimed(settings: Settings, results: Sequence[Result], files: WholeFiles)
         return
     partial = {suite_of(path) for path in files.paths if files.why_partial(path)}
     whole = {suite_of(path) for path in files.paths} - partial
-    claimed: defaultdict[tuple[bool, str, str, bool], set[str]] = defaultdict(set)
+    claimed: defaultdict[tuple[type[SuiteStore[Any, Any]], str, str, bool], set[str]] = defaultdict(set)
     for result in results:
-        if result.suite in whole and isinstance(result, Measured | Predicted):
-            is_predicted = isinstance(result, Predicted)
-            device = result.platform if is_predicted else result.device
-            claimed[is_predicted, device, result.suite, result.scale == "tiny"].add(result.key)
-    for (is_predicted, device, suite, is_tiny), keys in claimed.items():
-        store = (PredictionStore if is_predicted else BaselineStore)(settings.baseline_dir)
+        if result.suite in whole and (store_type := _STORES.get(type(result))) is not None:
+            device = result.device if store_type is BaselineStore else result.platform
+            claimed[store_type, device, result.suite, result.scale == "tiny"].add(result.key)
+    for (store_type, device, suite, is_tiny), keys in claimed.items():
+        store = store_type(settings.baseline_dir)
         try:
             stored = store.suite(device, suite)
         except BaselineError:

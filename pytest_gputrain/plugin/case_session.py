@@ -14,6 +14,7 @@ import pytest
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.identity import suite_of
 from pytest_gputrain.cases.model_config import with_model
+from pytest_gputrain.execution.emulated import EmulatingExecutor
 from pytest_gputrain.execution.executor import Executor, conditions_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.launch.fork_server import ForkServer
@@ -36,6 +37,7 @@ from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import ProgressLine
+from pytest_gputrain.session.emulating import EmulatingRunner
 from pytest_gputrain.session.predicting import PredictingRunner
 from pytest_gputrain.session.request import CaseRunner
 from pytest_gputrain.session.runner import Runner
@@ -43,7 +45,7 @@ from pytest_gputrain.session.selection import ExpectedCase, platform_meant, plat
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.prediction_cache import PredictionCache
-from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.errors import BadCase, CannotEmulate
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.signals import undisturbed
 from pytest_gputrain.utils.suggest import did_you_mean
@@ -88,12 +90,15 @@ class CaseSession:
             if settings.predict:
                 self.executor = predicting = _predicting_executor(config, settings, environment)
                 self.runner = PredictingRunner(settings, predicting, environment, self._watch)
+            elif settings.emulate:
+                self.executor = emulating = _emulating_executor(config, settings, environment)
+                self.runner = EmulatingRunner(settings, emulating, environment, self._watch)
             else:
                 self.executor = _fleet_executor(config, settings, self.forecast) or LocalExecutor(
                     conditions_of(settings), _fork_server(settings), environment.began
                 )
                 self.runner = Runner(settings, self.executor, environment, resumed_report, self._watch)
-        except (ValueError, BaselineError) as error:
+        except (ValueError, BaselineError, CannotEmulate) as error:
             raise pytest.UsageError(str(error)) from None
         self.collector = Collector(settings, resumed_report) if is_controller else None
         self._progress_line: ProgressLine | None = None
@@ -312,11 +317,17 @@ class CaseSession:
 
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
+        notes = self._notes(self.collector)
+        # What to do first stands where it is read first: the end of a long table is not.
+        first = terminal.advice(self.collector.results)
+        for line in filter(None, [first]):
+            terminalreporter.write_line(shown(line))
         if self.collector.results:
             table = terminal.render(self.collector.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
             terminalreporter.write_line(table)
-        for line in self._notes(self.collector):
-            terminalreporter.write_line(shown(line))
+        for line in notes:
+            if line != first:
+                terminalreporter.write_line(shown(line))
 
     def _annotates(self) -> bool:
         """Return whether failures become annotations of GitHub; not if another plugin annotates every failure."""
@@ -370,7 +381,7 @@ def _platforms(config: pytest.Config, settings: Settings) -> list[str]:
 def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
     """Return the recorded predictions for a run on a GPU at full scale; None where they do not apply."""
     platforms = _platforms(config, settings)
-    if settings.predict or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
+    if settings.predict or settings.emulate or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
         return None
     return Forecast(settings.baseline_dir, platforms[0])
 
@@ -404,19 +415,36 @@ def _predicting_executor(config: pytest.Config, settings: Settings, environment:
     """Raises:
     ValueError: no platform is named, or several are.
     """
-    platforms = _platforms(config, settings)
-    if len(platforms) != 1:
-        problem = (
-            f"-m names {', '.join(platforms)}" if platforms else f"none is named{platform_meant(expression_of(config))}"
-        )
-        raise ValueError(f"--gpu-predict predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100")
+    platform = _only_platform(config, settings, "--gpu-predict predicts for")
     cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
     folder = None
     with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
         folder = None if cache is None else cache.mkdir("gputrain")
     return PredictingExecutor(
-        platforms[0], PredictionCache(folder), settings.timeout_seconds, environment.began, _fork_server(settings)
+        platform, PredictionCache(folder), settings.timeout_seconds, environment.began, _fork_server(settings)
     )
+
+
+def _emulating_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> EmulatingExecutor:
+    """Raises:
+    ValueError: no platform is named, or several are.
+    CannotEmulate: it is none that can be emulated with what is installed.
+    """
+    platform = _only_platform(config, settings, "--gpu-emulate emulates")
+    return EmulatingExecutor(platform, settings.timeout_seconds, environment.began, _fork_server(settings))
+
+
+def _only_platform(config: pytest.Config, settings: Settings, what: str) -> str:
+    """Raises:
+    ValueError: no platform is named, or several are.
+    """
+    platforms = _platforms(config, settings)
+    if len(platforms) != 1:
+        problem = (
+            f"-m names {', '.join(platforms)}" if platforms else f"none is named{platform_meant(expression_of(config))}"
+        )
+        raise ValueError(f"{what} one platform, and {problem}; add --gpu-platform=h100, or -m h100")
+    return platforms[0]
 
 
 def _cases_of(item: pytest.Item) -> list[Case]:

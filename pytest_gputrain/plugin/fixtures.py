@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 import pytest
 
+from pytest_gputrain.cases.arguments import arguments_of
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID, suite_of
 from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.cases.sweep import override
@@ -26,6 +30,8 @@ from pytest_gputrain.records import (
     FAILING,
     STRICTLY_FAILING,
     Case,
+    Emulated,
+    EmulatedRun,
     LossStudy,
     Measurement,
     Predicted,
@@ -40,8 +46,11 @@ from pytest_gputrain.utils.errors import BadCase, CannotRun, OtherPlatform
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.suggest import did_you_mean
 
-StepBuilder = Callable[[Any], Callable[[], Any]]
+StepBuilder = Callable[..., Any]
 
+_NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
+
+_KNOBS_OF_SCRIPTS: Final = ("model", "platforms", "warmup", "batch_size", "sequence_length")
 _FIGURES: Final = tuple(dict.fromkeys((*Measurement.__struct_fields__, *MEASURED_ONLY)))
 """What a test may need of the figures of a case."""
 
@@ -67,25 +76,33 @@ class GpuTrain:
             raise _failed(error) from None
 
     def measure(
-        self, what: Case | StepBuilder, *, needs: Sequence[str] = (), inline: bool = False, **knobs: Any
-    ) -> Measurement | Prediction:
+        self,
+        what: Case | StepBuilder,
+        *,
+        args: Mapping[str, Any] = _NO_ARGUMENTS,
+        needs: Sequence[str] = (),
+        inline: bool = False,
+        **knobs: Any,
+    ) -> Measurement | Prediction | EmulatedRun:
         """The figures of a case, or of a function that builds a step, without judging them.
 
         Args:
             what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a
                 `pytest_gputrain.worker.training.Setup`, builds everything, and returns a function that runs one step and may
                 return its loss. It runs in the worker, which finds it by file and name.
-            needs: figures that the test cannot do without, by name. Under ``--gpu-predict`` it is skipped if one of them,
-                such as ``step_seconds``, cannot be predicted.
+            args: keyword arguments of that function after its setup: plain values, as JSON has them. They are part of the
+                case's id.
+            needs: figures that the test cannot do without, by name. Under ``--gpu-predict`` and ``--gpu-emulate`` it is
+                skipped if one of them, such as ``step_seconds``, cannot be known.
             inline: run in this process: any callable will do, but torch and its state stay.
             knobs: fields of `Case` to set.
 
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, one over a ``gpu_limit``
         of the test, too. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under ``--gpu-predict``
-        they are a `Prediction`: what it cannot tell is None.
+        they are a `Prediction`, and under ``--gpu-emulate`` an `EmulatedRun`: what these cannot tell is None.
         """
         self._refuse_unpredictable(needs)
-        result = self._run(what, inline, knobs, judged=False)
+        result = self._run(functools.partial(self._case, what, inline, knobs, args), what, inline=inline, judged=False)
         failure = failure_of(result)
         if not failure and result.verdict is not None and result.verdict.status == "over-limit":
             failure = result.verdict.sentence
@@ -99,10 +116,21 @@ class GpuTrain:
         for name in (needs,) if isinstance(needs, str) else needs:
             if name not in _FIGURES:
                 raise _failed(f"needs={name!r} is no figure of a case{did_you_mean(name, _FIGURES)}")
-            if self._runner.settings.predict and name in MEASURED_ONLY:
+            settings = self._runner.settings
+            if settings.predict and name in MEASURED_ONLY:
                 raise skipped(f"needs {name}, which cannot be predicted")
+            if settings.emulate and name not in EmulatedRun.__struct_fields__:
+                raise skipped(f"needs {name}, which an emulated GPU does not have")
 
-    def check(self, what: Case | StepBuilder, *, scaling: bool = False, inline: bool = False, **knobs: Any) -> Result:
+    def check(
+        self,
+        what: Case | StepBuilder,
+        *,
+        args: Mapping[str, Any] = _NO_ARGUMENTS,
+        scaling: bool = False,
+        inline: bool = False,
+        **knobs: Any,
+    ) -> Result:
         """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
 
         Args:
@@ -114,10 +142,49 @@ class GpuTrain:
         a precision diverges that should not.
 
         Returns:
-            A `Measured`, a `Predicted`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its ``figures`` are
-            those of the first process that gave some, None for a case whose baseline is that it runs out of memory.
+            A `Measured`, a `Predicted`, an `Emulated`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its
+            ``figures`` are those of the first process that gave some, None for a case whose baseline is that it runs out of
+            memory.
         """
-        result = self._run(what, inline, knobs, judged=True, scaling=scaling)
+        case = functools.partial(self._case, what, inline, knobs, args)
+        return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
+
+    def check_script(self, script: str | Path, *arguments: str, **knobs: Any) -> Result:
+        """`check` what a script takes of a GPU that runs as its command line would, in a process of its own.
+
+        On a real GPU or under ``--gpu-emulate``. A script that ends with another exit status than 0 fails the test.
+
+        Args:
+            script: a Python file, relative to the root of the project, from where it runs.
+            arguments: the script's, as text. They are part of the case's id.
+            knobs: what the case says of itself: ``model`` for another name of it, ``platforms``, and ``warmup``,
+                ``batch_size`` and ``sequence_length`` of its steps, for the figures of time.
+        """
+        case = functools.partial(self._script, script, arguments, knobs)
+        return self._passed(self._run(case, None, judged=True))
+
+    def _script(self, script: str | Path, arguments: Sequence[object], knobs: dict[str, Any]) -> Case:
+        unknown = sorted(set(knobs) - set(_KNOBS_OF_SCRIPTS))
+        if unknown:
+            raise BadCase(
+                f"{unknown[0]} is no argument of check_script(), because a script takes what it trains with from its own "
+                f"arguments; known: {', '.join(_KNOBS_OF_SCRIPTS)}"
+            )
+        root = self._runner.settings.root.resolve()
+        path = (root / script).resolve()
+        if path.suffix != ".py" or not path.is_file() or not path.is_relative_to(root):
+            raise BadCase(f"{script} is no Python file below {root}; give its path from there, as scripts/train.py")
+        wrong = next((argument for argument in arguments if not isinstance(argument, str)), None)
+        if wrong is not None:
+            raise BadCase(
+                f"the argument {wrong!r} of {script} is no text, as arguments of a command line are; write {str(wrong)!r}"
+            )
+        name = path.relative_to(root).as_posix()
+        args = msgspec.json.encode(arguments).decode() if arguments else ""
+        return Case(**{"model": name, "method": "script", "precision": "", "code": name, "args": args, **knobs})
+
+    def _passed(self, result: Result) -> Result:
+        """Fail the test where the result does not pass."""
         verdict = result.verdict
         if verdict is None:  # of a search or of loss curves, which no baseline knows
             curves = result.loss_curves if isinstance(result, LossStudy) else ()
@@ -131,14 +198,20 @@ class GpuTrain:
         return result
 
     def _run(
-        self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], *, judged: bool, scaling: bool = False
+        self,
+        make_case: Callable[[], Case],
+        what: Case | StepBuilder | None,
+        *,
+        judged: bool,
+        inline: bool = False,
+        scaling: bool = False,
     ) -> Result:
         builder = None if isinstance(what, Case) else what
         try:
             request = Request(
                 nodeid=self._item.nodeid,
                 suite=suite_of(self._item.path),
-                case=with_model(self._override(self._case(what, inline, knobs)), self._item.path.parent),
+                case=with_model(self._override(make_case()), self._item.path.parent),
                 markers=frozenset(mark.name for mark in self._item.iter_markers()),
                 expression=expression_of(self._item.config),
                 judged=judged,
@@ -157,12 +230,14 @@ class GpuTrain:
         self._note(result)
         return result
 
-    def _case(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any]) -> Case:
+    def _case(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], args: Mapping[str, Any]) -> Case:
         unknown = sorted(set(knobs) - set(Case.__struct_fields__))
         if unknown:
             hint = did_you_mean(unknown[0], Case.__struct_fields__)
             raise BadCase(f"{', '.join(unknown)} is no field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
         if isinstance(what, Case):
+            if args:
+                raise BadCase(f"args are for the function of own code, and {what} is a Case; leave them out")
             return what.replace(**knobs)
         if not callable(what):
             raise BadCase(f"{what!r} is neither a Case nor a function that builds a step")
@@ -174,9 +249,12 @@ class GpuTrain:
         else:
             code = _address(what, self._runner.settings.root)
         shown = tuple(knob for knob in knobs if knob not in (*ALWAYS_IN_ID, "steps", "warmup", "platforms"))
-        return Case(**{"model": name, "method": "custom", "code": code, "named": shown, **knobs})
+        fields = {"model": name, "method": "custom", "code": code, "args": arguments_of(what, args), "named": shown}
+        return Case(**{**fields, **knobs})
 
     def _override(self, case: Case) -> Case:
+        if case.method == "script" and self._overridden:
+            raise BadCase(f"{case} is a script, whose arguments --gpu-set does not reach; deselect its test")
         foreign = {"model", "method"} & set(self._overridden)
         if case.method == "custom" and foreign:
             raise BadCase(
@@ -201,6 +279,9 @@ class GpuTrain:
         if isinstance(result, Predicted) and result.figures is not None:
             properties.append(("gputrain.predicted_peak_allocated_bytes", result.figures.peak_allocated_bytes))
             properties.append(("gputrain.predicted_to_fit", result.figures.fits))
+        if isinstance(result, Emulated) and result.figures is not None:
+            properties.append(("gputrain.emulated_peak_allocated_bytes", result.figures.peak_allocated_bytes))
+            properties.append(("gputrain.emulated_to_fit", result.figures.fits))
         self._item.user_properties += properties
         detail = detail_of(result)
         if detail:
@@ -222,8 +303,8 @@ def _address(function: StepBuilder, root: Path) -> str:
     if not name.isidentifier():
         shown = name or repr(function)
         raise BadCase(
-            f"{shown} is not a function at the top level of a file, so the worker cannot import it; define it there, or "
-            "measure it with inline=True"
+            f"{shown} is not a function at the top level of a file, so the worker cannot import it; define it there, "
+            "where args={...} gives it what it uses of the test, or measure it with inline=True"
         )
     try:
         file = Path(inspect.getfile(inspect.unwrap(function))).resolve()
@@ -238,7 +319,7 @@ def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
     if executor.is_remote:
         pytest.skip("the scheduler of --gpu-executor runs cases on other machines, and lends no GPU of this one")
     if not isinstance(executor, LocalExecutor):
-        pytest.skip("--gpu-predict lends no GPU")
+        pytest.skip("--gpu-predict and --gpu-emulate lend no GPU")
     try:
         machine = executor.machine
     except HardwareError as error:

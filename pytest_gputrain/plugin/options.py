@@ -247,8 +247,8 @@ OPTIONS: Final = (
         name="platform",
         metavar="MARKER",
         help=(
-            "what this machine must be (h100, a100, ...), or what to predict for; a GPU not in the catalog passes "
-            "for it; cpu leaves GPUs alone"
+            "what this machine must be (h100, a100, ...), or what to predict for or emulate; a GPU not in the catalog "
+            "passes for it; cpu leaves GPUs alone"
         ),
     ),
     Option(
@@ -281,8 +281,8 @@ OPTIONS: Final = (
         metavar="auto|process|inline",
         help=(
             "where cases run: each in a fresh interpreter (process), or in the pytest process for a debugger (inline); "
-            "auto: as process, but on a CPU the models' cases are forked from a process that has only imported their "
-            "libraries (default: auto)"
+            "auto: as process, but on a CPU forked from a process that has only imported the libraries of the models, or "
+            "torch for own code (default: auto)"
         ),
     ),
     Option(name="nodes", ini_only=True, parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
@@ -390,6 +390,15 @@ OPTIONS: Final = (
         help=(
             "predict memory, FLOPs, bytes and least time of every case on the platform that -m or --gpu-platform names, "
             "without having one, and judge that against recorded predictions"
+        ),
+    ),
+    Option(
+        name="emulate",
+        switch=True,
+        parse=_switch,
+        help=(
+            "run every case at full size on an emulated GPU of the platform that -m or --gpu-platform names, without having "
+            "one, and judge its memory against figures that were recorded so"
         ),
     ),
     Option(

@@ -95,6 +95,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         fleet_jobs=values["fleet-jobs"],
         fleet_wait_seconds=values["fleet-wait"],
         predict=bool(values["predict"]),
+        emulate=bool(values["emulate"]),
         find_batch=bool(values["find-batch"]),
         find_batch_max=values["find-batch-max"],
         loss_steps=values["loss"],
@@ -157,6 +158,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     if values["executor"] != "local":
         against = {
             "--gpu-predict": values["predict"],
+            "--gpu-emulate": values["emulate"],
             "--gpu-isolation=inline": values["isolation"] == "inline",
             "--gpu-ids": values["ids"],
             "gpu_rendezvous": values["rendezvous"],
@@ -166,8 +168,16 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
                 f"--gpu-executor={values['executor']} and {other} contradict each other: "
                 "cases run on machines that a scheduler chooses"
             )
-    if values["predict"]:
+    whys = {
+        "predict": "it trains nothing, and compares with recorded predictions",
+        "emulate": "it measures nothing, and compares with recorded figures of an emulated GPU",
+    }
+    for name, why in whys.items():
+        if not values[name]:
+            continue
         against = {
+            "--gpu-predict": name == "emulate" and values["predict"],
+            "--gpu-ids": name == "emulate" and values["ids"],
             "--gpu-find-batch": values["find-batch"],
             "--gpu-loss": values["loss"],
             f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
@@ -176,9 +186,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             "--gpu-resume": values["resume"] is not None,
         }
         for other in (flag for flag, asked in against.items() if asked):
-            raise ValueError(
-                f"--gpu-predict and {other} contradict each other: it trains nothing, and compares with recorded predictions"
-            )
+            raise ValueError(f"--gpu-{name} and {other} contradict each other: {why}")
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:

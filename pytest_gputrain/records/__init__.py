@@ -7,6 +7,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
 from pytest_gputrain.records.history import HistoryLine
 from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase
@@ -29,6 +30,7 @@ from pytest_gputrain.records.reply import (
 )
 from pytest_gputrain.records.result import (
     BatchSearch,
+    Emulated,
     LossStudy,
     Measured,
     Origin,
@@ -38,6 +40,7 @@ from pytest_gputrain.records.result import (
     Result,
     Study,
     Summary,
+    UnmeasuredResult,
 )
 from pytest_gputrain.records.trend import Change, Course, Moment, Trends
 from pytest_gputrain.records.verdict import (
@@ -69,6 +72,8 @@ __all__ = [
     "Course",
     "Crashed",
     "Delivery",
+    "Emulated",
+    "EmulatedRun",
     "Environment",
     "Event",
     "HistoryLine",
@@ -107,6 +112,7 @@ __all__ = [
     "TimedOut",
     "TrainingPhase",
     "Trends",
+    "UnmeasuredResult",
     "Verdict",
     "knob_text",
     "update_seconds",

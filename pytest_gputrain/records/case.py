@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from typing import Any, Final, Literal
 
 import msgspec
@@ -30,7 +32,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """A name of the zoo; the path, relative to the test file, of a config.json of transformers or diffusers or of a folder
     with one (in results ``NAME#DIGEST``: another content is another case); or the function's name for own code."""
     method: str = "full"
-    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code."""
+    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code, ``script``
+    for a script."""
     precision: str = "bf16"
     """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16-amp`` (fp32 weights under autocast; the
     engines of DeepSpeed train ``fp16-amp`` in their own fp16, with fp32 masters of 16-bit weights)."""
@@ -61,10 +64,22 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
     activation_checkpointing: bool | float = False
     """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of all n, as they run."""
+    activation_checkpointing_policy: str = ""
+    """What recomputed blocks keep all the same: ``save-attention`` the results of fused attention, ``save-matmuls`` those of
+    matrix products and convolutions, too; empty for nothing but their inputs."""
     reentrant_checkpointing: bool = False
     """Blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
     lora_rank: Whole = 0
-    """0 for the rank of the model's published recipe; alpha keeps its ratio to the rank."""
+    """Of ``lora`` and ``qlora``, like the four below; 0 for the rank of the model's published recipe."""
+    lora_alpha: Whole = 0
+    """0 for the alpha of the recipe, which keeps its ratio to the rank."""
+    lora_dropout: float | None = None
+    """Share of an adapter's inputs that are dropped; None for the recipe's."""
+    lora_targets: str = ""
+    """Names of the adapted layers with ``+`` between them, as ``q_proj+v_proj``, or ``all-linear`` for all that peft finds;
+    empty for the recipe's."""
+    dora: bool = False
+    """Whether peft adapts by DoRA (arXiv:2402.09353), which trains the norms of the weights' rows, too."""
     quantized_compute: str = ""
     """What packed weights are multiplied in (``qlora``): ``fp32`` or ``bf16``; empty for the arithmetic of the precision."""
     attention: str = ""
@@ -72,7 +87,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     it, with keys and values repeated for the heads that share them and without Gemma 2's cap of the scores; empty for the
     one that transformers picks."""
     optimizer: str = "adamw"
-    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd``."""
+    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd`` by torch;
+    ``adamw_8bit`` or ``paged_adamw_8bit`` by bitsandbytes; ``adafactor`` by transformers, as its Trainer makes it."""
     compile: str = "off"
     """``torch.compile`` of the model that trains: ``off``, or its mode ``default``, ``reduce-overhead``, ``max-autotune`` or
     ``max-autotune-no-cudagraphs``. On a CPU the graphs are traced, but no code is made of them."""
@@ -82,6 +98,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     master_weights: bool = False
     """The optimizer updates fp32 copies of 16-bit weights, by gradients that are added up in fp32, as engines of DeepSpeed
     always do."""
+    loss: str = ""
+    """Of a language model by transformers: ``fp32``, the loss that transformers computes, of logits that it copies to fp32;
+    empty for a cross entropy of the logits in their own type, which makes no copy."""
     loss_chunks: Whole = 1
     """Chunks of a batch's tokens whose logits exist one after the other (language models); backward makes them anew."""
     learning_rate: float = 1e-4
@@ -119,20 +138,24 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     platforms: tuple[str, ...] = ()
     """Catalog markers the case is declared for; none means any."""
     code: str = ""
-    """``path/of/test_file.py::function`` that builds the step, for own code."""
+    """``path/of/test_file.py::function`` that builds the step, for own code; ``path/of/script.py`` of a script."""
+    args: str = ""
+    """Keyword arguments of that function after its setup, or a script's arguments, as JSON; empty for none."""
     named: tuple[str, ...] = ()
     """Knobs that appear in the id, because a grid varies them."""
 
     def __str__(self) -> str:
         # Fields of a wrong type are shown too: this is also how the sentence that tells of them names the case.
-        parts = [self.model] if self.method == "custom" else [self.model, self.method]
-        parts.append(self.precision)
+        parts = [self.model] if self.method in ("custom", "script") else [self.model, self.method]
+        parts += [] if self.method == "script" else [self.precision]
         if self.parallel != "single":
             parts.append(self.parallel)
         named: object = self.named
         parts += [
             f"{knob}={knob_text(getattr(self, str(knob), None))}" for knob in (named if isinstance(named, tuple) else ())
         ]
+        if self.args:
+            parts.append(_arguments_text(self.args))
         return "-".join(map(str, parts))
 
     def replace(self, **fields: Any) -> Case:
@@ -152,6 +175,25 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     def identity(self) -> dict[str, Any]:
         """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
+
+
+_READABLE: Final = re.compile(r"[\w.,:/=+@-]{1,48}")
+"""Arguments that an id shows as they are: of others it shows a digest."""
+
+
+def _arguments_text(args: str) -> str:
+    """Arguments as ids show them: ``width=64-depth=2``, or ``args=4f8b21c9`` of what is long or hard to read."""
+    with contextlib.suppress(msgspec.MsgspecError, TypeError):  # of a case that somebody wrote
+        given = msgspec.json.decode(args, type=dict[str, Any] | list[str])
+        words = [f"{name}={_plain(value)}" for name, value in given.items()] if isinstance(given, dict) else given
+        text = "-".join(word.lstrip("-") for word in words)
+        if _READABLE.fullmatch(text):
+            return text
+    return f"args={hashlib.sha256(str(args).encode()).hexdigest()[:8]}"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def knob_text(value: object) -> str:
@@ -188,6 +230,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """That own code may keep more of after every round of its accumulation, as its test allows."""
     target: Target | None = None
     """The device to predict for on fake tensors, instead of training."""
+    emulated: str = ""
+    """Catalog marker of the GPU that is emulated, of which the first rank alone runs; empty where the devices are real."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
 

@@ -13,6 +13,15 @@ class Tensors(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     where: str
     """File and line of the program, and of the library that it called there."""
+    part: str
+    """Of training: weights and buffers, forward pass, backward pass, optimizer, or the rest of the program."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a part of training allocated of the memory in use at the peak."""
+
+    name: str
+    bytes: int
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +34,7 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     bytes: int
     """What was asked for and in use then, which torch rounds up to what it allocates."""
+    parts: tuple[Part, ...]
     tensors: tuple[Tensors, ...]
     """The largest, by what they take together."""
 
@@ -41,11 +51,24 @@ class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """What torch's allocator took of one emulated GPU."""
 
     index: int
+    """As the process counts them."""
+    gpu: int
+    """Its number among the emulated ones, which CUDA_VISIBLE_DEVICES leaves alone."""
     peak_allocated: int
     peak_reserved: int
     peak: Peak | None
     """None where the program made too many allocations since, or recorded them itself."""
+    course: tuple[tuple[int, int, int], ...]
+    """How memory went: numbers of allocations, with the most bytes in use and reserved around each."""
     refused: tuple[Refused, ...]
+
+
+class AtLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened at a line of the program."""
+
+    what: str
+    where: str
+    count: int
 
 
 class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,16 +81,18 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where the process ended without Python's own end, and only the driver's figures are known."""
     unknown: tuple[str, ...] = ()
     """Memory of libraries that is not known and not counted."""
+    unknown_reads: tuple[AtLine, ...] = ()
+    """What read values that no kernel computed, and got zeros. Most first."""
+    dealt: tuple[AtLine, ...] = ()
+    """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver saw of one process: torch's memory, that of others, and the context."""
+    """What the driver saw of one process on one GPU: torch's memory, that of others, and the context."""
 
     process: int
+    gpu: int
     peak_bytes: int
-    """Of the GPU that it used most of."""
-    refused: int
-    """How often the driver had no memory."""
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +100,10 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
 
     gpu: str
     marker: str
+    gpus: int
+    """How many the program found."""
     memory_bytes: int
+    """Of each."""
     torch: str
     command: tuple[str, ...]
     status: int

@@ -20,8 +20,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
 
     format: Whole = FORMAT
     """Version of these keys."""
-    kind: Literal["measurement", "prediction"]
-    """``prediction`` for a line of ``--gpu-predict``."""
+    kind: Literal["measurement", "prediction", "emulation"]
+    """``prediction`` for a line of ``--gpu-predict``, ``emulation`` for one of ``--gpu-emulate``."""
     date: str
     """When the pytest run began: UTC, ISO 8601."""
     session: str
@@ -39,7 +39,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     platform: str
     """Catalog marker of the machine, or ``unknown``."""
     device: str
-    """Slug of the device; ``predicted/h100`` for a prediction."""
+    """Slug of the device; ``predicted/h100`` for a prediction, ``emulated/h100`` for an emulated GPU."""
     device_name: str | None
     """As the driver gives it; this and what follows null where no process lived to tell."""
     device_type: str | None
@@ -86,7 +86,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     version_deepspeed: str | None
     version_triton: str | None
     model: str
-    """From here to ``code`` the knobs of the case, as ``Case`` documents them."""
+    """From here to ``args`` the knobs of the case, as ``Case`` documents them."""
     method: str
     precision: str
     parallel: str
@@ -104,14 +104,20 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     gradient_accumulation: Whole
     activation_checkpointing: float
     """Share of the blocks that are recomputed: 1.0 for all."""
+    activation_checkpointing_policy: str
     reentrant_checkpointing: bool
     lora_rank: Whole
+    lora_alpha: Whole
+    lora_dropout: float | None
+    lora_targets: str
+    dora: bool
     quantized_compute: str
     attention: str
     optimizer: str
     compile: str
     tf32: bool | None
     master_weights: bool
+    loss: str
     loss_chunks: Whole
     learning_rate: float
     lr_scheduler: str
@@ -131,9 +137,10 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     steps: Whole
     warmup: Whole
     code: str
+    args: str
     changed_variables: str | None
     """Names of the environment variables that the test had changed, with commas between them; null for none."""
-    outcome: Literal["measured", "predicted", "out_of_memory", "crashed", "timed_out", "lost"]
+    outcome: Literal["measured", "predicted", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]
     """Of the first process that gave no figures, if one did."""
     verdict: Status | None
     """Null where the test only measured."""

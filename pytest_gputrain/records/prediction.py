@@ -118,6 +118,10 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     """Highest sum of live tensor storages by phase; ``build`` is the highest before the first step."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]]
     """At the peak of each phase, largest first."""
+    peak_bytes_by_origin: dict[TrainingPhase, Whole] = {}
+    """Live tensor storages at the peak of `peak_phase`, by the phase that made them: weights in ``build``, activations in
+    ``forward``, gradients and what is recomputed in ``backward``, the optimizer's state in ``optimizer``. Empty in files of
+    before there was this field."""
     peak_reserved_bytes: Whole | None
     """Highest memory held by the caching allocator, as in a measurement; where the case does not fit, what it would hold
     without limit. None without such an allocator."""

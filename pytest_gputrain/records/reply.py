@@ -269,6 +269,8 @@ class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outco
     detail: str = ""
     """Traceback or the end of the worker's stderr."""
     exit_code: Whole | None = None
+    refused: bool = False
+    """Whether nothing broke, but a check found that the case is not what it says."""
     rank: Whole | None = None
     measured: Measurement | None = None
     """Figures of the timed steps, where the case failed after them: they are shown, never judged or recorded."""

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale
+from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.reply import Crashed, Measurement, OutOfMemory, Reply, TimedOut
 from pytest_gputrain.records.study import LossCurve, Search
@@ -127,22 +128,16 @@ class LossStudy(TrainedResult, frozen=True, kw_only=True, tag="loss_study"):
     """fp32 first."""
 
 
-class Predicted(CaseResult, frozen=True, kw_only=True, tag="predicted"):
-    """A case that ``--gpu-predict`` predicted."""
+class UnmeasuredResult(CaseResult, frozen=True, kw_only=True):
+    """What the results of cases have in common that no device ran: figures without times, the same in every process."""
 
-    reply: Prediction | OutOfMemory | Crashed | TimedOut
-    """The failures are those of the process that was to predict."""
-    remedy: str = ""
-    """What makes a case fit that does not, found by further predictions."""
-
-    @property
-    def figures(self) -> Prediction | None:
-        return self.reply if isinstance(self.reply, Prediction) else None
+    reply: Prediction | EmulatedRun | OutOfMemory | Crashed | TimedOut
+    """The failures are those of the process that was to give figures."""
 
     @property
     def replies(self) -> tuple[Reply, ...]:
         """Those of processes that failed."""
-        return () if isinstance(self.reply, Prediction) else (self.reply,)
+        return () if isinstance(self.reply, Prediction | EmulatedRun) else (self.reply,)
 
     @property
     def summary(self) -> None:
@@ -150,9 +145,31 @@ class Predicted(CaseResult, frozen=True, kw_only=True, tag="predicted"):
         return
 
 
+class Predicted(UnmeasuredResult, frozen=True, kw_only=True, tag="predicted"):
+    """A case that ``--gpu-predict`` predicted."""
+
+    reply: Prediction | OutOfMemory | Crashed | TimedOut
+    remedy: str = ""
+    """What makes a case fit that does not, found by further predictions."""
+
+    @property
+    def figures(self) -> Prediction | None:
+        return self.reply if isinstance(self.reply, Prediction) else None
+
+
+class Emulated(UnmeasuredResult, frozen=True, kw_only=True, tag="emulated"):
+    """A case that ran on an emulated GPU, by ``--gpu-emulate``."""
+
+    reply: EmulatedRun | OutOfMemory | Crashed | TimedOut
+
+    @property
+    def figures(self) -> EmulatedRun | None:
+        return self.reply if isinstance(self.reply, EmulatedRun) else None
+
+
 Study = BatchSearch | LossStudy
 """A case that was asked something else than how it compares with its baseline."""
-Result = Measured | Predicted | BatchSearch | LossStudy
+Result = Measured | Predicted | Emulated | BatchSearch | LossStudy
 """One case in one test: a row of the table and of the JSON report."""
 
 

@@ -75,6 +75,8 @@ class Settings:
     fleet_wait_seconds: float
     predict: bool
     """Whether cases are predicted instead of run."""
+    emulate: bool
+    """Whether cases run on an emulated GPU."""
     find_batch: bool
     find_batch_max: int
     """The largest micro-batch that is tried."""

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,13 +21,15 @@ from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Case, Measured, Predicted, Report, Result, Verdict
+from pytest_gputrain.records import Baseline, Case, Emulated, Measured, Predicted, Report, Result, Verdict
+from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import history_lines, json_report, uncompared
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
+from pytest_gputrain.storage.emulations import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
-from pytest_gputrain.storage.predictions import FOLDER, PredictionStore
+from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.utils.git import RunInfo
 
@@ -69,7 +71,10 @@ class Collector:
         """The indices of the results whose baselines wait for further runs."""
         self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
         self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
+        self._emulated: defaultdict[tuple[str, str], dict[str, RecordedRuns]] = defaultdict(dict)
         self._recorded: dict[Path, int] = {}
+        self._unchanged: Counter[Path] = Counter()
+        """How many of these were there with the same figures."""
         self._stored: dict[tuple[str, str, str], _RecordedCase] = {}
         """What becomes a baseline, by device, suite and key."""
         self._records_resumed = False
@@ -138,6 +143,10 @@ class Collector:
             entry = Recorded(case=case, scale=result.scale, predictions=(result.figures,))
             self._predicted[result.platform, result.suite][result.key] = entry
             return
+        if isinstance(result, Emulated) and result.figures is not None:
+            runs = RecordedRuns(case=Case(**result.case.identity()), scale=result.scale, runs=(result.figures,))
+            self._emulated[result.platform, result.suite][result.key] = runs
+            return
         assert isinstance(result, Measured), "nothing else is recorded"
         self._records_resumed = self._records_resumed or bool(result.resumed)
         session = self.session
@@ -184,8 +193,10 @@ class Collector:
             names = ", ".join(changed[0].variables)
             self.notes.append(f"recorded with environment variables that a test changes: {changed[0].case} ({names}){more}")
         for path, number in self._recorded.items():
-            self.notes.append(f"{count(number, 'baseline')} recorded in {path}; review the difference in git")
-        on_gpus = any(path.parent.name != CPU and path.parent.parent.name != FOLDER for path in self._recorded)
+            self.notes.append(_recorded_in(path, number, self._unchanged[path]))
+        new = [path for path, number in self._recorded.items() if number > self._unchanged[path]]
+        measured_on_gpus = {result.device for result in self.results if isinstance(result, Measured)} - {CPU}
+        on_gpus = any(path.parent.name in measured_on_gpus for path in new)
         if on_gpus and not self._records_resumed:
             self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
         kept = () if ran else self._note_kept(is_listing)
@@ -287,8 +298,15 @@ class Collector:
 
     def _save_baselines(self) -> list[str]:
         """Save the baselines, and return why some could not be saved; those wait for the next time."""
-        measured, predicted = BaselineStore(self.settings.baseline_dir), PredictionStore(self.settings.baseline_dir)
-        return [*self._save(measured.update, self._pending), *self._save(predicted.update, self._predicted)]
+        folder = self.settings.baseline_dir
+        measured, predicted, emulated = BaselineStore(folder), PredictionStore(folder), EmulationStore(folder)
+        trouble = [
+            *self._save(measured.update, self._pending),
+            *self._save(predicted.update, self._predicted),
+            *self._save(emulated.update, self._emulated),
+        ]
+        self._unchanged += measured.unchanged + predicted.unchanged + emulated.unchanged
+        return trouble
 
     def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
         for group, entries in list(waiting.items()):
@@ -326,6 +344,14 @@ class Collector:
             notes=tuple(self.notes),
             results=tuple(self._resumed_report.beyond(self.results)) if self._resumed_report else (),
         )
+
+
+def _recorded_in(path: Path, number: int, unchanged: int) -> str:
+    if unchanged == number:
+        stay = "stays as it was: its" if number == 1 else "stay as they were: their"
+        return f"{count(number, 'baseline')} in {path} {stay} judged figures are the same"
+    same = f"; {unchanged} more {'has' if unchanged == 1 else 'have'} the same figures as before" if unchanged else ""
+    return f"{count(number - unchanged, 'baseline')} recorded in {path}; review the difference in git{same}"
 
 
 def _utf8(text: str) -> str:

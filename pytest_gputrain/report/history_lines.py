@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import (
     Case,
+    Emulated,
     Environment,
     HistoryLine,
     Measured,
@@ -26,12 +27,23 @@ from pytest_gputrain.records import (
     Predicted,
     Result,
     TrainingPhase,
+    UnmeasuredResult,
 )
 from pytest_gputrain.records.reply import failure_of
+from pytest_gputrain.records.result import CaseResult
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.utils.git import RunInfo
 from pytest_gputrain.utils.units import format_nics, format_topology
+
+Declared = Measured | Predicted | Emulated
+"""Results of cases as they are declared."""
+
+_KINDS: Final[dict[type[CaseResult], Literal["measurement", "prediction", "emulation"]]] = {
+    Measured: "measurement",
+    Predicted: "prediction",
+    Emulated: "emulation",
+}
 
 
 class _LineIdentity(msgspec.Struct, frozen=True):
@@ -48,7 +60,7 @@ def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    declared: Sequence[Measured | Predicted] = latest(of_kind(results, Measured, Predicted))
+    declared: Sequence[Declared] = latest(of_kind(results, Measured, Predicted, Emulated))
     return [_line_of(part, part_session) for result in declared for part, part_session in _by_session(result, session)]
 
 
@@ -64,9 +76,9 @@ def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> lis
     return [line for line in lines if _LineIdentity(line.session, line.device, line.suite, line.key) not in present]
 
 
-def _by_session(result: Measured | Predicted, session: RunInfo) -> Iterator[tuple[Measured | Predicted, RunInfo]]:
+def _by_session(result: Declared, session: RunInfo) -> Iterator[tuple[Declared, RunInfo]]:
     """The runs of a case, each with the session that measured it; the verdict is that of the last."""
-    if isinstance(result, Predicted) or not result.resumed:
+    if not isinstance(result, Measured) or not result.resumed:
         yield result, session
         return
     sessions = [
@@ -84,19 +96,22 @@ def _by_session(result: Measured | Predicted, session: RunInfo) -> Iterator[tupl
             yield msgspec.structs.replace(result, replies=replies, summary=summary, verdict=verdict), part_session
 
 
-def _line_of(result: Measured | Predicted, session: RunInfo) -> HistoryLine:
+def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     failed = next((reply for reply in result.replies if not isinstance(reply, Measurement)), None)
     environments = [getattr(reply, "environment", None) for reply in result.replies]
     environment: Environment | None = next(filter(None, environments), None)
     prediction = result.figures if isinstance(result, Predicted) else None
+    emulated = result.figures if isinstance(result, Emulated) else None
+    exact = prediction or emulated
     verdict, summary = result.verdict, result.summary
-    outcome: Any = "predicted" if prediction else "measured"
+    outcome: Any = "predicted" if prediction else "emulated" if emulated else "measured"
+    outcome = "out_of_memory" if emulated and not emulated.fits else outcome
     sentence = verdict.sentence if verdict else None
     if failed is not None:
         outcome = failure_of(failed)
         sentence = sentence or f"{result.case} {describe_failure(failed)}"
-    packages = prediction.packages if prediction else environment.packages if environment else {}
+    packages = exact.packages if exact else environment.packages if environment else {}
     steps = [run.median_step_seconds for run in measured]
     scatter = [abs(step - middle) for run, middle in zip(measured, steps, strict=True) for step in run.step_seconds]
     first = measured[0] if measured else None
@@ -108,7 +123,7 @@ def _line_of(result: Measured | Predicted, session: RunInfo) -> HistoryLine:
     }
     time = verdict.metric("step_seconds") if verdict else None
     return HistoryLine(
-        kind="prediction" if isinstance(result, Predicted) else "measurement",
+        kind=_KINDS[type(result)],
         date=session.created,
         session=session.id,
         commit=session.commit,
@@ -137,7 +152,7 @@ def _line_of(result: Measured | Predicted, session: RunInfo) -> HistoryLine:
         final_loss=losses[-1] if losses else None,
         bytes_per_step=prediction.bytes_per_step if prediction else None,
         roofline_seconds=prediction.roofline_seconds if prediction else None,
-        fits=prediction.fits if prediction else None,
+        fits=exact.fits if exact else None,
         step_sensitivity=time.sensitivity if time else None,
         **compared,  # type: ignore[arg-type]
     )
@@ -180,14 +195,14 @@ _COMPARED: Final[dict[MetricName, str]] = {
 
 
 def _count(result: Result, measured: Sequence[Measurement], name: str) -> int | None:
-    if isinstance(result, Predicted):
+    if isinstance(result, UnmeasuredResult):
         return getattr(result.figures, name, None)
     values = [value for run in measured if (value := getattr(run, name)) is not None]
     return statistics.median_high(values) if values else None
 
 
 def _phase(result: Result, measured: Sequence[Measurement], phase: TrainingPhase) -> int | None:
-    if isinstance(result, Predicted):
+    if isinstance(result, UnmeasuredResult):
         return result.figures.phase_peak_bytes.get(phase) if result.figures else None
     peaks = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
     return statistics.median_high(peaks) if peaks else None
@@ -224,4 +239,5 @@ KNOBS: Final = tuple(name for name in Case.__struct_fields__ if name not in ("na
 def knobs(case: Case) -> dict[str, Any]:
     """Return the knobs of the case, each always as one type."""
     values = {name: getattr(case, name) for name in KNOBS}
-    return values | {name: float(values[name]) for name in ("activation_checkpointing", "learning_rate", "max_grad_norm")}
+    numbers = ("activation_checkpointing", "lora_dropout", "learning_rate", "max_grad_norm")
+    return values | {name: float(values[name]) for name in numbers if values[name] is not None}

@@ -39,15 +39,11 @@ def table(
     }
     if width < _WIDE:
         del figures["(Model)"], figures["Compute"], figures["Peak in"]
-    result_table = rich_text.table(gap=1 if width >= _WIDE else 0)
-    result_table.add_column("Case", overflow="fold", width=None if width >= _WIDE else 28)
-    for header in figures:
-        result_table.add_column(header, justify="right", no_wrap=True)
-    result_table.add_column("Verdict", no_wrap=True)
-    for result in results:
-        cells = [show(result.figures) if result.figures else "" for show in figures.values()]
-        result_table.add_row(*map(rich_text.text, [" ".join(filter(None, names(result))), *cells]), verdict(result))
-    return result_table
+    cells = {
+        header: [show(result.figures) if result.figures else "" for result in results] for header, show in figures.items()
+    }
+    cases = [" ".join(filter(None, names(result))) for result in results]
+    return rich_text.case_table(cases, cells, [verdict(result) for result in results], width)
 
 
 def explain(results: Sequence[Result]) -> list[str]:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pytest_gputrain.records import Case, Measured, Measurement, Published, Result
+from pytest_gputrain.records import Case, Crashed, Measured, Measurement, Published, Result
 from pytest_gputrain.records.published import Figure
 from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.report import rich_text
@@ -144,7 +144,7 @@ def outcome(result: Result) -> str:
     """Why a case has no figures, in a word or two; a prediction alone is none."""
     if not result.replies or isinstance(reply := result.replies[-1], Measurement):
         return ""
-    return FAILURES[failure_of(reply)]
+    return FAILURES["refused" if isinstance(reply, Crashed) and reply.refused else failure_of(reply)]
 
 
 def table(results: Sequence[Measured], verdict: Callable[[Result], Text]) -> Table:

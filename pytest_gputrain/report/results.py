@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-from pytest_gputrain.records import Predicted, Result, Verdict
+from pytest_gputrain.records import Emulated, Predicted, Result, Verdict
 
 FAILURES: Final[dict[str, str]] = {
     "out_of_memory": "OOM",
     "timed_out": "timed out",
     "crashed": "crashed",
     "lost": "lost",
+    "refused": "refused",
 }
 """What tables show of a run without figures."""
 _Kind = TypeVar("_Kind", bound=Result)
@@ -47,15 +48,18 @@ BY_ATTENTION: Final = (
     "pass",
     "measured",
     "predicted",
+    "emulated",
 )
 """What `verdict_of` gives, with what wants attention first."""
 
 
 def verdict_of(result: Result) -> str:
-    """The verdict, or ``measured``, ``predicted``, ``failed`` where nobody judged, as tables show it."""
+    """The verdict, or ``measured``, ``predicted``, ``emulated``, ``failed`` where nobody judged, as tables show it."""
     verdict: Verdict | None = result.verdict
     if verdict:
         return verdict.status
     if result.figures is None:
         return "failed"
+    if isinstance(result, Emulated):
+        return "emulated"
     return "predicted" if isinstance(result, Predicted) else "measured"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.utils.sanitize import shown
 
@@ -24,11 +26,69 @@ def console(width: int, colour: bool) -> tuple[Console, io.StringIO]:
     return rich_console, file
 
 
-def text(data: str, style: str = "") -> Text:
-    """Return the text that a table or a line shows; of a plain string, rich would take the brackets for markup."""
+def text(data: str, style: str = "", *, width: int | None = None) -> Text:
+    """Return the text that a table or a line shows; of a plain string, rich would take the brackets for markup.
+
+    Args:
+        width: of the lines that it is broken into, between its words where it can be.
+    """
     from rich.text import Text
 
-    return Text(shown(data), style=style)
+    return Text(shown(data) if width is None else _broken(shown(data), width), style=style)
+
+
+def _broken(data: str, width: int) -> str:
+    """Break a line after blanks, hyphens and commas; a piece that is longer than a line after other signs, too."""
+    lines = [""]
+    for piece in _pieces(data, width, (r"(?<=[-\s,])", r"(?<=[_=/.:])")):
+        if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(map(str.rstrip, lines))
+
+
+def _pieces(data: str, width: int, places: tuple[str, ...]) -> Iterator[str]:
+    for piece in re.split(places[0], data):
+        if len(piece) > width and places[1:]:
+            yield from _pieces(piece, width, places[1:])
+        else:
+            yield piece
+
+
+_LEAST_CASE: Final = 12
+"""Characters of a case's name in a line of a table, on however narrow a terminal."""
+
+
+def case_table(cases: Sequence[str], figures: Mapping[str, Sequence[str]], verdicts: Sequence[Text], width: int) -> Table:
+    """A table with a row for each case, whose names take as many lines as the figures leave columns for.
+
+    Args:
+        cases: their names.
+        figures: the cells of each further column, by its header.
+    """
+    longest, gap = max(map(len, cases)), 1
+    taken = max(len("Verdict"), *map(len, verdicts)) + 1
+    taken += sum(1 + max(map(len, (header, *cells))) for header, cells in figures.items())
+    if taken + len(figures) + 1 + longest > width:
+        gap = 0
+    room = max(_LEAST_CASE, width - taken - gap * (len(figures) + 1) - 1)
+    result = table(gap=gap)
+    result.add_column("Case", width=min(longest, room) if longest >= len("Case") else None, overflow="fold")
+    for header in figures:
+        result.add_column(header, justify="right", no_wrap=True)
+    result.add_column("Verdict", no_wrap=True)
+    for number, (case, verdict) in enumerate(zip(cases, verdicts, strict=True)):
+        cells = [text(column[number]) for column in figures.values()]
+        result.add_row(text(case, width=room), *cells, verdict)
+    return result
+
+
+def natural_width(renderable: Table) -> int:
+    """How many columns a table takes that has as many as it likes."""
+    from rich.measure import Measurement
+
+    wide, _ = console(10_000, colour=False)
+    return Measurement.get(wide, wide.options, renderable).maximum
 
 
 def table(*, gap: int = 1) -> Table:

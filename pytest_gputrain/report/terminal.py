@@ -13,6 +13,7 @@ from pytest_gputrain.gate.memory import is_memory_metric
 from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import (
     BatchSearch,
+    Emulated,
     LossStudy,
     Measured,
     Measurement,
@@ -21,7 +22,7 @@ from pytest_gputrain.records import (
     Predicted,
     Result,
 )
-from pytest_gputrain.report import predictions, published, rich_text, studies
+from pytest_gputrain.report import emulations, predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
@@ -38,8 +39,9 @@ _STYLES: Final = {
     "not-comparable": "yellow",
     "measured": "",
     "predicted": "",
+    "emulated": "",
 }
-_METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": ""}
+_METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": "", "script": ""}
 
 
 def render(results: Sequence[Result], *, width: int, colour: bool, most: int | None = None) -> str:
@@ -63,6 +65,8 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
             console.print(rich_text.text(line, style="dim"))
         if predicted := of_kind(members, Predicted):
             console.print(predictions.table(predicted, _names, _verdict, width))
+        if emulated := of_kind(members, Emulated):
+            console.print(emulations.table(emulated, _names, _verdict, published.outcome, width))
         if measured := of_kind(members, Measured):
             compared = any(result.published for result in measured)
             console.print(published.table(measured, _verdict) if compared else _table(measured, width))
@@ -86,8 +90,12 @@ def _rows(results: Sequence[Result]) -> dict[int, int]:
     }
 
 
-def explain(results: Sequence[Result]) -> list[str]:
-    """Sentences for what passed or was skipped over without a full comparison; regressions have their failures."""
+def explain(results: Sequence[Result], *, against_base: bool = False) -> list[str]:
+    """Sentences for what passed or was skipped over without a full comparison; regressions have their failures.
+
+    Args:
+        against_base: the results are compared with those of another version, and not with baselines.
+    """
     doubts: defaultdict[str, list[str]] = defaultdict(list)
     reasons: defaultdict[str, int] = defaultdict(int)
     changed: list[str] = []
@@ -116,8 +124,8 @@ def explain(results: Sequence[Result]) -> list[str]:
         for note in next((reply.notes for reply in result.replies if isinstance(reply, Measurement)), ()):
             uncounted[note][str(result.case)] = None
     lines = [
-        f"{_cases(len(sentences))} {description}: {sentences[0]}{_and_more(sentences)}"
-        for status, description in _DOUBTS.items()
+        _doubt(description, sentences)
+        for status, description in (_DOUBTS_OF_BASE if against_base else _DOUBTS).items()
         if (sentences := doubts[status])
     ]
     lines += _environments(results)
@@ -128,6 +136,7 @@ def explain(results: Sequence[Result]) -> list[str]:
             "tensors are counted; what it changes, a GPU shows"
         )
     lines += predictions.explain(results)
+    lines += emulations.explain(results)
     lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
     lines += [f"{_cases(len(names))}: {note}: {next(iter(names))}{_and_more(names)}" for note, names in uncounted.items()]
     noted = [*changed, *spreads, *slowed]
@@ -135,6 +144,17 @@ def explain(results: Sequence[Result]) -> list[str]:
     if len(noted) > _SHOWN_NOTES:
         lines.append(f"(and {len(noted) - _SHOWN_NOTES} more; the JSON report has all)")
     return lines
+
+
+def advice(results: Sequence[Result]) -> str:
+    """Return the line of `explain` that says what to do after a first run, in which no case has a baseline; else nothing."""
+    sentences = [result.verdict.sentence for result in results if result.verdict and result.verdict.status == "new"]
+    held = any(result.verdict and (result.verdict.status != "new" or result.verdict.held_to) for result in results)
+    return "" if held or not sentences else _doubt(_DOUBTS["new"], sentences)
+
+
+def _doubt(description: str, sentences: Sequence[str]) -> str:
+    return f"{_cases(len(sentences))} {description}: {sentences[0]}{_and_more(sentences)}"
 
 
 def _environments(results: Sequence[Result]) -> Iterator[str]:
@@ -162,6 +182,12 @@ _DOUBTS: Final = {
     "not-comparable": "not comparable with the baseline",
     "improved": "better than the baseline",
 }
+_DOUBTS_OF_BASE: Final = {
+    "inconclusive": "in doubt",
+    "new": "not in base",
+    "not-comparable": "not comparable with base",
+    "improved": "better than base",
+}
 _CHANGES: Final[dict[MetricName, str]] = {
     "peak_allocated_bytes": "Δ mem.",
     "step_seconds": "Δ time",
@@ -169,8 +195,6 @@ _CHANGES: Final[dict[MetricName, str]] = {
 }
 """The headers of metrics that are judged against a stored baseline."""
 _WIDTH_OF_ALL_COLUMNS: Final = 92
-_WIDTH_OF_SCALING: Final = 17
-"""The columns that the table needs in addition where cases scale."""
 _SHOWN_NOTES: Final = 6
 _SHOWN_DIGITS: Final = 4
 """Of a change as a share: a table shows what a reader compares, and sentences the rest."""
@@ -180,11 +204,6 @@ _LARGE_SPREAD_ON_CPU: Final = 1.0
 """The same for own work on a CPU, where equal processes beside busy neighbours were 49 % apart."""
 _LEAST_SHARE: Final = 0.01
 """Share of a step below which a lag is not reported: it may be many times nearly nothing."""
-_LONG_SETTING: Final = 28
-"""Characters that four lines of a narrow column hold; with more, model, method and setting share a wider one."""
-_JOINED_WIDTH: Final = 34
-_SCALING_WIDTH: Final = 12
-"""The width that the column of the scaling efficiency takes from the names on a narrow terminal."""
 
 METRIC_NAMES: Final[dict[MetricName, str]] = {
     "step_seconds": "step time",
@@ -207,33 +226,27 @@ def _table(results: Sequence[Measured], width: int) -> Table:
     figures: dict[str, Callable[[Result], str]] = {"Peak mem.": _peak, "(Model)": _model, "Sec/step": _seconds}
     changes = {header: functools.partial(change, name) for name, header in _CHANGES.items()}
     compared = {header: change for header, change in changes.items() if any(map(change, results))}
-    scaling = any(_scaling(result) for result in results)
-    narrow = bool(compared) and width < _WIDTH_OF_ALL_COLUMNS + (_WIDTH_OF_SCALING if scaling else 0)
-    if narrow:
-        del figures["(Model)"]
-        # The Δ of what is left out is in the sentence of a regression and in the JSON report.
-        compared.pop(_CHANGES["scaling_efficiency"], None)
-    if scaling:
+    if any(_scaling(result) for result in results):
         figures["Scaling"] = _scaling
-    figures |= compared
+    shown = {header: [show(result) for result in results] for header, show in (figures | compared).items()}
+    shown = {header: cells for header, cells in shown.items() if any(cells)}
+    verdicts = [_verdict(result) for result in results]
     # Text throughout: names come from users, and rich would take their brackets for markup.
-    table = rich_text.table(gap=0 if narrow else 1)
-    # Fixed widths on a narrow terminal: rich would otherwise shrink the figures with the names.
-    joined = narrow and (scaling or any(len(_names(result)[2]) > _LONG_SETTING for result in results))
-    if joined:
-        table.add_column("Case", width=_JOINED_WIDTH - (_SCALING_WIDTH if scaling else 0), overflow="fold")
-    else:
-        table.add_column("Model", width=15 if narrow else None, overflow="fold")
-        table.add_column("Method", width=6 if narrow else None)
-        table.add_column("Setting", width=7 if narrow else None, overflow="fold")
-    for header in figures:
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("Verdict", no_wrap=True)
-    for result in results:
-        names = [" ".join(filter(None, _names(result)))] if joined else [*_names(result)]
-        cells = [*names, *(show(result) for show in figures.values())]
-        table.add_row(*map(rich_text.text, cells), _verdict(result))
-    return table
+    table = rich_text.table()
+    names = dict(zip(("Model", "Method", "Setting"), zip(*map(_names, results), strict=True), strict=True))
+    names = {header: cells for header, cells in names.items() if any(cells)}
+    for header in (*names, *shown, "Verdict"):
+        table.add_column(header, justify="right" if header in shown else "left", no_wrap=True)
+    for *cells, verdict in zip(*names.values(), *shown.values(), verdicts, strict=True):
+        table.add_row(*map(rich_text.text, cells), verdict)
+    if rich_text.natural_width(table) <= width:
+        return table
+    if compared and width < _WIDTH_OF_ALL_COLUMNS:
+        # The Δ of what is left out is in the sentence of a regression and in the JSON report.
+        shown = {
+            header: cells for header, cells in shown.items() if header not in ("(Model)", _CHANGES["scaling_efficiency"])
+        }
+    return rich_text.case_table([" ".join(filter(None, _names(result))) for result in results], shown, verdicts, width)
 
 
 def _verdict(result: Result) -> Text:
@@ -244,7 +257,7 @@ def _verdict(result: Result) -> Text:
 def _names(result: Result) -> tuple[str, str, str]:
     case = result.case
     architecture = architectures().get(case.model)
-    skip = len(case.model) + 1 + (0 if case.method == "custom" else len(case.method) + 1)
+    skip = len(case.model) + 1 + (0 if case.method in ("custom", "script") else len(case.method) + 1)
     return architecture.title if architecture else case.model, _METHODS.get(case.method, case.method), str(case)[skip:]
 
 
@@ -310,10 +323,10 @@ def _links(results: Sequence[Result]) -> list[str]:
 
 def _device(result: Result) -> str:
     platform = PLATFORMS.get(result.platform)
-    predicted = " (predicted)" if isinstance(result, Predicted) else ""
+    kind = " (predicted)" if isinstance(result, Predicted) else " (emulated)" if isinstance(result, Emulated) else ""
     if result.platform == CPU:
-        return f"CPU{predicted}"
-    return f"{platform.title if platform else result.device} x{result.case.gpus}{predicted}"
+        return f"CPU{kind}"
+    return f"{platform.title if platform else result.device} x{result.case.gpus}{kind}"
 
 
 def _cases(count: int) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.predicted import PredictingExecutor, PredictionReply
-from pytest_gputrain.gate.limits import judge_prediction, with_limits
+from pytest_gputrain.gate.limits import judge_exact, with_limits
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import judge
 from pytest_gputrain.hardware import catalog
@@ -89,7 +89,9 @@ class PredictingRunner:
         if isinstance(reply, Prediction):
             if request.judged:
                 verdict, helps = self._judged(request, task, reply, recorded)
-            verdict = with_limits(case, verdict, judge_prediction(request.terms.caps, case, reply, scale=task.scale))
+            caps, peak = request.terms.caps, reply.peak_allocated_bytes
+            limits = judge_exact(caps, case, peak, scale=task.scale, what="a prediction")
+            verdict = with_limits(case, verdict, limits)
         elif request.judged:
             verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(reply, 'prediction')}")
         return Predicted(

@@ -95,7 +95,7 @@ def refuse_unfit(
 
     Args:
         markers, expression: as of `why_skipped`, for the markers of the test without those of the case.
-        host: the machine, or under ``--gpu-predict`` the one that is predicted for.
+        host: the machine, or under ``--gpu-predict`` and ``--gpu-emulate`` the one that is predicted for or emulated.
         scaling: the test wants to know how the case scales.
 
     Raises:
@@ -106,12 +106,30 @@ def refuse_unfit(
         raise BadCase(wrong)
     declared = platforms_of(case.platforms) if case.platforms else ()
     if reason := why_skipped({*markers, *declared}, expression, host.platform, case.gpus):
-        raise OtherPlatform(f"not declared for {host.platform}, which this run predicts for" if settings.predict else reason)
+        verb = "predicts for" if settings.predict else "emulates" if settings.emulate else ""
+        raise OtherPlatform(f"not declared for {host.platform}, which this run {verb}" if verb else reason)
     lacking = what_lacks(
         case, gpus=host.gpus, most_nodes=settings.nodes, most_processes=settings.processes, all_of_them=scaling
     )
     if lacking:
         raise CannotRun(lacking)
+    if case.method == "script":
+        _refuse_script(case, host, settings)
+
+
+def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
+    """Refuse a script where nothing can be known of it; arguments and errors as of `refuse_unfit`."""
+    if settings.predict:
+        raise CannotRun("is a script, which --gpu-predict cannot run on fake tensors; --gpu-emulate runs it")
+    if settings.find_batch or settings.loss_steps is not None:
+        raise BadCase(f"{case} is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test")
+    if settings.isolation == "inline":
+        raise BadCase(f"{case} is a script, which takes a process of its own; leave out --gpu-isolation=inline")
+    if not host.gpus:
+        raise BadCase(
+            f"{case} was not measured: a script's memory is known from torch's CUDA allocator, and this run has no GPU; add "
+            "--gpu-emulate -m h100, which needs torch's CUDA build but no GPU, or run it on a machine with one"
+        )
 
 
 def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, all_of_them: bool) -> str | None:

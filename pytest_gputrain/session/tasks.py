@@ -25,6 +25,7 @@ class TaskMaker:
         host: returns the machine that they are for; asked when the first is made, since collecting needs no driver.
         environment: variables of the session.
         target: what they are to be predicted for; None where they really run.
+        emulated: marker of the GPU that they run on where it is emulated.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class TaskMaker:
         host: Callable[[], Host],
         environment: SessionEnvironment,
         target: Target | None = None,
+        emulated: str = "",
     ) -> None:
         self._settings = settings
         self._host = host
         self._environment = environment
         self._target = target
+        self._emulated = emulated
 
     def scale(self) -> Scale:
         """The scale of the models."""
@@ -76,7 +79,7 @@ class TaskMaker:
             device_type="cpu" if self._target else self._host().device_type,
             processes=self.processes(case.gpus),
             servers=self.processes(case.servers),
-            nodes=1 if self._target else self._nodes(case),
+            nodes=1 if self._target or self._emulated else self._nodes(case),
             root=str(self._settings.root),
             module=module,
             import_paths=tuple(path for path in sys.path if path),
@@ -84,6 +87,7 @@ class TaskMaker:
             model_config=config_of(case),
             growth_bytes=growth_bytes,
             target=allowing_tf32(self._target) if self._target and case.tf32 else self._target,
+            emulated=self._emulated,
         )
         variables = self._environment.changes(task, inline=inline, prefetched=prefetched)
         for name, value in variables.items():

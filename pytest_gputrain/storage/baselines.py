@@ -14,6 +14,7 @@ import math
 import re
 import tempfile
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,10 @@ from msgspec import Struct
 
 from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
+from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils import json_text
+from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
 from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, read_whole, sweep, within, write_atomically
 from pytest_gputrain.utils.sanitize import OneLineError
 
@@ -36,7 +39,7 @@ _NEWER: Final = "update pytest-gputrain, should a newer version have written it"
 _MOST_LINES_SHOWN: Final = 6
 
 _Type = TypeVar("_Type")
-_Record = TypeVar("_Record", bound=Baseline | Recorded)
+_Record = TypeVar("_Record", bound=Baseline | Recorded | RecordedRuns)
 _Entry = TypeVar("_Entry", bound=Struct)
 
 
@@ -88,6 +91,8 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         self._root = folder
         self.folder = folder.joinpath(*self.parent)
         self._files: dict[tuple[str, str], dict[str, _Record]] = {}
+        self.unchanged: Counter[Path] = Counter()
+        """How many records an update found in each file with the same judged figures, and left as they were."""
 
     def path(self, device: str, suite: str) -> Path:
         """Raises:
@@ -149,13 +154,15 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         path = self.path(device, suite)
         try:
             with locked(path):
-                merged = self._load(path, device)
-                merged |= {key: self._merged(merged.get(key), record) for key, record in records.items()}
+                before = self._load(path, device)
+                updated = {key: self._merged(before.get(key), record) for key, record in records.items()}
+                merged = {**before, **updated}
                 sweep(path)
                 write_atomically(path, self._encode(device, suite, merged))
         except OSError as error:
             raise BaselineError(f"cannot be written: {error.strerror or error}", path=path) from error
         self._files[device, suite] = merged
+        self.unchanged[path] += sum(before.get(key) is record for key, record in updated.items())
         return path
 
     def remove(self, device: str, suite: str, keys: Iterable[str]) -> Path:
@@ -208,7 +215,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         """Whether the figures can be true; counts below zero are found without this."""
 
     def _merged(self, before: _Record | None, new: _Record) -> _Record:
-        """What is stored where there is a record before the new one."""
+        """What is stored where there is a record before the new one: that one itself where no judged figure differs."""
         return new
 
     def _load(self, path: Path, device: str) -> dict[str, _Record]:
@@ -284,7 +291,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 class BaselineStore(SuiteStore[Baseline, BaselineRun]):
-    """Measured baselines; an update replaces all runs of its cases."""
+    """Measured baselines; an update replaces all runs of a case where a figure differs that is judged."""
 
     what = "a baseline file"
     option = "--gpu-baseline-update"
@@ -310,10 +317,28 @@ class BaselineStore(SuiteStore[Baseline, BaselineRun]):
     def _fields(self, stored: list[dict[str, Any]], find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
         return ({**fields, "environment": find(fields.get("environment"))} for fields in stored)
 
+    def _merged(self, before: Baseline | None, new: Baseline) -> Baseline:
+        return before if before is not None and _judged(before) == _judged(new) else new
+
     def _is_possible(self, entry: BaselineRun) -> bool:
         times = entry.step_seconds if entry.one_worker_seconds is None else (*entry.step_seconds, entry.one_worker_seconds)
         is_whole = bool(entry.step_seconds) and entry.peak_allocated_bytes is not None
         return all(0 < seconds < math.inf for seconds in times) and (is_whole or entry.outcome != "measured")
+
+
+def _judged(baseline: Baseline) -> tuple[object, ...]:
+    """What the gate judges by and tells of a baseline; seconds on a CPU only where it has runs enough to judge them."""
+    on_cpu = all(run.environment.device_type == "cpu" for run in baseline.runs)
+    left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "final_loss", "environment"}
+    left_out |= (
+        {"step_seconds", "one_worker_seconds", "warmup"} if on_cpu and len(baseline.runs) < LEAST_RUNS_ON_A_CPU else set()
+    )
+    kept = [name for name in BaselineRun.__struct_fields__ if name not in left_out]
+    runs = [
+        (run.environment.device_type, run.environment.device_count, *(getattr(run, name) for name in kept))
+        for run in baseline.runs[-MAX_RUNS:]
+    ]
+    return baseline.case, baseline.scale, runs
 
 
 def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *, again: str) -> _Type:

@@ -1,12 +1,10 @@
 """Keeps recorded predictions: ``<dir>/predicted/<platform>/<suite>.json``, reviewed in git.
 
-A prediction depends on the versions of the libraries that it ran and on what is known of the platform. These are its
-conditions, which many cases share; a case has a prediction for each of the last few of them.
+A prediction depends on the versions of the libraries that it ran and on what is known of the platform: its conditions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -14,10 +12,7 @@ from msgspec import Struct
 
 from pytest_gputrain.records import Case, Prediction, Scale
 from pytest_gputrain.records.recorded import Conditions, Recorded, conditions
-from pytest_gputrain.storage.baselines import SuiteStore
-
-MOST_CONDITIONS: Final = 4
-"""Predictions that are kept of a case, for test environments that differ in their libraries."""
+from pytest_gputrain.storage.by_conditions import StoreByConditions
 
 FOLDER: Final = "predicted"
 """Beside the folders of devices."""
@@ -40,7 +35,7 @@ class _File(Struct, forbid_unknown_fields=True):
     """Each a `_StoredCase`."""
 
 
-class PredictionStore(SuiteStore[Recorded, Prediction]):
+class PredictionStore(StoreByConditions[Recorded, Prediction]):
     """Recorded predictions, whose devices are platforms; an update replaces those under the same conditions."""
 
     parent = (FOLDER,)
@@ -62,22 +57,5 @@ class PredictionStore(SuiteStore[Recorded, Prediction]):
     def _shared(self, entry: Prediction) -> Conditions:
         return conditions(entry)
 
-    def _stored(self, entries: Iterable[tuple[str, Prediction]]) -> dict[str, dict[str, Any]]:
-        every = ((reference, msgspec.to_builtins(prediction)) for reference, prediction in entries)
-        return {
-            reference: {name: value for name, value in fields.items() if name not in Conditions.__struct_fields__}
-            for reference, fields in every
-        }
-
-    def _fields(self, stored: dict[str, dict[str, Any]], find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        return ({**fields, **find(reference)} for reference, fields in stored.items())
-
     def _is_possible(self, entry: Prediction) -> bool:
         return entry.roofline_seconds is None or entry.roofline_seconds >= 0
-
-    def _merged(self, before: Recorded | None, new: Recorded) -> Recorded:
-        if before is None or before.case.identity() != new.case.identity():
-            return new
-        replaced = [conditions(prediction) for prediction in new.predictions]
-        kept = [prediction for prediction in before.predictions if conditions(prediction) not in replaced]
-        return msgspec.structs.replace(new, predictions=(*kept, *new.predictions)[-MOST_CONDITIONS:])

@@ -18,10 +18,10 @@ from pytest_gputrain.records import (
     Measured,
     Measurement,
     OutOfMemory,
-    Predicted,
     Reply,
     Report,
     TrainingPhase,
+    UnmeasuredResult,
 )
 from pytest_gputrain.storage.baselines import BaselineError, decode
 
@@ -56,7 +56,7 @@ class ReportStore:
             report.results, key=lambda result: not result.variables
         ):  # the case in its own environment counts
             if not isinstance(result, Measured):
-                continue  # predicted, or of another batch than the case's, or of other steps
+                continue  # predicted, or emulated, or of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
                 self._suites.setdefault(result.suite, {})[result.key] = baseline
@@ -72,21 +72,22 @@ class ReportStore:
         return self._suites.get(suite, {})
 
 
-def to_baseline(result: Measured | Predicted, *, date: str, session: str, commit: str) -> Baseline:
-    """The figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out).
+def to_baseline(result: Measured | UnmeasuredResult, *, date: str, session: str, commit: str) -> Baseline:
+    """The figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out), or where nothing was
+    measured.
 
     Args:
         date: UTC, ISO 8601; this and the rest of the run whose result it is, which earlier ones may have begun.
         session: id of the pytest run.
         commit: of the code measured; empty for unknown.
     """
-    origins = result.resumed if isinstance(result, Measured) else ()
+    origins, replies = (result.resumed, result.replies) if isinstance(result, Measured) else ((), ())
     earlier = [origin for origin in origins for _ in range(origin.runs)]
     runs = (
         _baseline_run(reply, date=origin.date, session=origin.session, commit=origin.commit)
         if origin
         else _baseline_run(reply, date=date, session=session, commit=commit)
-        for reply, origin in itertools.zip_longest(result.replies, earlier)
+        for reply, origin in itertools.zip_longest(replies, earlier)
     )
     baseline_runs = tuple(msgspec.structs.replace(run, variables=result.variables) for run in runs if run is not None)
     # How many steps were run and what the case is declared for may change without the figures meaning something else.

@@ -1,4 +1,4 @@
-"""Bounds of what options accept. Their help names them, so pytest imports this module in every project."""
+"""Bounds of what options accept and baselines hold. Help names them, so pytest imports this module in every project."""
 
 from __future__ import annotations
 
@@ -8,5 +8,7 @@ MAX_RUNS: Final = 20
 """Runs that a baseline keeps of one case."""
 MOST_RUNS: Final = 5
 """Fresh processes of a case in doubt, unless an option says otherwise."""
+LEAST_RUNS_ON_A_CPU: Final = 5
+"""Of a baseline, for time on a CPU to be judged against it: its processes differ too much for fewer to tell."""
 LEAST_STEPS: Final = 20
 """Of a loss curve: four losses a fifth (see `pytest_gputrain.gate.loss_trend`)."""

@@ -8,5 +8,8 @@ from collections.abc import Iterable
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`` (did you mean 'lora'?)``, or nothing where no known word is close."""
-    close = difflib.get_close_matches(str(word), list(candidates), n=1)
+    known = list(candidates)
+    close = difflib.get_close_matches(str(word), known, n=1) or [
+        name for name in known if word and name.startswith(str(word))
+    ]
     return f" (did you mean {close[0]!r}?)" if close else ""

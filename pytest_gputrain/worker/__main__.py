@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_gputrain.records import FORMAT, Crashed, Measurement, Prediction, Reply, Served, Task
+from pytest_gputrain.records import FORMAT, Crashed, EmulatedRun, Measurement, Prediction, Reply, Served, Task
 from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.linux import die_with_parent
 from pytest_gputrain.worker.progress import Progress
@@ -43,13 +44,15 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     task = msgspec.json.decode((case_folder / CASE).read_bytes(), type=Task)
     sys.path += [path for path in task.import_paths if path not in sys.path]
     progress.enter("import")
-    reply: Reply | Served | Prediction
+    reply: Reply | Served | Prediction | EmulatedRun
     try:
         import numpy
 
-        from pytest_gputrain.worker.libraries import load
+        from pytest_gputrain.worker.libraries import load_for
 
-        load(task.case, predicted=task.target is not None, model_config=task.model_config)
+        load_for(task)
+        # None of what imports left becomes garbage, and each collection would look through all of it.
+        gc.freeze()
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.run import run
     except ImportError as error:
@@ -61,10 +64,14 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     else:
         random.seed(0)
         numpy.random.seed(0)
-        if task.target is None:
+        if task.case.method == "script":
+            from pytest_gputrain.worker.script import run_script
+
+            reply = run_script(task, progress, folder)
+        elif task.target is None:
             meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
             local_rank = rank if local_rank is None else local_rank
-            group = Group(rank, task.processes, local_rank, meeting, task.servers)
+            group = Group(rank, task.processes, local_rank, meeting, task.servers, simulated=bool(task.emulated))
 
             def keep(figures: Measurement | Served) -> None:
                 with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case

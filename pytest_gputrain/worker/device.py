@@ -39,6 +39,8 @@ class Device(Protocol):
     type: Literal["cpu", "cuda", "rocm"]
     torch_device: torch.device
     threads: int
+    computes: bool
+    """Whether its kernels compute: those of an emulated GPU do not, so nothing is known of values and of time."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
@@ -79,23 +81,46 @@ def stand_ins_loaded() -> bool:
     return hasattr(ctypes.CDLL(None), "gputrain_emulated_gpu")
 
 
+def _check_found(*, asked: bool) -> None:
+    """Check that the GPU is emulated if and only if that is asked for.
+
+    Raises:
+        RuntimeError: otherwise.
+    """
+    found = stand_ins_loaded()
+    if found and not asked:
+        raise RuntimeError(
+            "this worker found stand-ins of CUDA's libraries, and figures of an emulated GPU are no measurements; "
+            "run pytest without gputrain emulate, or with --gpu-emulate"
+        )
+    if asked and not found:
+        raise RuntimeError(
+            "an emulated GPU is asked for, and this worker did not find the stand-ins of CUDA's libraries; a test that sets "
+            "LD_PRELOAD has to keep what is in it"
+        )
+
+
 class Accelerator:
     """The visible GPU of this rank: the parent decides which ones are visible before this process starts."""
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, *, emulated: bool = False) -> None:
+        """
+        Args:
+            emulated: whether an emulated GPU is asked for.
+
+        Raises:
+            RuntimeError: there is no GPU, or it is emulated and was asked to be real, or the other way round.
+        """
+        _check_found(asked=emulated)
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"the parent saw a GPU, but this torch ({torch.__version__}) cannot use one; install a build of torch "
                 "for the machine's CUDA or ROCm driver"
             )
-        if stand_ins_loaded():
-            raise RuntimeError(
-                "this worker found stand-ins of CUDA's libraries, and figures of an emulated GPU are no measurements; "
-                "run pytest without gputrain emulate (--gpu-predict needs no GPU)"
-            )
         self.type: Literal["cpu", "cuda", "rocm"] = "rocm" if torch.version.hip else "cuda"
         self.torch_device = torch.device("cuda", rank)
         self.threads = torch.get_num_threads()
+        self.computes = not stand_ins_loaded()
         self._highest: tuple[int, ...] = (0, 0)
         """Allocated and reserved bytes since our own reset, whoever resets torch's."""
         self._last: tuple[int, ...] = (0, 0)
@@ -167,6 +192,7 @@ class Cpu:
     type: Literal["cpu", "cuda", "rocm"] = "cpu"
     torch_device = torch.device("cpu")
     threads = 1
+    computes = True
 
     def __init__(self) -> None:
         torch.set_num_threads(self.threads)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_gputrain.worker.threads import SharedMode, on_this_thread
@@ -147,6 +148,34 @@ def formulas() -> dict[Any, Callable[..., int]]:
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """Return the contexts for ``context_fn`` of `torch.utils.checkpoint.checkpoint`: the second counts recomputation."""
     return contextlib.nullcontext(), recomputing()
+
+
+def selective_contexts(policy: str) -> Callable[[], tuple[Any, Any]]:
+    """Return the same for a case's policy, by which results of some operators are kept instead of computed anew.
+
+    Args:
+        policy: ``save-attention`` keeps those of fused attention, ``save-matmuls`` those of all operators with FLOPs; empty
+            keeps none.
+    """
+    if not policy:
+        return checkpoint_contexts
+    kept = {packet for packet in formulas() if policy == "save-matmuls" or "scaled_dot_product" in str(packet)}
+
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = getattr(operator, "overloadpacket", None) in kept
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> tuple[Any, Any]:
+        keeping, taking = create_selective_checkpoint_contexts(decide)
+        return keeping, _both(recomputing(), taking)
+
+    return contexts
+
+
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ class Group:
         local_rank: number of this process among those of its node: that of its GPU.
         meeting: through which they find each other, as torch.distributed's init_method.
         servers: further processes, which serve them.
-        simulated: in a prediction only this process exists: what it sends goes nowhere, and what it receives was never sent.
+        simulated: in a prediction, and on an emulated GPU, only this process exists: what it sends goes nowhere, and what it
+            receives was never sent.
         trainers: torch's group of those that train; None where that is everybody.
     """
 
@@ -97,7 +98,7 @@ class Group:
 
     def union(self, names: tuple[set[str], ...]) -> tuple[set[str], ...]:
         """Unite each set of names over the processes that train; all of them must call this."""
-        if self.size == 1:
+        if self.size == 1 or self.simulated:
             return names
         from pytest_gputrain.worker import messages
 
@@ -106,7 +107,7 @@ class Group:
 
     def barrier(self) -> None:
         """Wait for the other processes that train."""
-        if self.size > 1:
+        if self.size > 1 and not self.simulated:
             import torch.distributed as dist
 
             dist.barrier(group=self.trainers)

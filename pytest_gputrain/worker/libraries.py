@@ -11,16 +11,45 @@ from typing import Any
 from unittest import mock
 
 from pytest_gputrain.cases.model_config import declare
-from pytest_gputrain.records import Case
+from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
+from pytest_gputrain.records import Case, Task
 
 
-def load(case: Case, *, predicted: bool = False, model_config: Mapping[str, Any] = MappingProxyType({})) -> None:
+def load_for(task: Task, *, to_be_forked: bool = False) -> None:
+    """Import the modules that the task's process needs before it builds anything, and have its model known.
+
+    Args:
+        to_be_forked: by a process that trains nothing itself.
+
+    Raises:
+        ImportError: a library is missing or broken.
+    """
+    load(
+        task.case,
+        predicted=task.target is not None,
+        counted=task.target is None and task.device_type == "cpu",
+        beside_gpu=to_be_forked and bool(task.emulated),
+        model_config=task.model_config,
+    )
+
+
+def load(
+    case: Case,
+    *,
+    predicted: bool = False,
+    counted: bool = False,
+    beside_gpu: bool = False,
+    model_config: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Import the modules that training ``case`` takes, and have its model known; nothing is computed.
 
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
 
     Args:
         predicted: by a prediction, which patches what is there, and cannot know what own code will import.
+        counted: tensors are counted one by one, by a mode of torch whose first operator imports torch's compiler.
+        beside_gpu: by a process that is to be forked and sees a GPU: without libraries that use it when they are imported,
+            since a process that was forked afterwards could not.
         model_config: of the task, for a model that is no name of the zoo.
 
     Raises:
@@ -29,14 +58,21 @@ def load(case: Case, *, predicted: bool = False, model_config: Mapping[str, Any]
     with _uncollected():
         import pytest_gputrain.worker.run  # noqa: F401
 
+        if counted:
+            importlib.import_module("torch._dynamo")
         if case.parallel == "fsdp" or (case.code and predicted):
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
             return
-        if case.method in ("lora", "qlora"):
+        if (case.method in ADAPTING or case.optimizer in EIGHT_BIT) and not beside_gpu:
             _load_bitsandbytes()
+        if case.method in ADAPTING and not beside_gpu:
             importlib.import_module("peft")
+        if case.optimizer == "adafactor" and not beside_gpu:
+            importlib.import_module("transformers.optimization")
         if model_config:
+            if beside_gpu:
+                return
             declare(case.model, dict(model_config))
         from pytest_gputrain.worker.checks import CheckFailed
         from pytest_gputrain.worker.zoo.completed import architecture_of
@@ -45,7 +81,7 @@ def load(case: Case, *, predicted: bool = False, model_config: Mapping[str, Any]
             for part in architecture_of(case.model).parts.values():
                 if part.library != "own":
                     getattr(importlib.import_module(part.library), part.model_class)
-        if case.parallel.startswith("zero"):
+        if case.parallel.startswith("zero") and not beside_gpu:
             importlib.import_module("deepspeed")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -89,7 +90,8 @@ class Measuring:
     ) -> Steps:
         task, case, device, group, own = self._task, self._case, self._device, self._group, self._own
         # A curve may end in weights that are NaN, of which nothing can be checked.
-        movement = None if training.model is None or task.curve else _movement(training.model, training.idle, own)
+        checks_values = device.computes and not task.curve
+        movement = None if training.model is None or not checks_values else _movement(training.model, training.idle, own)
         # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
         gc.collect()
         device.reset_peaks()
@@ -105,7 +107,7 @@ class Measuring:
         meet = _nobody if case.asynchronous else group.barrier
 
         def report(step: int, seconds: float) -> bool:
-            self._progress.stepped(step, seconds, device.allocated_bytes())
+            self._progress.stepped(step, seconds if device.computes else None, device.allocated_bytes())
             # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of
             # several processes none may end before the others.
             last = training.losses[-1:]
@@ -163,7 +165,7 @@ class Measuring:
         if task.curve:
             all_steps = (0 if counter is None else len(counted_steps(case))) + steps
             losses = finite_losses(losses, case.model, steps=all_steps)[: case.steps]
-        else:
+        elif checks_values:
             check_losses(losses)
         # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator kept.
         device.reset_peaks()
@@ -300,6 +302,8 @@ def build(
     if not is_own_code(case, builder):
         return Training(case, task.scale, device, group, own_work_done, architecture, task.deepspeed)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
+    if case.args:
+        builder = functools.partial(builder, **msgspec.json.decode(case.args))
     return OwnCodeTraining(case, task.scale, device, builder, group, own_work_done)
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
+import importlib.util
 import json
 import os
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,26 +26,44 @@ MOST_EVENTS: Final = 1_000_000
 _LARGEST: Final = 12
 """Groups of tensors that are told."""
 
+_MOST_POINTS: Final = 400
+"""Points of the course of memory, each the highest of its part of the events."""
+
+_CHANGES: Final = {"alloc": 1, "free_completed": -1}
+_CHANGES_OF_RESERVED: Final = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""Whether an event adds its bytes or takes them away."""
+
 Trace = list[dict[str, Any]]
 """Events of torch's memory history."""
 
 
 def install(torch: ModuleType) -> None:
     """Begin to record when the program first uses the GPU, and write when it ends."""
-    recorder = _Recorder(torch)
+    recorder = Recorder(torch)
     torch.cuda._lazy_call(recorder.begin)  # not now: a program that uses CUDA before it forks cannot use it in its children
     atexit.register(recorder.write)
     recorder.watch_resets()
 
 
-class _Recorder:
+class Recorder:
+    """Records the memory of this process."""
+
     def __init__(self, torch: ModuleType) -> None:
         self._torch = torch
         self._process = os.getpid()
         self._peaks: dict[int, Counter[str]] = {}
+        self._values: Any = None
 
     def begin(self) -> None:
+        backend = self._torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise RuntimeError(
+                f"an emulated GPU tells what torch's own allocator takes, and this program chose {backend}; "
+                "take backend:... out of PYTORCH_ALLOC_CONF, or leave the allocator as it is"
+            )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
+        self._values = _load_values()
+        self._values.enable()
 
     def watch_resets(self) -> None:
         """Keep the peaks that the program resets."""
@@ -53,12 +74,13 @@ class _Recorder:
 
     def _after_keeping(self, reset: Any) -> Any:
         def keep_and_reset(device: int) -> None:
-            self._keep_peaks(device)
+            self.keep_peaks(device)
             reset(device)
 
         return keep_and_reset
 
-    def _keep_peaks(self, device: int) -> Counter[str]:
+    def keep_peaks(self, device: int) -> Counter[str]:
+        """Return the highest memory so far, whoever resets torch's peaks."""
         statistics = self._torch.cuda.memory_stats(device)
         now = {name: statistics.get(f"{name}_bytes.all.peak", 0) for name in ("allocated", "reserved", "requested")}
         self._peaks[device] = self._peaks.get(device, Counter()) | Counter(now)  # the larger of each
@@ -71,12 +93,16 @@ class _Recorder:
             return
         snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-        devices = [_device(device, self._keep_peaks(device), snapshot) for device in range(torch.cuda.device_count())]
+        devices = [
+            {"gpu": _gpu(torch, device), **_device(device, self.keep_peaks(device), snapshot)}
+            for device in range(torch.cuda.device_count())
+        ]
         report = {
             "process": os.getpid(),
             "rank": os.environ.get("RANK"),
             "devices": [device for device in devices if device["peak_allocated"] or device["refused"]],
-            "unknown": list(_unknown()),
+            "unknown": list(unknown()),
+            **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")
         part = path.with_suffix(".part")
@@ -84,7 +110,25 @@ class _Recorder:
         part.rename(path)
 
 
-def _unknown() -> Iterator[str]:
+def _gpu(torch: ModuleType, device: int) -> int:
+    """The number among all emulated GPUs, which ends the UUID of each."""
+    return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
+
+
+def _load_values() -> Any:
+    """Import the tracking of values from the package beside this module, which the program's environment may lack."""
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
+    name = "_gputrain_emulated_values"
+    spec: Any = importlib.util.spec_from_file_location(
+        name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return importlib.import_module(f"{name}.tracking")
+
+
+def unknown() -> Iterator[str]:
     """Memory of libraries that the stand-ins know nothing of."""
     try:
         at = ctypes.CDLL(None).gputrain_unknown_at
@@ -102,21 +146,23 @@ def _device(index: int, peaks: Counter[str], snapshot: dict[str, Any]) -> dict[s
     traces = snapshot.get("device_traces", [])
     trace: Trace = traces[index] if index < len(traces) else []
     refused = [event for event in trace if event["action"] == "oom"]
-    events = [event for event in trace if event["action"] in ("alloc", "free_completed")]
+    events = [event for event in trace if event["action"] in _CHANGES]
+    segments = [segment for segment in snapshot.get("segments", ()) if segment["device"] == index]
     live = {
         block["address"]: (block["requested_size"], block.get("frames") or [])
-        for segment in snapshot.get("segments", ())
-        if segment["device"] == index
+        for segment in segments
         for block in segment["blocks"]
         if block["state"] != "inactive"
     }
-    at, peak = find_peak(events, sum(size for size, _ in live.values()))
+    in_use = sum(size for size, _ in live.values())
+    at, peak = find_peak(events, in_use)
     known = peak == peaks["requested"]
     return {
         "index": index,
         "peak_allocated": peaks["allocated"],
         "peak_reserved": peaks["reserved"],
         "peak": _moment(events, at, live) if known and events else None,
+        "course": course(trace, in_use, sum(segment["total_size"] for segment in segments)),
         "refused": [
             {"bytes": event["size"], "free": event.get("device_free", 0), "where": _where(event.get("frames") or [])}
             for event in refused[-3:]
@@ -138,6 +184,35 @@ def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
     return at, peak
 
 
+def course(trace: Trace, in_use: int, reserved: int) -> list[tuple[int, int, int]]:
+    """Find how memory went: numbers of allocations, with the most bytes in use and reserved around each.
+
+    Args:
+        in_use: bytes at the end.
+        reserved: likewise.
+    """
+    steps = [
+        (event["action"], event["size"])
+        for event in trace
+        if event["action"] in _CHANGES.keys() | _CHANGES_OF_RESERVED.keys()
+    ]
+    in_use -= sum(_CHANGES.get(action, 0) * size for action, size in steps)
+    reserved -= sum(_CHANGES_OF_RESERVED.get(action, 0) * size for action, size in steps)
+    width, number, points = -(-len(steps) // _MOST_POINTS) or 1, 0, []
+    for first in range(0, len(steps), width):
+        most = most_reserved = -1
+        at = number
+        for action, size in steps[first : first + width]:
+            number += action == "alloc"
+            in_use += _CHANGES.get(action, 0) * size
+            reserved += _CHANGES_OF_RESERVED.get(action, 0) * size
+            if in_use > most:
+                at, most = number, in_use
+            most_reserved = max(most_reserved, reserved)
+        points.append((at, most, most_reserved))
+    return points
+
+
 def live_at(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) -> dict[int, tuple[int, list[Any]]]:
     """Find the blocks in use after this event, by address: bytes and Python frames of each."""
     live = dict(at_end)
@@ -156,23 +231,33 @@ def live_at(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) ->
 
 
 def _moment(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) -> dict[str, Any]:
-    groups: Counter[tuple[int, str]] = Counter()
+    groups: Counter[tuple[int, str, str]] = Counter()
+    parts: Counter[str] = Counter()
     for size, frames in live_at(events, at, at_end).values():
-        groups[size, _where(frames)] += 1
+        part = _part(frames)
+        groups[size, _where(frames), part] += 1
+        parts[part] += size
     largest = sorted(groups.items(), key=lambda group: group[0][0] * group[1], reverse=True)
-    in_use = sum(size * count for (size, _), count in largest)
     return {
         "seconds": (events[at]["time_us"] - events[0]["time_us"]) / 1e6,
         "event": sum(event["action"] == "alloc" for event in events[: at + 1]),
         "events": sum(event["action"] == "alloc" for event in events),
-        "bytes": in_use,
-        "tensors": [{"bytes": size, "count": count, "where": where} for (size, where), count in largest[:_LARGEST]],
+        "bytes": parts.total(),
+        "parts": [{"name": name, "bytes": size} for name, size in parts.most_common()],
+        "tensors": [
+            {"bytes": size, "count": count, "where": where, "part": part}
+            for (size, where, part), count in largest[:_LARGEST]
+        ],
     }
 
 
 _LIBRARIES: Final = tuple(
     os.path.join(path, "") for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
+
+
+_OWN: Final = os.path.dirname(os.path.abspath(__file__))
+"""The operators that `emulated_values` replaced call torch's own."""
 
 
 def _is_library(file: str) -> bool:
@@ -184,11 +269,33 @@ def _is_compiled(file: str) -> bool:
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{os.sep}torchinductor_") in file
 
 
+def _part(frames: list[dict[str, Any]]) -> str:
+    """Which part of training allocated this, by torch's functions among the frames."""
+    functions = [(frame["filename"].rpartition("site-packages/")[2], frame["name"]) for frame in frames]
+    if any(file.startswith(("torch/optim/", "bitsandbytes/optim/")) for file, _ in functions):
+        return "optimizer"
+    if any(file == "torch/utils/checkpoint.py" and name in _RECOMPUTING for file, name in functions):
+        return "backward pass"  # what checkpointing computes again
+    if any(file == "torch/nn/modules/module.py" and name in _MOVING for file, name in functions):
+        return "weights and buffers"
+    if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):
+        return "forward pass"
+    # Autograd's threads run without the program's frames.
+    return "the rest of the program" if any(not _is_library(frame["filename"]) for frame in frames) else "backward pass"
+
+
+_RECOMPUTING: Final = ("unpack_hook", "recompute_fn", "backward")
+_MOVING: Final = ("_apply", "to_empty", "load_state_dict")
+_CALLING: Final = ("_call_impl", "_wrapped_call_impl")
+
+
 def _where(frames: Iterable[dict[str, Any]]) -> str:
     """The innermost line of the program itself, and the innermost one of a library of models that it called there."""
     own, library = "", ""
     for frame in frames:
         file = frame["filename"]
+        if file.startswith(_OWN):
+            continue
         if not _is_library(file):
             own = _line(frame)
             break

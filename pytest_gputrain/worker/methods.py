@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pytest_gputrain.cases.architectures.facts import Architecture, Lora
-from pytest_gputrain.cases.validation import ADAPTING
+from pytest_gputrain.cases.validation import ADAPTING, ALL_LINEAR
 from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.utils.suggest import did_you_mean
+from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
 
 
@@ -22,11 +25,9 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
     """
     if case.method in ADAPTING:
         assert architecture.lora is not None, "a model with the method has the recipe"
-        recipe = architecture.lora
-        rank = case.lora_rank or recipe.rank
-        if case.method == "lora":
-            return _lora(model, recipe, rank)
-        return _qlora(model, recipe, rank, PRECISIONS.get(case.quantized_compute, precision).compute)
+        if case.method == "qlora":
+            _quantise(model, PRECISIONS.get(case.quantized_compute, precision).compute)
+        return _with_adapters(model, recipe_of(architecture.lora, case), case)
     trained = architecture.trains.get(case.method)
     if trained is not None:
         for name, parameter in model.named_parameters():
@@ -34,25 +35,42 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
     return model
 
 
+def recipe_of(published: Lora, case: Case) -> Lora:
+    """Return the case's recipe: the model's published one but for what the case sets."""
+    rank = case.lora_rank or published.rank
+    targets = case.lora_targets if case.lora_targets == ALL_LINEAR else tuple(filter(None, case.lora_targets.split("+")))
+    return Lora(
+        rank=rank,
+        alpha=case.lora_alpha or published.alpha * rank // published.rank,
+        dropout=published.dropout if case.lora_dropout is None else case.lora_dropout,
+        targets=targets or published.targets,
+    )
+
+
 def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -> int | None:
     """Return how many parameters the case's method should leave trainable; None where that is not known."""
     count = architecture.trainable[case.method].get(scale)
-    if count is None or architecture.lora is None or not case.lora_rank or case.method not in ADAPTING:
+    if count is None or architecture.lora is None or case.method not in ADAPTING:
         return count
-    return count // architecture.lora.rank * case.lora_rank
+    if case.lora_targets or case.dora:
+        return None
+    return count // architecture.lora.rank * (case.lora_rank or architecture.lora.rank)
 
 
-def _lora(model: nn.Module, recipe: Lora, rank: int) -> nn.Module:
+def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
     """LoRA (arXiv:2106.09685) by peft, which keeps the adapters of a half-precision model in fp32."""
     import peft
 
     targets = recipe.targets or default_targets(model)
+    if case.lora_targets:
+        _check_targets(model, targets, case)
     config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=recipe.alpha * rank // recipe.rank,
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
         lora_dropout=recipe.dropout,
         bias="none",
         target_modules=targets if isinstance(targets, str) else list(targets),
+        use_dora=case.dora,
     )
     with warnings.catch_warnings():
         # It tells of names that it has itself translated for experts, and of weights that GPT-2 keeps transposed.
@@ -71,20 +89,28 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
     )
 
 
-def _qlora(model: nn.Module, recipe: Lora, rank: int, compute: torch.dtype) -> nn.Module:
-    """QLoRA (arXiv:2305.14314): LoRA over linear layers stored as NF4 with double quantisation, by bitsandbytes.
+def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None:
+    """Raises:
+    CheckFailed: no linear layer has one of these names. peft is content where one of several is found.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in () if targets == ALL_LINEAR else targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names} - {"0", "1", "2"})
+            raise CheckFailed(
+                f"{case} adapts {target!r}, but {case.model} has no linear layer of that name"
+                f"{did_you_mean(target, known)}; it has {', '.join(known)}, and all-linear stands for all but the head"
+            )
+
+
+def _quantise(model: nn.Module, compute: torch.dtype) -> None:
+    """Store all linear layers but the head as NF4 with double quantisation, by bitsandbytes, as QLoRA (arXiv:2305.14314).
+
+    It does not matter which of them get adapters: transformers, too, packs all when it loads in 4 bits.
 
     The head and the embeddings keep the precision's storage. Weights are quantised where they lie, one layer after the
     other, so the build needs hardly more than the unquantised model.
     """
-    _quantise(model, compute)
-    # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer.
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]
-    return _lora(model, recipe, rank)
-
-
-def _quantise(model: nn.Module, compute: torch.dtype) -> None:
-    """Pack all linear layers but the head, whatever adapters are on, as transformers does on loading in 4 bits."""
     whole: Any = model
     head = whole.get_output_embeddings()
     # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
@@ -97,6 +123,8 @@ def _quantise(model: nn.Module, compute: torch.dtype) -> None:
     del head
     for parent, name in layers:
         setattr(parent, name, _quantised(getattr(parent, name), compute))
+    # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer.
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
 def _quantised(linear: nn.Linear, compute: torch.dtype) -> nn.Module:

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Final
 
 _PYTHON: Final = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -53,6 +53,16 @@ class OwnLines:
                     return f"{name}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
+
+    def of_traceback(self, traceback: TracebackType | None) -> str:
+        """Return the innermost own line that an exception came through, likewise."""
+        line = ""
+        while traceback is not None:
+            name = self._name(traceback.tb_frame.f_code.co_filename)
+            if name not in (_BY_US, _BY_OTHERS):
+                line = f"{name}:{traceback.tb_lineno}"
+            traceback = traceback.tb_next
+        return line
 
     def _name(self, file: str) -> str:
         if file.startswith("<"):  # made by exec, as dataclasses do

@@ -109,8 +109,8 @@ def check_precision(name: str, label: str, weights: Mapping[torch.dtype, int], f
     ]
     raise CheckFailed(
         f'{name} does not train in precision "{label}", which stores weights in {_name(stated.weights)} and computes in '
-        f"{_name(stated.compute)}: {' and '.join(filter(None, shares))}; say precision={' or '.join(fitting)}, or take the "
-        "type from setup.dtype and run the forward pass in setup.casting()"
+        f"{_name(stated.compute)}: {' and '.join(filter(None, shares))}; say precision={' or '.join(fitting)}, or train in "
+        "the other one: by setup.dtype and setup.casting() in a function, by bf16=, fp16= or precision= of a trainer"
     )
 
 

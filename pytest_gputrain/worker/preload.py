@@ -1,7 +1,8 @@
 """Forks workers that find their libraries imported: ``python -P -m pytest_gputrain.worker.preload``.
 
-It reads requests from stdin, one JSON line each (folder, rank, cwd). It answers each on stdout with the id of the process
-that it forked, or with 0 where it must not fork, and later with that process's end. It ends when its stdin does.
+It reads requests from stdin, one JSON line each (folder, rank, cwd, variables). It answers each on stdout with the id of the
+process that it forked, or with 0 where it must not fork, and later with that process's end. It ends when its stdin does.
+What a worker leaves behind becomes a child of this process, which kills it when the last worker has ended.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.records import Task
-from pytest_gputrain.utils.linux import PARENT, die_with_parent
+from pytest_gputrain.utils.linux import PARENT, adopt_orphans, die_with_parent
 from pytest_gputrain.worker.__main__ import CASE, main, redirect
-from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.worker.libraries import load_for
 
 _PRIVATE_READ: Final = 65_536
+_OF_DRIVERS: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
+"""How the files begin through which a process reaches GPUs."""
 
 
 def serve(requests: int, answers: int) -> None:
@@ -42,6 +45,7 @@ def serve(requests: int, answers: int) -> None:
     def answer(**fields: int) -> None:
         os.write(answers, json.dumps(fields).encode() + b"\n")
 
+    workers: set[int] = set()
     unread = b""
     while True:
         ready, _, _ = select.select([requests, woken], [], [])
@@ -49,24 +53,50 @@ def serve(requests: int, answers: int) -> None:
             os.read(woken, _PRIVATE_READ)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                answer(ended=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
+                if ended[0] in workers:
+                    workers.remove(ended[0])
+                    if not workers:
+                        _end_orphans()
+                    answer(ended=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
         if requests in ready:
             data = os.read(requests, _PRIVATE_READ)
             if not data:
                 return
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
-                answer(forked=_fork(json.loads(line), keep_out=(requests, answers, woken, wake)))
+                forked = _fork(json.loads(line), keep_out=(requests, answers, woken, wake))
+                workers |= {forked} - {0}
+                answer(forked=forked)
+
+
+def _end_orphans() -> None:
+    """Kill what workers have started and left behind, in whatever session: it is a child of this process now."""
+    import psutil
+
+    for orphan in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            orphan.kill()
+
+
+def _holds_gpu() -> bool:
+    """Return whether a driver was asked for its GPUs: it keeps files open, and no fork of this process could ask again."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder's own, which is closed by now
+            if os.readlink(descriptor).startswith(_OF_DRIVERS):
+                return True
+    return False
 
 
 def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     """Return the new worker's pid; 0 where this process must not be forked."""
     folder, rank = Path(request["folder"]), int(request["rank"])
+    is_own_code = is_emulated = False
     # What fails here fails again in the worker, which reports it.
     with contextlib.suppress(Exception):
         task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
-        load(task.case, predicted=task.target is not None, model_config=task.model_config)
-    if len(os.listdir("/proc/self/task")) > 1:
+        is_own_code, is_emulated = bool(task.case.code), bool(task.emulated)
+        load_for(task, to_be_forked=True)
+    if len(os.listdir("/proc/self/task")) > 1 or _holds_gpu() or (is_emulated and _used_gpu()):
         return 0
     # Keeps the libraries' memory shared: a collection would write to all of it.
     gc.freeze()
@@ -81,7 +111,8 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
             os.close(descriptor)
         redirect(folder / f"rank{rank}")
         os.chdir(request["cwd"])
-        os.environ[PARENT] = str(os.getppid())
+        os.environ.update({**request["variables"], PARENT: str(os.getppid())})
+        sys.argv[1:] = [str(folder), str(rank)]
         main(folder, rank)
         code = 0
     except SystemExit as end:
@@ -94,11 +125,27 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+    if is_own_code:
+        sys.exit(code)  # it may have functions that are called when an interpreter ends
     os._exit(code)
+
+
+def _used_gpu() -> bool:
+    """Tell whether torch has used a GPU here, after which no process forked from here can; only such a process knows."""
+    import torch
+
+    is_spoilt = getattr(torch._C, "_cuda_isInBadFork", None)
+    if is_spoilt is None:  # a build without GPUs
+        return False
+    pid = os.fork()
+    if not pid:
+        os._exit(int(is_spoilt()))
+    return bool(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":
     die_with_parent()
+    adopt_orphans()
     requests, answers = os.dup(0), os.dup(1)
     # Libraries print while they are imported.
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -32,8 +32,12 @@ class Progress:
         self.phase, self.step = phase, None
         self._write(Event(phase=phase, at=time.monotonic()))
 
-    def stepped(self, step: int, seconds: float, allocated_bytes: int | None) -> None:
-        """Report that ``step`` steps of the phase are done, the last in ``seconds``."""
+    def stepped(self, step: int, seconds: float | None, allocated_bytes: int | None) -> None:
+        """Report that ``step`` steps of the phase are done.
+
+        Args:
+            seconds: of the last one; None where nobody knows.
+        """
         self.step = step
         now = time.monotonic()
         if now >= self._next_step_event:

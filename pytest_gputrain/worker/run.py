@@ -10,18 +10,21 @@ from typing import Final, Literal
 
 import torch
 
-from pytest_gputrain.records import Crashed, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import Crashed, EmulatedRun, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
+from pytest_gputrain.worker.emulated import emulated_reply, training_on_emulated_gpu
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.measuring import Keep, Measuring, is_own_code, known, own_lines
+from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.own_code import OwnCode
+from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.precision import tf32_allowed
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.training import OPTIMIZERS, StepBuilder
+from pytest_gputrain.worker.training import StepBuilder
 
 SEED: Final = 20_240_101
 
@@ -35,7 +38,7 @@ def run(
     builder: StepBuilder | None = None,
     group: Group = ALONE,
     keep: Keep = lambda figures: None,
-) -> Reply | Served:
+) -> Reply | Served | EmulatedRun:
     """Train, measure and check. Whatever goes wrong becomes a reply; only signals and a broken interpreter do not return.
 
     Leaves torch's seed, its number of threads on a CPU, and a frozen heap behind: a worker ends here, others mend that.
@@ -46,11 +49,14 @@ def run(
         keep: gets the figures before they are checked.
     """
     device: Device | None = None
+    own: OwnCode | None = None
     try:
-        device = Cpu() if task.device_type == "cpu" or group.serves else Accelerator(group.local_rank)
+        on_cpu = task.device_type == "cpu" or group.serves
+        device = Cpu() if on_cpu else Accelerator(group.local_rank, emulated=bool(task.emulated))
+        if not device.computes:
+            keep = _keep_nothing  # the figures of a measurement have times
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
-        own = None
         if is_own_code(task.case, builder):
             own = OwnCode(task, group, counts_memory=device.type == "cpu")
         with (
@@ -58,18 +64,19 @@ def run(
             device.keeping_peaks(),
             tf32_allowed(task.case.tf32 if device.type != "cpu" else None),
             own.running() if own else contextlib.nullcontext(),
+            contextlib.nullcontext() if device.computes else training_on_emulated_gpu(task.case),
         ):
             if group.serves:
                 return _serve(task, progress, device, group, keep)
-            return Measuring(task, progress, device, group, keep, own).run(builder)
+            reply: Reply = Measuring(task, progress, device, group, keep, own).run(builder)
     except CheckFailed as error:
-        return Crashed(sentence=str(error), phase=progress.phase, step=progress.step)
+        return Crashed(sentence=str(error), phase=progress.phase, step=progress.step, refused=True)
     except Exception as error:
         where = _out_of_memory(error)
         if where is None or device is None or progress.phase == "check":  # whose steps have fitted
-            return crash(error, progress)
+            return crash(error, progress, own_lines(task, builder) if own else None)
         peaks = device.peaks()
-        return OutOfMemory(
+        reply = OutOfMemory(
             where=where,
             phase=progress.phase,
             message=_first_line(error),
@@ -77,12 +84,23 @@ def run(
             peak_allocated_bytes=peaks.allocated,
             environment=environment_of(device, group),
         )
+    # By what was found to be loaded, whatever was asked for.
+    return reply if device.computes else emulated_reply(reply, task, device)
 
 
-def crash(error: BaseException, progress: Progress) -> Crashed:
-    """An exception as a reply, with its traceback."""
+def _keep_nothing(figures: object) -> None:
+    """Keep no figures."""
+
+
+def crash(error: BaseException, progress: Progress, lines: OwnLines | None = None) -> Crashed:
+    """An exception as a reply, with its traceback.
+
+    Args:
+        lines: tells which lines are the user's own, of which the sentence has the last.
+    """
+    line = lines.of_traceback(error.__traceback__) if lines else ""
     return Crashed(
-        sentence=f"{type(error).__name__}: {_first_line(error)}",
+        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}",
         phase=progress.phase,
         step=progress.step,
         detail="".join(traceback.format_exception(error)),

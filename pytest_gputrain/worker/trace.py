@@ -91,16 +91,28 @@ class Trace:
         """What lived at the peak of each phase."""
         return {phase: self.largest_at(event, SHOWN) for phase, event in phase_peaks.events.items()}
 
-    def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
-        """What lived after so many events, alike storages together, the largest ``count`` of them."""
+    def by_origin(self, event_number: int) -> dict[TrainingPhase, int]:
+        """Bytes that lived after so many events, by the phase that made them."""
+        origins: dict[TrainingPhase, int] = {}
+        for number in self._live(event_number):
+            allocation = self.allocations[number]
+            origins[allocation.phase] = origins.get(allocation.phase, 0) + allocation.bytes
+        return {phase: origins[phase] for phase in ENTER if phase in origins}
+
+    def _live(self, event_number: int) -> set[int]:
+        """Numbers of what lived after so many events."""
         live: set[int] = set()
         for event in self.events[:event_number]:
             if event >= 0:
                 live.add(event)
             elif event > EMPTY_CACHE:
                 live.remove(~event)
+        return live
+
+    def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
+        """What lived after so many events, alike storages together, the largest ``count`` of them."""
         alike: defaultdict[LiveTensor, list[LiveTensor]] = defaultdict(list)
-        for number in sorted(live):
+        for number in sorted(self._live(event_number)):
             allocation = self.allocations[number]
             alike[msgspec.structs.replace(allocation, lines=()) if allocation.lines else allocation].append(allocation)
         rows = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from pytest_gputrain.worker.loader import Loader
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.loops import loop_of
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
+from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
 from pytest_gputrain.worker.zoo.completed import architecture_of
@@ -189,15 +190,6 @@ class Training:
         self._engine.leave()
         if self._loader:
             self._loader.close()
-
-
-OPTIMIZERS: Final[dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]]] = {
-    "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
-    "adamw-fused": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, fused=True),
-    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
-    "momentum": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-4),
-    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
-}
 
 
 @dataclass(kw_only=True)

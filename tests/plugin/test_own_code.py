@@ -173,7 +173,9 @@ def test_a_function_that_a_worker_could_not_find_is_refused(h100: Project, what:
 
 def test_refusing_a_closure_names_both_remedies(h100: Project) -> None:
     h100.write(test_mine="def test_it(gputrain):\n    gputrain.check(lambda setup: None)\n")
-    assert only_sentence(h100.run(), "test_it").endswith("define it there, or measure it with inline=True")
+    assert only_sentence(h100.run(), "test_it").endswith(
+        "define it there, where args={...} gives it what it uses of the test, or measure it with inline=True"
+    )
 
 
 def test_inline_measures_a_closure(project: Project) -> None:

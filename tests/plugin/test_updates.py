@@ -317,14 +317,37 @@ def test_figures_of_a_test_that_fails_otherwise_become_no_baseline(h100: Project
     assert list(h100.baselines("mine", H100_FOLDER)) == ["other-bf16"]
 
 
-def test_the_same_figures_recorded_again_change_only_date_and_session(suite: Project) -> None:
+def test_the_same_figures_recorded_again_change_nothing(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    before = suite.baseline_file("tuning", H100_FOLDER).read_text().splitlines()
+    file = suite.baseline_file("tuning", H100_FOLDER)
+    before = file.read_bytes()
+    result = suite.run("--gpu-baseline-update")
+    result.assert_outcomes(passed=3)
+    assert file.read_bytes() == before
+    result.stdout.fnmatch_lines(["3 baselines in * stay as they were: their judged figures are the same"])
+
+
+def test_a_changed_figure_changes_its_own_entry_alone(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    after = suite.baseline_file("tuning", H100_FOLDER).read_text().splitlines()
-    assert len(after) == len(before)
-    changed = [line for line, old in zip(after, before, strict=True) if line != old]
-    assert all(line.strip().startswith(('"date"', '"session"')) for line in changed)
+    before = suite.baselines("tuning", H100_FOLDER)
+    suite.answer(recorded(bigger=1), to=GEMMA)
+    result = suite.run("--gpu-baseline-update")
+    after = suite.baselines("tuning", H100_FOLDER)
+    assert [key for key in before if after[key] != before[key]] == [GEMMA]
+    result.stdout.fnmatch_lines(["1 baseline recorded in *; review the difference in git; 2 more have the same figures*"])
+
+
+def test_an_update_on_a_cpu_changes_what_is_judged_there_alone(project: Project) -> None:
+    """Step times, host memory, dates and sessions differ between the processes, allocated bytes do not."""
+    test = "\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"
+    project.write(test_mine=BUILD + test, test_other=BUILD + test)
+    project.run("--gpu-baseline-update").assert_outcomes(passed=2)
+    mine, other = (project.baseline_file(name, "cpu") for name in ("mine", "other"))
+    before = mine.read_bytes(), other.read_bytes()
+    project.write(test_other=BUILD.replace("(64, 64", "(64, 65") + test)
+    project.run("--gpu-baseline-update").assert_outcomes(passed=2)
+    assert mine.read_bytes() == before[0]
+    assert other.read_bytes() != before[1]
 
 
 def test_measure_alone_records_nothing(h100: Project) -> None:

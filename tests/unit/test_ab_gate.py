@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import CASE, cpu_environment, crashed, measurement, report, result
 
-from pytest_gputrain.gate.ab import compare, missing
+from pytest_gputrain.gate.ab import compare, missing, told_of_base
 from pytest_gputrain.gate.step_times import decide, levelled
 from pytest_gputrain.records import Report, Summary, Verdict
 
@@ -92,7 +92,7 @@ def test_an_improvement_is_told_without_the_advice_to_record_it() -> None:
 def test_fewer_rounds_than_five_do_not_judge_time_on_a_cpu_and_say_so() -> None:
     verdict = _verdict([1, 1, 1], [2, 2, 2])
     assert verdict.status == "pass"
-    assert "time on a CPU is judged against 5 runs or more, the baseline has 3" in verdict.sentence
+    assert "time on a CPU is judged against 5 runs or more, base has 3" in verdict.sentence
 
 
 def test_the_report_has_the_figures_as_they_were_measured() -> None:
@@ -156,3 +156,32 @@ def test_the_figures_of_all_rounds_are_medians() -> None:
     assert judged.summary is not None
     assert (judged.summary.median_step_seconds, judged.summary.peak_allocated_bytes) == (2.5, 30)
     assert judged.summary.tokens_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            " is 8.0 % slower at 1.08 s a step than baseline 1.00 s (5 runs)",
+            " is 8.0 % slower at 1.08 s a step than base 1.00 s (5 runs)",
+        ),
+        (" needs 8 MiB more (baseline of 2026-07-01); same environment", " needs 8 MiB more (base); same environment"),
+        ("; its baseline of 2026-07-01 fitted with 8 MiB", "; base fitted with 8 MiB"),
+        (" cannot be compared with its baseline of an unknown day: cpu", " cannot be compared with base: cpu"),
+        ("; its baseline has no FLOPs; record it again", "; base has no FLOPs"),
+        (" at baseline.py:41 and my-baseline", " at baseline.py:41 and my-baseline"),
+        ("; record it with --gpu-baseline-update to keep it", ""),
+    ],
+)
+def test_sentences_are_told_of_base(text: str, told: str) -> None:
+    assert told_of_base(text) == told
+
+
+@pytest.mark.parametrize("head", [[1.1] * 5, [0.9] * 5, [1.0] * 5])
+def test_no_word_of_a_verdict_is_of_baselines_but_the_name_of_the_case(head: list[float]) -> None:
+    case = CASE.replace(model="baseline", code="a.py::baseline", method="custom")
+    (judged,) = compare([_round(1.0, case)] * 5, [_round(seconds, case, flops_per_step=5) for seconds in head], "base")
+    assert judged.verdict is not None
+    assert judged.verdict.sentence.startswith("baseline-bf16 ")
+    assert "baseline" not in judged.verdict.sentence.removeprefix("baseline-bf16")
+    assert not [metric.note for metric in judged.verdict.metrics if "baseline" in metric.note]

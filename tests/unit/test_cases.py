@@ -17,6 +17,7 @@ from pytest_gputrain.cases.validation import OPTIMIZERS, PRECISIONS, problem
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.records import Case
 
+CHECKPOINTED = CASE.replace(activation_checkpointing=True)
 CUSTOM = Case(model="my_step", method="custom", precision="fp32", code="tests/test_mine.py::my_step")
 SERVED = Case(model="word2vec", optimizer="sgd", parallel="ps", gpus=2, servers=1, asynchronous=True)
 
@@ -94,7 +95,7 @@ def test_grid_suggests_the_axis_that_was_meant(axis: str, hint: str) -> None:
         grid(CASE, **{axis: ["x"]})
 
 
-@pytest.mark.parametrize("axis", ["named", "code"])
+@pytest.mark.parametrize("axis", ["named", "code", "args"])
 def test_grid_refuses_fields_that_are_no_axis(axis: str) -> None:
     with pytest.raises(TypeError, match=f"no axis '{axis}'"):
         grid(CASE, **{axis: ["x"]})
@@ -166,6 +167,12 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
         (CASE.replace(precision="fp16", parallel="zero1"), "names the precision 'fp16', which is called 'fp16-amp'"),
         (CASE.replace(parallel="fsdpp"), "unknown parallel 'fsdpp' (did you mean 'fsdp'?)"),
         (CASE.replace(optimizer="adamww"), "unknown optimizer 'adamww' (did you mean 'adamw'?)"),
+        (CASE.replace(optimizer="adamw-8bit"), "unknown optimizer 'adamw-8bit' (did you mean 'adamw_8bit'?)"),
+        (
+            CASE.replace(optimizer="adamw_8bit", parallel="fsdp", gpus=2),
+            "optimizer='adamw_8bit', whose states are of whole weights, which parallel='fsdp' does not have; choose",
+        ),
+        (CASE.replace(optimizer="adafactor", parallel="zero2", gpus=2), "optimizer='adafactor', whose states are of whole"),
         (CASE.replace(platforms=("h100", "h1000")), "unknown platform 'h1000' (did you mean 'h100'?)"),
         (CUSTOM.replace(platforms=("gtx",)), "unknown platform 'gtx'"),
         (CUSTOM.replace(platforms="h100"), "takes a list of platforms: platforms=['h100']"),
@@ -181,6 +188,19 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
             "the method 'pretrain', which llama-3.1-8b does not have; it has full, lora, qlora",
         ),
         (CASE.replace(method="full", lora_rank=4), "sets lora_rank, which the method 'full' does not have"),
+        (CASE.replace(method="full", dora=True), "sets dora, which the method 'full' does not have; choose lora or qlora"),
+        (CASE.replace(method="full", lora_dropout=0.0), "sets lora_dropout, which the method 'full' does not have"),
+        (CASE.replace(method="full", lora_targets="q_proj"), "sets lora_targets, which the method 'full' does not have"),
+        (CASE.replace(lora_alpha=-1), "lora_alpha=-1; it must be at least 0"),
+        (CASE.replace(lora_dropout=1.0), "lora_dropout=1.0; it must be at least 0 and below 1"),
+        (CASE.replace(lora_dropout=float("nan")), "lora_dropout=nan; it must be at least 0 and below 1"),
+        (CASE.replace(lora_targets="q_proj,v_proj"), "lora_targets='q_proj,v_proj'; write names with + between them"),
+        (CASE.replace(lora_targets="all-linear+q_proj"), "all-linear stands for all layers, so write no other name"),
+        (CASE.replace(lora_targets="q_proj+lm_head", loss_chunks=2), "loss_chunks, which computes the loss in the place of"),
+        (
+            CASE.replace(model="llava-1.6-7b", resolution="336x336", lora_targets="q_proj"),
+            "sets lora_targets, but llava-1.6-7b has layers of these names in its frozen tower",
+        ),
         (CASE.replace(compile="fast"), "the unknown compile 'fast'; known: off, default, reduce-overhead, max-autotune"),
         (CASE.replace(compile="default", warmup=0), "compile without a step of warm-up"),
         (
@@ -204,6 +224,9 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
             "lengths='padded', which pangu-350m does not have",
         ),
         (CUSTOM.replace(loader_workers=2), "asks for loader_workers, but own code makes its batches by itself"),
+        (CASE.replace(loss="fp16"), "the unknown loss 'fp16'; known: fp32"),
+        (CASE.replace(model="pangu-350m", method="full", loss="fp32"), "loss='fp32', which pangu-350m does not have"),
+        (CUSTOM.replace(loss="fp32"), "loss, but own code computes its loss by itself"),
         (CASE.replace(loss_chunks=0), "loss_chunks=0; it must be at least 1"),
         (CASE.replace(model="gemma-2-9b", loss_chunks=2), "loss_chunks, which gemma-2-9b does not have"),
         (CASE.replace(method="full", loss_chunks=2, parallel="zero3", gpus=2), "loss_chunks, whose head"),
@@ -221,6 +244,26 @@ def test_every_model_of_the_zoo_is_known(model: str) -> None:
             CASE.replace(activation_checkpointing=True, reentrant_checkpointing=True, compile="default"),
             "reentrant_checkpointing, which torch.compile does not take into a graph; leave out it or compile",
         ),
+        (
+            CASE.replace(activation_checkpointing=False, activation_checkpointing_policy="save-attention"),
+            "activation_checkpointing_policy, but recomputes nothing; set activation_checkpointing=True",
+        ),
+        (
+            CHECKPOINTED.replace(activation_checkpointing_policy="save-attention", reentrant_checkpointing=True),
+            "activation_checkpointing_policy, which torch's reentrant variant does not have; leave out one",
+        ),
+        (
+            CHECKPOINTED.replace(activation_checkpointing_policy="save-matmuls", compile="default"),
+            "activation_checkpointing_policy, but torch.compile has its own; leave out it or compile",
+        ),
+        *(
+            (
+                CHECKPOINTED.replace(activation_checkpointing_policy="save-attention", **eager),
+                "eager attention is plain products",
+            )
+            for eager in ({"attention": "eager"}, {"model": "gemma-2-9b"})
+        ),
+        (CASE.replace(activation_checkpointing_policy="save-mm"), "the unknown activation_checkpointing_policy 'save-mm'"),
         (CASE.replace(method="full", precision="fp32", master_weights=True), "but precision='fp32' stores weights in fp32"),
         (
             CASE.replace(method="lora", precision="bf16", master_weights=True),
@@ -314,10 +357,16 @@ WRONG_TYPES: dict[str, Any] = {
     "activation_checkpointing": "yes",
     "resolution": 512,
     "frames": 1.5,
+    "activation_checkpointing_policy": True,
     "reentrant_checkpointing": 1,
     "lora_rank": "4",
+    "lora_alpha": 1.5,
+    "lora_dropout": "none",
+    "lora_targets": ("q_proj",),
+    "dora": 1,
     "quantized_compute": None,
     "attention": True,
+    "loss": 32,
     "loss_chunks": "4",
     "compile": True,
     "tf32": "high",
@@ -341,6 +390,7 @@ WRONG_TYPES: dict[str, Any] = {
     "warmup": [3],
     "platforms": "h100",
     "code": 1,
+    "args": 1,
     "named": (3,),
 }
 

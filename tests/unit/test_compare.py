@@ -44,7 +44,7 @@ def test_a_slower_case_is_told_by_its_sentence_and_fails(compare: Compare) -> No
     head = [measured(1.08, 1.081, 1.08)]
     code, out, _ = compare([BASE], head)
     assert code == 1
-    assert f"\n{CASE} is 8.0 % slower at 1.08 s a step than baseline 1.00 s" in out
+    assert f"\n{CASE} is 8.0 % slower at 1.08 s a step than base 1.00 s" in out
     assert "3 of 3 fresh runs slower" in out
     assert " regressed" in out
     assert compare([BASE], head, "--fail-on=failed,new")[0] == 0
@@ -125,7 +125,7 @@ def test_a_slower_machine_is_told_from_a_slower_case(compare: Compare) -> None:
         "regressed",
         "inconclusive",
     ]
-    assert "the median case is +2.5 % off its baseline: the machine rather than a case" in out
+    assert "the median case is +2.5 % off base: the machine rather than a case" in out
 
 
 def test_a_suite_that_is_slower_as_a_whole_regresses(compare: Compare) -> None:
@@ -133,7 +133,7 @@ def test_a_suite_that_is_slower_as_a_whole_regresses(compare: Compare) -> None:
     base = [measured(1.0, 1.001, 0.999, 1.0, 1.0, case=case) for case in cases]
     code, out, _ = compare(base, [measured(1.05, 1.05, 1.05, case=case) for case in cases])
     assert code == 1
-    assert "all cases together regressed: the median case is +5.0 % off its baseline" in out
+    assert "all cases together regressed: the median case is +5.0 % off base" in out
 
 
 def test_predictions_are_compared_with_predictions(compare: Compare) -> None:

@@ -29,7 +29,9 @@ NEEDED = {
     "libcudnn.so.9": {},
     "libcufft.so.12": {},
     "libcupti.so.13": {},
-    "libcusolver.so.12": {"cusolverDnSgeqrf_bufferSize": "libcusolver.so.12"},
+    "libcusolver.so.12": dict.fromkeys(
+        ("cusolverDnSgeqrf_bufferSize", "cusolverDnSgeqrf", "cusolverDnSSgels_bufferSize"), "libcusolver.so.12"
+    ),
     "libnccl.so.2": {},
     "libnvidia-ml.so.1": {},
     "libnvrtc.so.13": {},
@@ -217,12 +219,81 @@ def test_devices_have_uuids_of_their_own_in_each_program(call):
     assert [text.removeprefix("GPU-").replace("-", "") for text in texts] == [*first[1::2], *second[1::2]]
 
 
-def test_a_size_that_is_not_known_is_an_error(built, call):
+def test_a_size_that_is_not_known_is_none_and_told_or_an_error(call):
     printed = call("""
-        bytes_ = c_int(-1)
-        print(solver.cusolverDnSgeqrf_bufferSize(None, 1, 1, None, 1, byref(bytes_)), bytes_.value)
+        size, outcome = c_int(-1), c_int(-1)
+        print(solver.cusolverDnSgeqrf_bufferSize(None, 1, 1, None, 1, byref(size)), size.value)
+        print(solver.cusolverDnSgeqrf(None, 1, 1, None, 1, None, None, 0, byref(outcome)), outcome.value)
+        core.gputrain_unknown_at.restype = ctypes.c_char_p
+        print(core.gputrain_unknown_at(0).decode().replace(" ", "_"), core.gputrain_unknown_at(1))
+        print(solver.cusolverDnSSgels_bufferSize(None, 1, 1, 1, None, 1, None, 1, None, 1, None, byref(size)))
     """)
-    assert printed == ["9", "-1"]
+    assert printed == ["0", "0", "0", "0", "cuSOLVER's_workspaces", "None", "9"]
+
+
+RANKS = """
+    import os
+    nccl = load("libnccl.so.2")
+    class Id(ctypes.Structure):
+        _fields_ = [("bytes", ctypes.c_char * 128)]
+    nccl.ncclCommInitRankConfig.argtypes = [c_void_p, c_int, Id, c_int, c_void_p]
+    identity = Id()
+    nccl.ncclGetUniqueId(byref(identity))
+    children = []
+    for rank in range(1, 3):
+        child = os.fork()
+        if child == 0:
+            children = []
+            break
+        children.append(child)
+    else:
+        rank = 0
+    world, part = c_void_p(), c_void_p()
+    assert nccl.ncclCommInitRankConfig(byref(world), 3, identity, rank, None) == 0
+    def ints(*values):
+        return (c_int * len(values))(*values)
+    def told(name, *results):
+        os.write(1, f"{rank}:{name}:{','.join(map(str, results))}\\n".encode())  # whole, from three processes
+    all_, own = ints(0, 0, 0), ints(10 + rank)
+    assert nccl.ncclAllGather(own, all_, c_size_t(1), 2, world, None) == 0
+    told("gathered", *all_)
+    for name, operation in {"sum": 0, "product": 1, "most": 2, "least": 3, "mean": 4}.items():
+        assert nccl.ncclAllReduce(own, all_, c_size_t(1), 2, operation, world, None) == 0
+        told(name, all_[0])
+    floats, result = (ctypes.c_float * 3)(*(rank * 3 + i for i in range(3))), ctypes.c_float()
+    assert nccl.ncclReduceScatter(floats, byref(result), c_size_t(1), 7, 0, world, None) == 0
+    told("scattered", result.value)
+    assert nccl.ncclBroadcast(own, own, c_size_t(1), 2, 2, world, None) == 0
+    told("broadcast", own[0])
+    assert nccl.ncclAlltoAll(ints(*(10 * rank + i for i in range(3))), all_, c_size_t(1), 2, world, None) == 0
+    told("exchanged", *all_)
+    assert nccl.ncclCommSplit(world, int(rank > 0), -rank, byref(part), None) == 0
+    number, count = c_int(), c_int()
+    nccl.ncclCommUserRank(part, byref(number)), nccl.ncclCommCount(part, byref(count))
+    told("split", number.value, count.value)
+    nccl.ncclGroupStart()
+    assert nccl.ncclRecv(own, c_size_t(1), 2, (rank + 2) % 3, world, None) == 0
+    assert nccl.ncclSend(ints(100 + rank), c_size_t(1), 2, (rank + 1) % 3, world, None) == 0
+    assert nccl.ncclGroupEnd() == 0
+    told("received", own[0])
+    large = (c_int * (1 << 19))()
+    assert nccl.ncclAllReduce(large, large, c_size_t(1 << 19), 2, 0, world, None) == 0  # waits for nobody
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_ranks_exchange_what_is_small(call, tmp_path):
+    printed = dict(line.rsplit(":", 1) for line in call(RANKS, devices=3, GPUTRAIN_EMULATED_STATE=str(tmp_path)))
+    expected = {"gathered": "10,11,12", "sum": "33", "product": "1320", "most": "12", "least": "10", "mean": "11"}
+    expected["broadcast"] = "12"
+    assert {name: [printed[f"{rank}:{name}"] for rank in range(3)] for name in expected} == {
+        name: [value] * 3 for name, value in expected.items()
+    }
+    assert [printed[f"{rank}:scattered"] for rank in range(3)] == ["9.0", "12.0", "15.0"]
+    assert [printed[f"{rank}:exchanged"] for rank in range(3)] == ["0,10,20", "1,11,21", "2,12,22"]
+    assert [printed[f"{rank}:split"] for rank in range(3)] == ["0,1", "1,2", "0,2"]
+    assert [printed[f"{rank}:received"] for rank in range(3)] == ["102", "100", "101"]
 
 
 def test_graphs_are_refused_in_words(call):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pytest_gputrain.hardware.catalog import PLATFORMS, marker_of
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.elf import Elf, Import, NotElf
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.hardware.emulation.stubs import stubs_text
 from pytest_gputrain.utils.errors import CannotEmulate
 
 COMPILER = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
@@ -200,6 +202,27 @@ def test_another_library_of_the_environment_makes_another_build(site, cache, bui
 
 
 @needs_compiler
+def test_a_build_removes_those_that_nobody_has_used_for_a_month(site, cache, builds):
+    torch = libraries.read_torch(site / "torch")
+    used = build.stand_ins(torch).folder
+    month = time.time() - 31 * 86400
+    names = {"torch-2.9.1-0123": month, "torch-2.12.0-4567": month + 2 * 86400, ".building-x": month}
+    for name, when in names.items():
+        (cache / name).mkdir()
+        (cache / name / "libcuda.so.1").touch()
+        os.utime(cache / name, (when, when))
+    os.utime(used, (month, month))
+    build.stand_ins(torch)  # finds it
+    assert len(list(cache.iterdir())) == 4
+    (used / "manifest.json").unlink()
+    build.stand_ins(torch)  # builds it
+    assert {path.name for path in cache.iterdir()} == {used.name, "torch-2.12.0-4567"}
+    os.utime(used, (month, month))
+    build.stand_ins(torch)
+    assert used.stat().st_mtime > month + 86400
+
+
+@needs_compiler
 def test_a_folder_that_others_can_write_to_is_refused(site, cache, builds):
     cache.mkdir(parents=True)
     cache.chmod(0o777)
@@ -249,10 +272,13 @@ def test_another_system_is_refused_with_what_to_do(monkeypatch, system, machine,
 
 
 def test_stubs_succeed_make_handles_or_refuse_to_make_up_a_size():
-    text = build.stubs_text("cusparse", ["cusparseSpMM", "cusparseCreateCsr", "cusparseSpMM_bufferSize"])
-    assert 'cusparseSpMM(void) { static int seen; gputrain_trace("cusparseSpMM", &seen); return 0; }' in text
+    text = stubs_text(
+        "cusparse", ["cusparseSpSM_solve", "cusparseCreateCsr", "cusparseSpMatGetSize", "cusparseSpMV_bufferSize"]
+    )
+    assert 'cusparseSpSM_solve(void) { static int seen; gputrain_trace("cusparseSpSM_solve", &seen); return 0; }' in text
     assert "cusparseCreateCsr(void **out)" in text
-    assert 'cusparseSpMM_bufferSize(void) { return gputrain_missing("cusparseSpMM_bufferSize", 10); }' in text
+    assert 'cusparseSpMatGetSize(void) { return gputrain_missing("cusparseSpMatGetSize", 10); }' in text
+    assert """gputrain_unknown("cuSPARSE's workspaces"); if (p10) *(size_t *)p10 = 0; return 0; }""" in text
 
 
 # --- Which GPU
@@ -311,6 +337,14 @@ def test_a_torch_that_does_not_tell_its_kernels_is_refused():
 def test_a_command_without_a_program_says_how_to_name_one(capsys):
     assert main(["emulate", "--gpu", "h100"]) == 2
     assert "name the program to run: gputrain emulate --gpu h100 -- python train.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "17", "-1", "two"])
+def test_a_number_of_gpus_that_cannot_be_emulated_is_refused(capsys, number):
+    with pytest.raises(SystemExit) as ended:
+        main(["emulate", "--gpu", "h100", f"--gpus={number}", "--", "true"])
+    assert ended.value.code == 2
+    assert f"{number!r} is no number of GPUs from 1 to 16" in capsys.readouterr().err
 
 
 def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeypatch, tmp_path):

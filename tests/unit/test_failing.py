@@ -22,6 +22,7 @@ OTHERS = {
     "export": ["report.json"],
     "html": ["report.json"],
     "node": ["folder"],
+    "predict": ["llama-3.1-8b", "--gpu=h100"],
 }
 
 judging = pytest.mark.parametrize("command", ARGUMENTS)

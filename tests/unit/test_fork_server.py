@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -88,7 +89,8 @@ def test_a_worker_is_forked_as_wished_and_its_end_is_told(wishes: Path, source: 
     worker = _fork(source)
     worker.wait()
     assert worker.poll() == 5
-    assert json.loads(wishes.read_text()) == {"folder": "case", "rank": 0, "cwd": os.getcwd()}
+    variables = {CASE_FOLDER: "case"}
+    assert json.loads(wishes.read_text()) == {"folder": "case", "rank": 0, "cwd": os.getcwd(), "variables": variables}
 
 
 def test_workers_of_one_source_are_told_apart(wishes: Path, source: ForkServer) -> None:
@@ -99,26 +101,57 @@ def test_workers_of_one_source_are_told_apart(wishes: Path, source: ForkServer) 
     os.kill(second.pid, signal.SIGKILL)
 
 
-def test_a_source_serves_as_long_as_it_lives_and_its_environment_is_the_same(wishes: Path, source: ForkServer) -> None:
-    def serving(**environment: str) -> int:
-        _fork(source, **environment).wait()
-        (pid,) = _children()
-        return pid
-
-    first = serving(A="1")
-    assert serving(A="1") == first
-    second = serving(A="2")
-    assert second != first
-    os.kill(second, signal.SIGKILL)
-    os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
-    assert serving(A="2") != second
+def _serving(source: ForkServer, **fields: Any) -> int:
+    """Fork a worker, and return the id of its parent."""
+    worker = _fork(source, STAYS, **fields)
+    parent = psutil.Process(worker.pid).ppid()
+    os.kill(worker.pid, signal.SIGKILL)
+    return parent
 
 
-@pytest.mark.parametrize(
-    "fields", [{"case": CASE.replace(code="a.py::b", method="custom")}, {"device_type": "gpu"}], ids=["own code", "gpu"]
-)
-def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes: Path, source: ForkServer, fields: dict[str, Any]) -> None:
-    assert _fork(source, task=msgspec.structs.replace(TASK, **fields)) is None
+def test_a_source_serves_as_long_as_it_lives(wishes: Path, source: ForkServer) -> None:
+    first = _serving(source)
+    assert _serving(source) == first
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    assert _serving(source) != first
+    assert first not in _children()
+
+
+def test_each_environment_has_a_source_of_its_own_and_few_are_kept(wishes: Path, source: ForkServer) -> None:
+    first, second, third = (_serving(source, A=value) for value in "123")
+    assert _serving(source, A="1") == first
+    assert _children() == [first, second, third]
+    fourth = _serving(source, A="4")
+    assert _children() == [first, third, fourth], "the one that was not used for longest has ended"
+
+
+OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="a.py::b", method="custom"))
+
+
+def test_own_code_has_a_source_that_imports_nothing_for_the_zoo(wishes: Path, source: ForkServer) -> None:
+    of_zoo = _serving(source)
+    assert _serving(source, task=OWN) not in (of_zoo, os.getpid())
+    assert _serving(source) == of_zoo
+
+
+def test_a_source_has_the_limits_and_the_cores_of_the_test(
+    wishes: Path, source: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _serving(source)
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (2**22, hard))
+    try:
+        assert _serving(source) != first
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+    monkeypatch.setattr(fork_server.os, "sched_getaffinity", lambda pid: {7})
+    assert _serving(source) != first
+
+
+def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes: Path, source: ForkServer) -> None:
+    for task in (TASK, OWN):
+        assert _fork(source, task=msgspec.structs.replace(task, device_type="cuda")) is None
     assert _children() == []
 
 

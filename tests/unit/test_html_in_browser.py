@@ -199,6 +199,12 @@ def test_no_width_scrolls_sideways(open_page: Any, width: int) -> None:
     assert all(width * 0.2 < box <= width for box in boxes)
 
 
+@pytest.mark.parametrize("width", [1200, 1280])
+def test_the_table_of_cases_fits_a_desk(open_page: Any, width: int) -> None:
+    frame = open_page(viewport={"width": width, "height": 900}).page.get_by_role("region", name="Table of cases")
+    assert frame.evaluate("it => it.scrollWidth - it.clientWidth") == 0
+
+
 def test_paper_shows_the_whole_width(open_page: Any) -> None:
     opened = open_page(viewport={"width": 720, "height": 1000})  # A4 between its margins
     opened.page.emulate_media(media="print")

@@ -54,6 +54,13 @@ def _module_name(path: Path) -> str:
 SOURCES = {_module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
+def _absolute(module: str, imports: ast.ImportFrom) -> str:
+    if not imports.level:
+        return str(imports.module)
+    package = module.split(".") if SOURCES[module].name == "__init__.py" else module.split(".")[:-1]
+    return ".".join((*package[: len(package) - imports.level + 1], *filter(None, [imports.module])))
+
+
 def _imports_of(module: str) -> Iterator[Import]:
     def walk(node: ast.AST, function: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -61,10 +68,10 @@ def _imports_of(module: str) -> Iterator[Import]:
                 case ast.Import():
                     yield from (Import(module, alias.name, function) for alias in child.names)
                 case ast.ImportFrom():
-                    assert child.level == 0, f"{module} has a relative import, which this test does not follow"
+                    source = _absolute(module, child)
                     for alias in child.names:
-                        name = f"{child.module}.{alias.name}"
-                        yield Import(module, name if name in SOURCES else str(child.module), function)
+                        name = f"{source}.{alias.name}"
+                        yield Import(module, name if name in SOURCES else source, function)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     yield from walk(child, child.name)
                 case _:

@@ -21,9 +21,10 @@ from pytest_gputrain.records.prediction import MEASURED_ONLY
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.storage import prediction_cache as cache_module
+from pytest_gputrain.storage.by_conditions import MOST_CONDITIONS
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.prediction_cache import PredictionCache
-from pytest_gputrain.storage.predictions import MOST_CONDITIONS, PredictionStore
+from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.utils.units import GiB, MiB
 
 TOLERANCE = MemoryTolerance(ratio=0.02)

@@ -15,7 +15,7 @@ from pytest_gputrain.cases.sweep import combinations, override, parse_axes, show
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.records import Case
 
-KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "named", "code")]
+KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "named", "code", "args")]
 
 
 @pytest.mark.parametrize(

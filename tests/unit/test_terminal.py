@@ -14,7 +14,7 @@ from unit_examples import CASE, RESULT_KINDS, crashed, measurement, out_of_memor
 
 from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
 from pytest_gputrain.report.progress_line import ProgressLine, describe
-from pytest_gputrain.report.terminal import explain, render
+from pytest_gputrain.report.terminal import advice, explain, render
 from pytest_gputrain.utils.units import GiB
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -68,7 +68,15 @@ def test_own_code_is_shown_by_its_name() -> None:
     assert re.split(r"\s{2,}", row.strip())[:2] == ["my_step", "fp32"]
 
 
-@pytest.mark.parametrize(("reply", "shown"), [(out_of_memory(), "OOM"), (crashed(), "crashed"), (timed_out(), "timed out")])
+@pytest.mark.parametrize(
+    ("reply", "shown"),
+    [
+        (out_of_memory(), "OOM"),
+        (crashed(), "crashed"),
+        (msgspec.structs.replace(crashed(), refused=True), "refused"),
+        (timed_out(), "timed out"),
+    ],
+)
 def test_a_case_without_figures_is_shown_with_its_outcome(reply: Any, shown: str) -> None:
     assert shown in _render(result(replies=(reply,), summary=None, verdict=_verdict("failed")))
 
@@ -193,6 +201,39 @@ def test_a_case_of_many_knobs_takes_few_lines_of_a_narrow_terminal() -> None:
     assert len(text.splitlines()) <= 3 + 5
     assert max(map(len, text.splitlines())) <= 80
     assert "1000000000" in re.sub(r"\s", "", text)
+
+
+def test_own_code_has_no_empty_column_and_keeps_its_words_at_80_columns() -> None:
+    time = MetricVerdict(metric="step_seconds", status="pass", value=1.02, baseline=1.0, limit=1.03)
+    memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100, limit=102)
+    case = Case(
+        model="fine_tuning_of_a_language_model",
+        method="custom",
+        precision="bf16-amp",
+        code="test_a.py::f",
+        batch_size=16,
+        gradient_accumulation=4,
+        named=("batch_size", "gradient_accumulation"),
+    )
+    for verdict in (_verdict("new"), _verdict("pass", time, memory)):
+        text = _render(result(case, verdict=verdict), _custom("short"), width=80)
+        assert max(map(len, text.splitlines())) <= 80
+        assert "Method" not in text
+        for word in ("fine_tuning_of_a_language_model", "batch_size=16", "gradient_accumulation=4", "37.3 GiB", "1.00 s"):
+            assert word in text
+
+
+def test_a_word_longer_than_its_line_is_broken_all_the_same() -> None:
+    text = _render(_custom("z" * 100), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("z") == 100
+
+
+def test_the_advice_of_a_first_run_is_a_line_of_the_explanation() -> None:
+    new = [_custom(name, verdict=_verdict("new", sentence=f"{name} was never recorded")) for name in ("a", "b")]
+    assert advice(new) == explain(new)[0] == "2 cases without a baseline: a was never recorded (and 1 more)"
+    assert advice([*new, result()]) == ""
+    assert advice([result(verdict=None)]) == ""
 
 
 def test_colour_is_used_only_where_wanted() -> None:

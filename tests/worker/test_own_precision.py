@@ -53,7 +53,7 @@ def test_another_precision_than_the_case_names_fails_it(label, how, named):
     reply = run(MINE.replace(precision=label), training(**how))
     assert isinstance(reply, Crashed)
     assert f'mine does not train in precision "{label}"' in reply.sentence
-    assert f"; say precision={named}, or take" in reply.sentence
+    assert f"; say precision={named}, or train" in reply.sentence
 
 
 @pytest.mark.parametrize("label", ["fp32", "bf16", "bf16-amp", "fp16-amp"])
@@ -146,8 +146,8 @@ def test_the_sentence_says_what_was_found():
         check_precision("mine", "bf16", {FP32: 10}, {FP32: 9, BF16: 1})
     assert str(failed.value) == (
         'mine does not train in precision "bf16", which stores weights in bfloat16 and computes in bfloat16: 100% of the '
-        'bytes of its weights are float32 and 90% of its FLOPs are float32; say precision="fp32", or take the type from '
-        "setup.dtype and run the forward pass in setup.casting()"
+        'bytes of its weights are float32 and 90% of its FLOPs are float32; say precision="fp32", or train in the '
+        "other one: by setup.dtype and setup.casting() in a function, by bf16=, fp16= or precision= of a trainer"
     )
 
 

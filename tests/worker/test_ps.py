@@ -12,6 +12,7 @@ from torch import nn
 from zoo_examples import measured as measured_alone
 
 from pytest_gputrain import Case
+from pytest_gputrain.cases.validation import OF_WHOLE_WEIGHTS
 from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import training
 from pytest_gputrain.worker.checks import CheckFailed
@@ -126,7 +127,7 @@ def test_a_server_whose_tables_do_not_change_says_so():
     assert reply.sentence == f"3 of 3 tables did not change on server {number} in {UPDATES} updates (first: words)"
 
 
-@pytest.mark.parametrize("optimizer", sorted(training.OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", sorted({*training.OPTIMIZERS} - {*OF_WHOLE_WEIGHTS}))
 def test_rows_are_updated_as_the_optimizer_updates_a_whole_tensor(optimizer):
     make = training.OPTIMIZERS[optimizer]
     table = torch.randn(7, 3)
@@ -144,7 +145,7 @@ def test_rows_are_updated_as_the_optimizer_updates_a_whole_tensor(optimizer):
     assert torch.equal(shard.weight[others], table[others])
 
 
-@pytest.mark.parametrize("optimizer", sorted(training.OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", sorted({*training.OPTIMIZERS} - {*OF_WHOLE_WEIGHTS}))
 def test_a_row_that_is_not_seen_stays_whatever_it_was_moved_by_before(optimizer):
     shard = Shard("table", torch.ones(4, 2), lambda rows: training.OPTIMIZERS[optimizer](rows, 0.1))
     shard.update(sparse(torch.tensor([0, 1]), torch.ones(2, 2), 4))

@@ -35,11 +35,20 @@ class SessionEnvironment:
         """Take the variables of this moment for those of the session."""
         self.began.clear()
         self.began |= os.environ
-        self.collected()
+        self._collected = dict(self.began)
 
-    def collected(self) -> None:
-        """Take the variables of this moment for those that tests will find, as far as anybody knows before they run."""
-        self._collected = dict(os.environ)
+    def collected(self, *, elsewhere: bool = False) -> None:
+        """Take the variables of this moment for those that tests will find, as far as anybody knows before they run.
+
+        What the imports of test files set, and of the frameworks that they import, no test has changed.
+
+        Args:
+            elsewhere: cases run on machines that know the session's variables alone, and are told of all others.
+        """
+        if elsewhere:
+            self._collected = dict(os.environ)
+        else:
+            self.begin()
 
     def changes(self, task: Task, *, inline: bool = False, prefetched: bool = False) -> dict[str, str | None]:
         """The variables that are others now, by name; None for one that is there no more.
@@ -83,7 +92,7 @@ def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, st
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),
         **_fixed(task),
     }
-    environment |= _visible(gpus, environment)
+    environment |= {} if task.emulated else _visible(gpus, environment)
     return environment
 
 
@@ -105,6 +114,8 @@ def _fixed(task: Task) -> dict[str, str]:
         fixed["HF_HUB_OFFLINE"] = "1"
     if task.device_type == "cpu" or task.target is not None:
         fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    elif task.emulated:
+        fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return fixed
 
 

@@ -1,31 +1,37 @@
 """Forks workers from a process that has imported their libraries: most of a tiny case's time is imports.
 
-Only for the zoo's cases on a CPU. A process that has used OpenMP or a GPU must not be forked; the one here does nothing but
-import, and refuses to fork should it ever have a second thread.
+Only for cases on a CPU, and for the zoo's on an emulated GPU. A process that has used OpenMP or a GPU must not be forked;
+the ones here do nothing but import, and refuse to fork should they ever have a second thread or have asked a driver for its
+GPUs. Own code is forked from a process that has imported torch and nothing else that it may use, so that it finds what it
+would find in a fresh interpreter.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.execution.launch.processes import LocalProcess
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER, LocalProcess
 from pytest_gputrain.records import Task
 
 _POLL_SECONDS: Final = 0.01
+_MOST_SOURCES: Final = 3
+"""Each takes the memory of its libraries."""
 
 
 class ForkServer:
-    """The process that workers are forked from: started when needed, and again where it ended or its environment changed."""
+    """The processes that workers are forked from, one for each environment; they are started when needed."""
 
     def __init__(self) -> None:
-        self._source: _ForkingProcess | None = None
+        self._sources: dict[_Surroundings, _ForkingProcess] = {}
+        """The one that was used last stands last."""
 
     def fork(
         self, task: Task, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
@@ -35,31 +41,54 @@ class ForkServer:
         Args:
             timeout_seconds: imports that take longer are given up.
         """
-        if task.case.code or task.device_type != "cpu":
+        if task.device_type != "cpu" and (task.case.code or not task.emulated):
             return None
-        if self._source is None or not self._source.serves(environment):
-            self.close()
-            self._source = _ForkingProcess(environment)
+        surroundings = _Surroundings.of(task, environment)
+        source = self._sources.pop(surroundings, None)
+        if source is not None and source.has_ended():
+            source.close()
+            source = None
+        if source is None:
+            while len(self._sources) >= _MOST_SOURCES:
+                self._close(next(iter(self._sources)))
+            source = _ForkingProcess(environment)
+        self._sources[surroundings] = source
         forked = None
         try:
-            forked = self._source.fork(folder, rank, timeout_seconds)
+            forked = source.fork(folder, rank, timeout_seconds)
         finally:
             if forked is None:
-                self.close()  # an answer that nobody waited for would be taken for the next one
+                self._close(surroundings)  # an answer that nobody waited for would be taken for the next one
         return forked
 
     def close(self) -> None:
-        """End the process, and with it any that was forked from it."""
-        if self._source is not None:
-            self._source.close()
-        self._source = None
+        """End the processes, and with them any that was forked from them."""
+        for surroundings in list(self._sources):
+            self._close(surroundings)
+
+    def _close(self, surroundings: _Surroundings) -> None:
+        self._sources.pop(surroundings).close()
+
+
+class _Surroundings(NamedTuple):
+    """What a process has from its start, and hands to those that are forked from it."""
+
+    is_own_code: bool
+    """Which finds torch imported; a case of the zoo finds the libraries of others, too."""
+    variables: frozenset[tuple[str, str]]
+    limits: tuple[tuple[int, int], ...]
+    cores: frozenset[int]
+
+    @classmethod
+    def of(cls, task: Task, environment: Mapping[str, str]) -> _Surroundings:
+        limits = tuple(resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_"))
+        return cls(bool(task.case.code), frozenset(environment.items()), limits, frozenset(os.sched_getaffinity(0)))
 
 
 class _ForkingProcess:
     """A running process of `worker.preload`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = dict(environment)
         wishes_end, self._wishes = os.pipe()
         self._answers, answers_end = os.pipe()
         os.set_blocking(self._answers, False)
@@ -68,7 +97,7 @@ class _ForkingProcess:
             stdin=wishes_end,
             stdout=answers_end,
             stderr=subprocess.DEVNULL,
-            env=self._environment,
+            env=dict(environment),
             start_new_session=True,
         )
         os.close(wishes_end)
@@ -77,12 +106,12 @@ class _ForkingProcess:
         self._forked: list[int] = []
         self._ended: dict[int, int] = {}
 
-    def serves(self, environment: Mapping[str, str]) -> bool:
-        return self._process.poll() is None and self._environment == environment
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def fork(self, folder: Path, rank: int, timeout_seconds: float) -> ForkedProcess | None:
         deadline = time.monotonic() + timeout_seconds
-        wish = {"folder": str(folder), "rank": rank, "cwd": os.getcwd()}
+        wish = {"folder": str(folder), "rank": rank, "cwd": os.getcwd(), "variables": {CASE_FOLDER: str(folder)}}
         try:
             os.write(self._wishes, json.dumps(wish).encode() + b"\n")
         except BrokenPipeError:

@@ -19,7 +19,19 @@ from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER, Process, start
 from pytest_gputrain.execution.launch.ranks import Rank, follow
 from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.records import Crashed, Event, Lost, Measurement, OutOfMemory, Prediction, Reply, Served, Task, TimedOut
+from pytest_gputrain.records import (
+    Crashed,
+    EmulatedRun,
+    Event,
+    Lost,
+    Measurement,
+    OutOfMemory,
+    Prediction,
+    Reply,
+    Served,
+    Task,
+    TimedOut,
+)
 from pytest_gputrain.utils.signals import undisturbed
 
 Watch = Callable[[Event], None]
@@ -44,7 +56,30 @@ def in_process(
         environ: variables of the processes, with those that the task changes; by default those of this one.
     """
     reply = _run_processes(task, gpus, timeout_seconds, watch, fork_server, environ)
-    assert not isinstance(reply, Prediction), "nobody asked for one"
+    assert not isinstance(reply, Prediction | EmulatedRun), "nobody asked for one, and a worker that was not asked refuses"
+    return reply
+
+
+def emulate(
+    task: Task,
+    *,
+    timeout_seconds: float,
+    environ: Mapping[str, str],
+    watch: Watch = lambda event: None,
+    fork_server: ForkServer | None = None,
+) -> EmulatedRun | OutOfMemory | Crashed | TimedOut:
+    """Run the first rank of ``task``, which names an emulated GPU, in a process of its own.
+
+    Args:
+        environ: variables of the process, with those that find emulated GPUs.
+        timeout_seconds, watch, fork_server: as in `in_process`.
+
+    Returns:
+        The figures; another reply where there are none.
+    """
+    assert task.emulated, "a worker refuses stand-ins that nobody asked for"
+    reply = _run_processes(task, (), timeout_seconds, watch, fork_server, environ)
+    assert not isinstance(reply, Measurement | Prediction | Lost), "a worker asked to emulate measures nothing"
     return reply
 
 
@@ -66,7 +101,7 @@ def predict(
     """
     assert task.target is not None, "a prediction is for a device"
     reply = _run_processes(task, (), timeout_seconds, watch, fork_server, environ)
-    assert not isinstance(reply, Measurement | Lost), "nothing was trained, and not by a fleet"
+    assert not isinstance(reply, Measurement | EmulatedRun | Lost), "nothing was trained, and not by a fleet"
     return reply
 
 
@@ -77,7 +112,7 @@ def _run_processes(
     watch: Watch,
     fork_server: ForkServer | None,
     environ: Mapping[str, str] | None,
-) -> Prediction | Reply:
+) -> Prediction | EmulatedRun | Reply:
     refuse_recursion()
     environment = worker_environment(task, gpus, environ)
 
@@ -88,7 +123,7 @@ def _run_processes(
     with folder_of(task) as folder:
         ranks: list[Rank] = []
         try:
-            for number in range(task.processes + task.servers if task.target is None else 1):
+            for number in range(1 if task.target or task.emulated else task.processes + task.servers):
                 ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
             return follow(ranks, timeout_seconds, watch)
         finally:
@@ -110,7 +145,7 @@ def inline(task: Task, builder: Any = None) -> Reply:
     try:
         figures: list[Any] = []
         reply = run(task, Progress(None), builder, keep=figures.append)
-        assert not isinstance(reply, Served), "the only process of a case serves nobody"
+        assert not isinstance(reply, Served | EmulatedRun), "the only process of a case serves nobody, and is not emulated"
         return msgspec.structs.replace(reply, measured=figures[0]) if isinstance(reply, Crashed) and figures else reply
     finally:
         torch.set_num_threads(threads)

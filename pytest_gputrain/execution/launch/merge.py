@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pytest_gputrain.records import Measurement, Prediction, Rank, Reply, Served
+from pytest_gputrain.records import EmulatedRun, Measurement, Prediction, Rank, Reply, Served
 
 
-def merge(replies: Sequence[Reply | Served | Prediction]) -> Measurement:
+def merge(replies: Sequence[Reply | Served | Prediction | EmulatedRun]) -> Measurement:
     """Merge the figures of all ranks, in their order, into the case's."""
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     figures = [reply for reply in replies if isinstance(reply, Measurement | Served)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -20,6 +21,7 @@ from pytest_gputrain.execution.launch.processes import Process
 from pytest_gputrain.records import (
     FORMAT,
     Crashed,
+    EmulatedRun,
     Event,
     Measurement,
     OutOfMemory,
@@ -33,6 +35,8 @@ from pytest_gputrain.utils.files import UNREADABLE
 from pytest_gputrain.utils.linux import oom_kills
 from pytest_gputrain.utils.units import format_bytes
 
+_OF_LIBRARIES: Final = re.compile(r"^Failed to load CPU gemm_4bit.*\n?", re.MULTILINE)
+"""What bitsandbytes prints whenever it is imported on a CPU without an optional package."""
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
 _TAIL_BYTES: Final = 8_000
@@ -63,7 +67,7 @@ class Rank:
 
     def failed(self) -> bool:
         """Whether the ended process left no figures."""
-        return not isinstance(self.reply(), Measurement | Served | Prediction)
+        return not isinstance(self.reply(), Measurement | Served | Prediction | EmulatedRun)
 
     def failure_sort_key(self) -> tuple[bool, bool, int]:
         """The key that sorts failed ranks by how likely each is the cause of the others' failures.
@@ -75,7 +79,7 @@ class Rank:
         written = reply.stat().st_mtime_ns if reply.exists() else 0
         return bool(written), not isinstance(self.reply(), OutOfMemory), written
 
-    def reply(self) -> Reply | Served | Prediction:
+    def reply(self) -> Reply | Served | Prediction | EmulatedRun:
         """Read the reply that the ended process left behind, or make one from how it ended."""
         self.progress.read()
         killed_for_memory = self.process.killed_for_memory(self._kills_before)
@@ -112,7 +116,7 @@ def follow(
     *,
     trouble: Callable[[], Crashed | None] = lambda: None,
     grace_seconds: float = 0.0,
-) -> Prediction | Reply:
+) -> Prediction | EmulatedRun | Reply:
     """Wait until the ranks have ended, and give the case's reply. If one fails the case does: the others would wait for it.
 
     Args:
@@ -150,10 +154,10 @@ def follow(
     if failed:
         first = min(failed, key=Rank.failure_sort_key)
         reply = first.reply()
-        assert not isinstance(reply, Served | Prediction)
+        assert not isinstance(reply, Served | Prediction | EmulatedRun)
         return _with_figures(reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number), ranks)
     replies = [rank.reply() for rank in ranks]
-    return replies[0] if isinstance(replies[0], Prediction) else merge(replies)
+    return replies[0] if isinstance(replies[0], Prediction | EmulatedRun) else merge(replies)
 
 
 def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
@@ -176,7 +180,7 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
 
 def _read_reply(
     folder: Path, exit_code: int, last: Event, killed_for_memory: bool, output: str
-) -> Reply | Served | Prediction:
+) -> Reply | Served | Prediction | EmulatedRun:
     """Read what the ended process left behind, as a reply.
 
     Args:
@@ -195,7 +199,7 @@ def _read_reply(
                     f"the worker's reply has format {version}, this version reads format {FORMAT}: the worker imports "
                     "another pytest-gputrain than pytest does; look at PYTHONPATH"
                 )
-            reply = msgspec.json.decode(data, type=Reply | Served | Prediction)
+            reply = msgspec.json.decode(data, type=Reply | Served | Prediction | EmulatedRun)
         except UNREADABLE as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:
@@ -242,7 +246,8 @@ class _Output:
                 os.truncate(self._path, 0)
 
     def end(self) -> str:
-        return (self._before + tail(self._path))[-_TAIL_BYTES:]
+        """The end of it, without what libraries say of themselves that says nothing of the case."""
+        return _OF_LIBRARIES.sub("", (self._before + tail(self._path)))[-_TAIL_BYTES:]
 
 
 class _ProgressFile:

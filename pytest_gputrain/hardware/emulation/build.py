@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +28,7 @@ from pytest_gputrain.hardware.emulation.libraries import (
     needed_functions,
     users_of_cuda,
 )
+from pytest_gputrain.hardware.emulation.stubs import stubs_text, version_script
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import locked, make_own
 
@@ -36,7 +37,7 @@ SOURCES: Final = Path(__file__).with_name("c")
 CORE: Final = "libgputrain_emulated.so"
 """The library that holds the state of the emulated GPUs, which all stand-ins share."""
 
-_CORE_SOURCES: Final = ("gpus.c", "memory.c", "threads.c")
+_CORE_SOURCES: Final = ("gpus.c", "memory.c", "threads.c", "values.c")
 
 _MANIFEST: Final = "manifest.json"
 _COMPILERS: Final = ("cc", "gcc", "clang")
@@ -44,11 +45,9 @@ _FLAGS: Final = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE")
 _SECONDS: Final = 120.0
 """For the compiler to make one library, which takes it less than one."""
 
-_SIZES: Final = ("ufferSize", "orkspaceSize", "GetWorkspace", "CompressedSize", "workEstimation", "MatGetSize", "geam2Nnz")
-"""In the names of functions that answer with a size. A stand-in that made one up would make a wrong figure of memory."""
 
-_REFUSED: Final = {"cusolver": 9, "cusparse": 10, "cusparseLt": 10, "cublas": 15, "cublasLt": 15, "cudnn": 3000}
-"""The libraries' own numbers for what they do not support."""
+_UNUSED_SECONDS: Final = 30 * 86400.0
+"""After which a build is removed by the next one. Each use of it makes it new."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +99,12 @@ def stand_ins(torch: Torch) -> StandIns:
     try:
         make_own(folder.parent)
         with locked(folder):
-            return _load(folder) or _build(folder, torch, users)
+            found = _load(folder)
+            if found is None:
+                found = _build(folder, torch, users)
+                _sweep(folder.parent)
+            os.utime(folder)
+            return found
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise CannotEmulate(
@@ -150,6 +154,14 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
         (target / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
         target.rename(folder)
     return StandIns(folder)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what other versions of torch and of this package left, and nobody has used for long."""
+    for folder in cache.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - folder.lstat().st_mtime > _UNUSED_SECONDS:
+                shutil.rmtree(folder)
 
 
 def find_compiler() -> list[str]:
@@ -236,32 +248,10 @@ def _compile_one(
         stubs = Path(scratch) / "stubs.c"
         stubs.write_text(stubs_text(stem, sorted(functions.keys() - written)))
         script = Path(scratch) / "versions.map"
-        script.write_text(_version_script(functions))
+        script.write_text(version_script(functions))
         versioned = [f"-Wl,--version-script={script}"] if script.stat().st_size else []
         linked = [*versioned, f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *map(str, others), "-ldl"]
         _run([*compiler, *options, "-o", str(folder / soname), str(stubs), *parts, *linked])
-
-
-def stubs_text(stem: str, names: Iterable[str]) -> str:
-    """The C text of functions that do nothing and succeed, but for those that must answer with a size: these fail."""
-    lines = ['#include "emulated.h"']
-    for name in names:
-        if any(part in name for part in _SIZES):
-            lines.append(f'int {name}(void) {{ return gputrain_missing("{name}", {_REFUSED.get(stem, 801)}); }}')
-            continue
-        parameters, body = "void", "return 0;"
-        if ("Create" in name or name.endswith("createDescr")) and "Identity" not in name:
-            parameters, body = "void **out", "*out = gputrain_handle(); return 0;"
-        lines.append(f'long {name}({parameters}) {{ static int seen; gputrain_trace("{name}", &seen); {body} }}')
-    return "\n".join(lines) + "\n"
-
-
-def _version_script(functions: Functions) -> str:
-    """What the linker is told of the functions' versions, which whoever loads them compares."""
-    versions: defaultdict[str, list[str]] = defaultdict(list)
-    for name, version in sorted(functions.items()):
-        versions[version].append(name)
-    return "".join(f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items() if version)
 
 
 def _run(command: list[str]) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.records import FAILING, Predicted, Report, Result
+from pytest_gputrain.records import FAILING, Emulated, Predicted, Report, Result
 from pytest_gputrain.records.case import knob_text
 from pytest_gputrain.report import studies, summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
@@ -31,7 +31,7 @@ class Format(NamedTuple):
     reads: str
     """Which tool reads the format, for the help."""
     timed: bool = False
-    """Whether it has no form for predicted cases."""
+    """Whether it has no form for cases without times."""
     many: bool = False
     """Whether it takes any number of reports, rather than one."""
     complete: bool = False
@@ -110,6 +110,11 @@ def _csv_row(report: Report, result: Result, point: Point | None) -> list[object
     ]
 
 
+def _kind(result: Result) -> str:
+    """What the name of a figure begins with that was not measured."""
+    return "predicted " if isinstance(result, Predicted) else "emulated " if isinstance(result, Emulated) else ""
+
+
 def _peak(point: Point) -> dict[str, Any]:
     """Return peak memory for github-action-benchmark, a `BenchmarkResult` of its ``extract.ts``.
 
@@ -117,7 +122,7 @@ def _peak(point: Point) -> dict[str, Any]:
     """
     result = point.result
     entry = {
-        "name": f"{point.name}: {'predicted peak memory' if isinstance(result, Predicted) else 'peak memory'}",
+        "name": f"{point.name}: {_kind(result)}peak memory",
         "unit": "MiB",  # whatever the size: the action compares numbers
         "value": point.peak_allocated_bytes / MiB,
         "extra": f"device: {result.device}\nscale: {result.scale}\nverdict: {verdict_of(result)}",
@@ -134,7 +139,7 @@ def _measures(point: Point) -> dict[str, Any]:
     ``latency`` is Bencher's own, in nanoseconds; ``peak-memory`` is created by the first report that has it, in bytes.
     """
     if not point.runs:
-        return {"predicted-peak-memory": {"value": point.peak_allocated_bytes}}
+        return {f"{_kind(point.result).strip()}-peak-memory": {"value": point.peak_allocated_bytes}}
     peaks = [run.peak_allocated_bytes for run in point.runs]
     median, steps = point.median_step_seconds, point.step_seconds
     low, _, high = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else (steps[0],) * 3

@@ -11,7 +11,7 @@ from typing import Final
 
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import Published, Result
+from pytest_gputrain.records import Published, Result, UnmeasuredResult
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.report.published import (
     FRAMEWORKS,
@@ -35,8 +35,8 @@ def _row(of: Published | Result) -> tuple[str, str, str, str]:
 
 
 def _by_row(results: Sequence[Result]) -> _ByRow:
-    """Return the results by row; of a case measured several times the last."""
-    return {_row(result): result for result in results}
+    """Return the measured results by row; of a case measured several times the last."""
+    return {_row(result): result for result in results if not isinstance(result, UnmeasuredResult)}
 
 
 def left_out(source: Path, results: Sequence[Result], tables: Sequence[PublishedTable]) -> list[str]:
@@ -45,7 +45,9 @@ def left_out(source: Path, results: Sequence[Result], tables: Sequence[Published
     platforms = {platform for table in tables for platform in table.platforms}
     counts_by_reason: Counter[str] = Counter()
     for result in results:
-        if result.scale == "tiny":
+        if isinstance(result, UnmeasuredResult):
+            counts_by_reason["predicted or emulated, and the tables compare what was measured"] += 1
+        elif result.scale == "tiny":
             counts_by_reason["measured at tiny scale, which has nothing to do with published figures"] += 1
         elif result.platform not in platforms:
             counts_by_reason[f"measured on {result.platform}, for which the tables have nothing"] += 1

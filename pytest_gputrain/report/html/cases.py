@@ -16,6 +16,7 @@ from pytest_gputrain.gate.summary import detail_of, failure_of
 from pytest_gputrain.records import (
     BatchSearch,
     Case,
+    Emulated,
     Environment,
     LossStudy,
     Measured,
@@ -24,8 +25,10 @@ from pytest_gputrain.records import (
     Predicted,
     Report,
     Result,
+    UnmeasuredResult,
     knob_text,
 )
+from pytest_gputrain.records.emulated import conditions_of
 from pytest_gputrain.report.results import latest, of_kind, verdict_of
 from pytest_gputrain.utils.units import (
     format_bytes,
@@ -52,6 +55,7 @@ TONES: Final = {
     "loss curves": "plain",
     "measured": "plain",
     "predicted": "plain",
+    "emulated": "plain",
 }
 """How a verdict looks, those first that want attention first."""
 _RANK: Final = {verdict: rank for rank, verdict in enumerate(TONES)}
@@ -124,7 +128,7 @@ def gathered(results: Sequence[Result]) -> Cases:
 
 def _latest(results: Sequence[Result]) -> Iterator[Result]:
     """A study is a row of its own: it says nothing of the case as declared."""
-    yield from latest(of_kind(results, Measured, Predicted))
+    yield from latest(of_kind(results, Measured, Predicted, Emulated))
     yield from latest(of_kind(results, BatchSearch, LossStudy))
 
 
@@ -167,7 +171,7 @@ def _cell(value: float | None, show: Callable[[float], str], tone: str = "") -> 
     return Cell() if value is None else Cell(text=show(value), value=value, tone=tone)
 
 
-def _summary(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell]:
+def _of_summary(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell]:
     return lambda result: _cell(getattr(result.summary, name) if result.summary else None, show)
 
 
@@ -179,7 +183,7 @@ def _measured(name: str, show: Callable[[float], str]) -> Callable[[Result], Cel
     def cell(result: Result) -> Cell:
         runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
         values = [value for run in runs if (value := getattr(run, name)) is not None]
-        if isinstance(result, Predicted):
+        if isinstance(result, UnmeasuredResult):
             values = [value for value in [getattr(result.figures, name, None)] if value is not None]
         return _cell(statistics.median_high(values) if values else None, show)
 
@@ -201,7 +205,7 @@ def _change(*names: MetricName) -> Callable[[Result], Cell]:
 
 
 def _peak(result: Result) -> Cell:
-    peak = result.figures if isinstance(result, Predicted) else result.summary
+    peak = result.figures if isinstance(result, UnmeasuredResult) else result.summary
     return _cell(peak.peak_allocated_bytes if peak else None, format_bytes)
 
 
@@ -210,22 +214,22 @@ def _share(value: float) -> str:
 
 
 def _fits(result: Result) -> Cell:
-    fits = result.figures.fits if isinstance(result, Predicted) and result.figures else None
+    fits = result.figures.fits if isinstance(result, UnmeasuredResult) and result.figures else None
     return Cell() if fits is None else Cell(text="yes" if fits else "no", value=int(fits), tone="" if fits else "bad")
 
 
 _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
-    "Sec/step": _summary("median_step_seconds", format_seconds),
+    "Sec/step": _of_summary("median_step_seconds", format_seconds),
     "Δ time": _change("step_seconds"),
     "Peak memory": _peak,
     "Δ memory": _change("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
     "Fits": _fits,
     "Roofline": _predicted("roofline_seconds", format_seconds),
-    "Samples": _summary("samples_per_second", format_rate),
-    "Tokens": _summary("tokens_per_second", format_rate),
-    "Scaling": _summary("scaling_efficiency", _share),
-    "MFU": _summary("model_flops_utilization", _share),
-    "Energy": _summary("joules_per_sample", format_joules),
+    "Samples": _of_summary("samples_per_second", format_rate),
+    "Tokens": _of_summary("tokens_per_second", format_rate),
+    "Scaling": _of_summary("scaling_efficiency", _share),
+    "MFU": _of_summary("model_flops_utilization", _share),
+    "Energy": _of_summary("joules_per_sample", format_joules),
     "Reserved": _measured("peak_reserved_bytes", format_bytes),
     "Model": _measured("model_bytes", format_bytes),
     "Compute": _measured("flops_per_step", format_flops),
@@ -234,7 +238,7 @@ _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentSummary:
-    """An environment in which cases ran, or the platform that they were predicted for."""
+    """An environment in which cases ran, or the platform that they were predicted for, or that was emulated."""
 
     title: str
     facts: dict[str, str]
@@ -248,14 +252,21 @@ def environment_summaries(results: Sequence[Result]) -> list[EnvironmentSummary]
         environments = _environments([result])
         if isinstance(result, Predicted) and result.figures is not None:
             by_environment[_key(result.figures.target)].append(result)
+        elif isinstance(result, Emulated) and result.figures is not None:
+            by_environment[_key(conditions_of(result.figures))].append(result)
         elif environments:
             by_environment[
                 _key(msgspec.structs.replace(environments[0], device_count=0, topology=(), hosts=(), threads=0))
             ].append(result)
-    return [
-        _predicted_summary(predicted) if (predicted := of_kind(members, Predicted)) else _measured_summary(members)
-        for members in by_environment.values()
-    ]
+    return [_summary_of(members) for members in by_environment.values()]
+
+
+def _summary_of(members: Sequence[Result]) -> EnvironmentSummary:
+    if predicted := of_kind(members, Predicted):
+        return _predicted_summary(predicted)
+    if emulated := of_kind(members, Emulated):
+        return _emulated_summary(emulated)
+    return _measured_summary(members)
 
 
 def _key(*records: object) -> bytes:
@@ -315,6 +326,19 @@ def _predicted_summary(results: Sequence[Predicted]) -> EnvironmentSummary:
         **dict(
             sorted({name: version for prediction in predictions for name, version in prediction.packages.items()}.items())
         ),
+    }
+    return EnvironmentSummary(
+        title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results)
+    )
+
+
+def _emulated_summary(results: Sequence[Emulated]) -> EnvironmentSummary:
+    first = next(run for result in results if (run := result.figures) is not None)
+    facts = {
+        "Emulated": first.device_name,
+        "Memory of one": format_bytes(first.device_memory_bytes),
+        "Runtime": first.runtime or "",
+        **dict(sorted(first.packages.items())),
     }
     return EnvironmentSummary(
         title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results)

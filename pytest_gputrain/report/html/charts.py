@@ -200,11 +200,13 @@ class Charts:
         title: str,
         description: str,
         ideal: Sequence[tuple[float, float]] = (),
+        mark: tuple[float, str] | None = None,
     ) -> Chart:
         """Series over a common axis.
 
         Args:
             ideal: a thin line beside them, whose angle means something: from 0 on.
+            mark: a place on that axis, and what is there; heights then begin at 0, too.
         """
         from matplotlib.ticker import MaxNLocator
 
@@ -219,8 +221,20 @@ class Charts:
                 if line.ends and line.x:
                     axes.plot(line.x[-1:], line.y[-1:], color=Colour.BAD, marker="x", markersize=8, markeredgewidth=2)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-            if ideal:
+            if ideal or mark:
                 axes.set_ylim(bottom=0)
+            if mark:
+                place, text = mark
+                axes.axvline(place, color=Colour.INK, linewidth=1, linestyle=(0, (3, 2)))
+                is_left = place > sum(axes.get_xlim()) / 2  # on the side with more space
+                axes.annotate(
+                    text,
+                    (place, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(-3 if is_left else 3, 3),
+                    textcoords="offset points",
+                    ha="right" if is_left else "left",
+                )
             axes.set_xlabel(x, color=Colour.MUTED, labelpad=2)
             self._measure(axes, y)
             points = [point for line in lines for point in zip(line.x, line.y, line.labels, strict=True)]

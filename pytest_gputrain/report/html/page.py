@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import importlib.util
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Course, Published, Report, Result
+from pytest_gputrain.records.emulation import Emulation
 from pytest_gputrain.report import studies, terminal
 from pytest_gputrain.report.trend.reading import Filter, History, Subject
 from pytest_gputrain.report.trend.series import analyse
@@ -125,17 +127,40 @@ def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Publish
     )
 
 
+def page_of_emulation(report: Emulation) -> str:
+    """The page of what a program took of an emulated GPU."""
+    from pytest_gputrain.report.html import cases, emulation
+    from pytest_gputrain.report.html.charts import Charts
+
+    charts = Charts()
+    figures = {
+        "course": tuple(emulation.courses(report, charts)),
+        "peak": tuple(emulation.peaks(report, charts)),
+    }
+    return _rendered(
+        charts,
+        figures,
+        title=f"{shlex.join(report.command)} on an emulated {report.gpu}",
+        report_headers=[],
+        cases=cases.gathered([]),
+        tones=cases.TONES,
+        environments=[],
+        cards=[],
+        notes=list(emulation.notes(report)),
+    )
+
+
 def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], **others: Any) -> str:
     """Fill the template in, with the styles of the charts drawn so far."""
-    templates = _templates()
-    css = f"{_source(templates, 'page.css')}\n{charts.css}\n"
-    script = _source(templates, "page.js")
-    text = templates.get_template("page.html").render(
+    environment = templates()
+    css = f"{source(environment, 'page.css')}\n{charts.css}\n"
+    script = source(environment, "page.js")
+    text = environment.get_template("page.html").render(
         css=css,
         script=script,
-        hash_of=_hash,
+        hash_of=hash_of,
         figures=defaultdict(tuple, figures),
-        **others,
+        **{"title": "GPU training benchmarks", **others},
         count=count,
     )
     return shown(text)
@@ -150,7 +175,8 @@ def _tables(baseline_dir: Path, warn: Callable[[str], None]) -> PublishedStore |
 
 
 @functools.cache
-def _templates() -> Environment:
+def templates() -> Environment:
+    """Return jinja2's environment for the templates of this folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
@@ -162,11 +188,12 @@ def _templates() -> Environment:
     )
 
 
-def _source(templates: Environment, name: str) -> str:
-    assert templates.loader is not None
-    return templates.loader.get_source(templates, name)[0]
+def source(environment: Environment, name: str) -> str:
+    """Return a file of this folder."""
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
 
 
-def _hash(text: str) -> str:
+def hash_of(text: str) -> str:
     """Return the hash by which a Content-Security-Policy allows a part of the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

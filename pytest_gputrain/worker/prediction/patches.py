@@ -43,6 +43,9 @@ _AUTOCAST_FP32: Final = """
 _AUTOCAST_FP32_RESULT: Final = "prod softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList"
 """Operators whose ``dtype`` it sets to fp32, where none is given (AT_FORALL_FP32_SET_OPT_DTYPE)."""
 
+_PAGED_FROM: Final = 100_000
+"""Elements of a weight whose state bitsandbytes pages."""
+
 
 @contextlib.contextmanager
 def patched(target: Target, device: torch.device) -> Iterator[None]:
@@ -55,7 +58,8 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         libraries: dict[str, Callable[[], Iterator[Any]]] = {
             "deepspeed": lambda: zero.patches(gpu),
             "transformers": _transformers_patches,
-            "bitsandbytes": _bitsandbytes_patches,
+            "peft.tuners.lora": _peft_patches,
+            "bitsandbytes": lambda: _bitsandbytes_patches(gpu),
             "torch._dynamo.eval_frame": own_code.dynamo_patches,
         }
         if gpu is not None:
@@ -173,7 +177,7 @@ def _transformers_patches() -> Iterator[Any]:
     yield mock.patch.object(transformers_utils, "is_fake_tensor", _no)
 
 
-def _bitsandbytes_patches() -> Iterator[Any]:
+def _bitsandbytes_patches(gpu: torch.device | None) -> Iterator[Any]:
     import bitsandbytes
 
     # A subclass of Parameter cannot be made of a fake: a plain one stands in, with the attributes that are read.
@@ -181,6 +185,34 @@ def _bitsandbytes_patches() -> Iterator[Any]:
         yield mock.patch.object(module, "Params4bit", _four_bits)
     # A table of tensors, filled when first used: fakes must neither stay in it nor meet real ones there.
     yield mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True)
+    # Takes a device label with a number for another GPU.
+    yield mock.patch.object(bitsandbytes.functional, "is_on_gpu", _no)
+    if gpu is not None:
+        yield mock.patch.object(bitsandbytes.optim.optimizer.Optimizer8bit, "get_state_buffer", _state_of_8bit_optimizer)
+
+
+def _peft_patches() -> Iterator[Any]:
+    # DoRA unpacks a 4-bit weight, which it knows by its class.
+    from peft.tuners.lora import dora
+
+    unpacked = dora.dequantize_module_weight
+
+    def unpack(module: Any) -> Any:
+        state = getattr(module.weight, "quant_state", None)
+        if state is None:
+            return unpacked(module)
+        import bitsandbytes
+
+        return bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
+
+    yield mock.patch.object(dora, "dequantize_module_weight", unpack)
+
+
+def _state_of_8bit_optimizer(self: Any, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The state of one weight: of a paged optimizer in unified memory, which is the host's until the GPU has room for it."""
+    if self.is_paged and parameter.numel() >= _PAGED_FROM:
+        return torch.zeros(parameter.shape, dtype=dtype, device="cpu")
+    return torch.zeros_like(parameter, dtype=dtype)
 
 
 def _reduce_scatter_by_gloo(
@@ -352,4 +384,4 @@ def _four_bits(
 def _copy_of_four_bits(parameter: Any, data: Tensor, memo: dict[Any, Any]) -> nn.Parameter:
     names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
     options = {name: getattr(parameter, name) for name in names}
-    return _four_bits(data, parameter.requires_grad, copy.deepcopy(parameter.quant_state, memo), **options)
+    return _four_bits(data, parameter.requires_grad, copy.deepcopy(parameter.quant_state), **options)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 from typing import Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pytest_gputrain.cases.architectures.facts import Architecture
-from pytest_gputrain.cases.libraries import library_versions
-from pytest_gputrain.records import Case, Crashed, OperatorWork, Prediction, Task
+from pytest_gputrain.cases.libraries import packages_of
+from pytest_gputrain.records import Crashed, OperatorWork, Prediction, Task
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.measuring import build, counted_steps, is_own_code, model_bytes, typical_step
@@ -203,6 +202,7 @@ def _prediction(task: Task, observed: Observed) -> Prediction:
         peak_phase=peak.phase,
         phase_peak_bytes=peak.by_phase,
         largest=trace.largest_at_peaks(peak),
+        peak_bytes_by_origin=trace.by_origin(peak.events[peak.phase]),
         peak_reserved_bytes=allocator.peak_reserved if cuda else None,
         host_bytes=peaks(observed.host).bytes,
         fits=None if capacity is None else refused is None,
@@ -216,15 +216,6 @@ def _prediction(task: Task, observed: Observed) -> Prediction:
             for (name_of_sum, operator), calls in sorted(sums.items())
             if name_of_sum == "calls"
         },
-        packages=_packages(task.case),
+        packages=packages_of(task.case),
         processes=running if running < task.case.gpus + task.case.servers else None,
     )
-
-
-def _packages(case: Case) -> dict[str, str]:
-    """Return the versions of libraries that decided what the case does: of own code those imported, and no kernels'."""
-    return {
-        name: version
-        for name, version in library_versions(case).items()
-        if not case.code or (name in sys.modules and name != "triton")
-    }

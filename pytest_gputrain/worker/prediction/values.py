@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pytest_gputrain.worker.prediction.operators import Operator, tensors_in
 
 LIMIT: Final = 2**18
-"""Elements of the largest tensor whose values are kept: token ids and masks of a batch are, activations are not."""
+"""Elements of the largest tensor whose values are kept: activations are not."""
+_INTEGER_BYTES: Final = 2**26
+"""Of the largest storage of whole numbers that are kept: token ids and masks of a batch of 8 million tokens."""
 
 _ATEN: Final = torch.ops.aten
 _INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64})
@@ -186,9 +188,10 @@ def keep(result: Any, real: Any) -> None:
 
 def _is_small(tensor: Any) -> bool:
     # An expanded tensor has many elements over a small storage.
-    return not isinstance(tensor, Tensor) or (
-        tensor.untyped_storage().nbytes() <= 8 * LIMIT and (tensor.numel() <= LIMIT or tensor.dtype in _INTEGERS)
-    )
+    if not isinstance(tensor, Tensor):
+        return True
+    held = tensor.untyped_storage().nbytes()
+    return held <= _INTEGER_BYTES if tensor.dtype in _INTEGERS else held <= 8 * LIMIT and tensor.numel() <= LIMIT
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Makes torch record its memory on an emulated GPU, in every Python process of a program that `gputrain emulate` runs.
+"""Makes torch record its memory in every Python process of a program that `gputrain emulate` or a test of a script runs.
 
 Python imports this module when it starts, before the program. It then imports the module of the same name that it hides, and
 does nothing else until the program imports torch. It runs in the program's environment, which may lack this package's
@@ -40,15 +40,19 @@ class _TorchFinder:
 
         def execute_and_record(module: ModuleType) -> None:
             execute(module)
-            _load_recorder().install(module)
+            memory_recorder = _load("memory_recorder")
+            if "GPUTRAIN_SCRIPT_STATE" in os.environ:
+                _load("script_recorder").install(module, memory_recorder)
+            else:
+                memory_recorder.install(module)
 
         loader.exec_module = execute_and_record
         return spec
 
 
-def _load_recorder() -> Any:
-    path = os.path.join(os.path.dirname(_FOLDER), "memory_recorder.py")
-    spec: Any = importlib.util.spec_from_file_location("_gputrain_memory_recorder", path)
+def _load(name: str) -> Any:
+    path = os.path.join(os.path.dirname(_FOLDER), f"{name}.py")
+    spec: Any = importlib.util.spec_from_file_location(f"_gputrain_{name}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
-from pytest_gputrain.worker.flops import checkpoint_contexts
 from pytest_gputrain.worker.zoo.attention import named_attention
 from pytest_gputrain.worker.zoo.pangu import PanGu
 from pytest_gputrain.worker.zoo.samples import packed_positions, real_tokens, spread_lengths
@@ -47,7 +46,7 @@ class LanguageModel(Workload):
             return
         model: Any = self.model
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "context_fn": checkpoint_contexts})
+        enable({"use_reentrant": False, "context_fn": self.checkpoint_contexts})
 
     def batch(self, device: torch.device) -> Batch:
         """Random token ids and, shifted by one, their labels: both (batch, sequence) int64.
@@ -83,7 +82,7 @@ class LanguageModel(Workload):
             return next_token_loss(self.model(inputs["input_ids"]), inputs["labels"])
         model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
         logits: Tensor = self.model(**model_inputs, use_cache=False).logits
-        return logits if self.case.loss_chunks > 1 else next_token_loss(logits, inputs["labels"])
+        return logits if self.case.loss_chunks > 1 else LOSSES[self.case.loss](logits, inputs["labels"])
 
     def _loss_in_place_of_logits(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """The model's head and the loss, over one chunk of the tokens after the other; backward makes the logits anew.
@@ -102,7 +101,9 @@ class LanguageModel(Workload):
 
         def sum_of_losses(part: Tensor, labels: Tensor) -> Tensor:
             # No mean: a chunk of padding alone has none.
-            return functional.cross_entropy(head(part), labels, ignore_index=IGNORED_LABEL, reduction="sum")
+            logits = head(part)
+            logits = logits.float() if self.case.loss == "fp32" else logits
+            return functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
         return total_loss
 
@@ -133,3 +134,16 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     published memory figures exclude it. Shifting the labels instead of the logits saves another copy of them.
     """
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def transformers_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same by transformers, in fp32."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    # Any labels beside the shifted ones are not looked at.
+    loss: Tensor = ForCausalLMLoss(logits, None, logits.shape[-1], ignore_index=IGNORED_LABEL, shift_labels=labels)
+    return loss
+
+
+LOSSES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {"": next_token_loss, "fp32": transformers_loss}
+"""By the case's ``loss``."""

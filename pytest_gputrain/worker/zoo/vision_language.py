@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pytest_gputrain.records import Scale
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.zoo.language import IGNORED_LABEL, next_token_labels, next_token_loss, padded
+from pytest_gputrain.worker.zoo.language import IGNORED_LABEL, LOSSES, next_token_labels, padded
 from pytest_gputrain.worker.zoo.samples import spread_lengths
 from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
@@ -66,7 +66,7 @@ class VisionLanguageModel(Workload):
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Cross entropy of the tokens that follow the image."""
         model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        return next_token_loss(self.model(**model_inputs, use_cache=False).logits, inputs["labels"])
+        return LOSSES[self.case.loss](self.model(**model_inputs, use_cache=False).logits, inputs["labels"])
 
     def _image(self, scale: Scale) -> Image:
         part = self.architecture.trained_part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.flops import checkpoint_contexts, recomputing
+from pytest_gputrain.worker.flops import checkpoint_contexts, recomputing, selective_contexts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +88,20 @@ class Workload(abc.ABC):
 
     def checkpointed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``forward(*args, **kwargs)``, recomputed in backward by the case's variant."""
-        return (reentrant if self.case.reentrant_checkpointing else checkpointed)(forward, *args, **kwargs)
+        if self.case.reentrant_checkpointing:
+            return reentrant(forward, *args, **kwargs)
+        if self.case.activation_checkpointing_policy:
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=self.checkpoint_contexts, **kwargs)
+        return checkpointed(forward, *args, **kwargs)
+
+    def checkpoint_contexts(self) -> tuple[Any, Any]:
+        """Return the contexts of a block's forward pass and of its recomputation, by the case's policy."""
+        return self._contexts()
+
+    @functools.cached_property
+    def _contexts(self) -> Callable[[], tuple[Any, Any]]:
+        # When the first block runs, all libraries with operators of their own are there.
+        return selective_contexts(self.case.activation_checkpointing_policy)
 
     def table_limited_length(self) -> int:
         """The case's sequence length for a model with a table of positions; at tiny scale no more than the tiny table has.

@@ -15,23 +15,131 @@ void cudnnGetLastErrorString(char *text, size_t bytes) {
     text[0] = 0;
 }
 
-static int no_workspace(size_t *bytes) {
-  gputrain_unknown("cuDNN's workspaces");
-  *bytes = 0;
+// --- The older interface of convolutions: one algorithm, whose workspace is not known
+
+struct performance {
+  int algorithm, status;
+  float seconds;
+  size_t workspace;
+  int deterministic, math, reserved[3];
+};
+
+static int one_algorithm(int wanted, int *found, struct performance *results) {
+  *found = wanted > 0;
+  if (wanted > 0)
+    results[0] = (struct performance){.algorithm = 1, .seconds = 1e-3F, .deterministic = 1};
   return OK;
 }
-int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int operations, void *x, void *z,
-                                                             void *y, void *parameters, void *activation, size_t *bytes) {
-  return no_workspace(bytes);
+int cudnnGetConvolutionForwardAlgorithm_v7(void *handle, void *x, void *w, void *convolution, void *y, int wanted,
+                                           int *found, void *results) {
+  return one_algorithm(wanted, found, results);
 }
-int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *handle, int mode, int operations, void *x, void *y, void *dy,
-                                                      void *dz, void *dx, void *parameters, void *activation,
-                                                      size_t *bytes) {
-  return no_workspace(bytes);
+int cudnnGetConvolutionBackwardDataAlgorithm_v7(void *handle, void *w, void *dy, void *convolution, void *dx, int wanted,
+                                                int *found, void *results) {
+  return one_algorithm(wanted, found, results);
 }
-int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int operations, void *activation, void *x,
-                                                         size_t *bytes) {
-  return no_workspace(bytes);
+int cudnnGetConvolutionBackwardFilterAlgorithm_v7(void *handle, void *x, void *dy, void *convolution, void *dw, int wanted,
+                                                  int *found, void *results) {
+  return one_algorithm(wanted, found, results);
+}
+int cudnnFindConvolutionForwardAlgorithmEx(void *handle, void *x, void *xs, void *w, void *ws, void *convolution, void *y,
+                                           void *ys, int wanted, int *found, void *results) {
+  return one_algorithm(wanted, found, results);
+}
+int cudnnFindConvolutionBackwardDataAlgorithmEx(void *handle, void *w, void *ws, void *dy, void *dys, void *convolution,
+                                                void *dx, void *dxs, int wanted, int *found, void *results) {
+  return one_algorithm(wanted, found, results);
+}
+int cudnnFindConvolutionBackwardFilterAlgorithmEx(void *handle, void *x, void *xs, void *dy, void *dys, void *convolution,
+                                                  void *dw, void *dws, int wanted, int *found, void *results) {
+  return one_algorithm(wanted, found, results);
+}
+
+// --- Recurrent layers: their weights lie in one buffer, the matrices of all layers before the biases
+
+struct recurrent {
+  int cell, biases, directions, type;
+  size_t input, hidden, projected, layers;
+};
+
+// The first part of a handle, where its size is asked for.
+struct tensor {
+  int type, dimensions, sizes[3];
+};
+
+enum { LSTM = 2, GRU = 3, BIDIRECTIONAL = 1, NO_BIAS = 0, TWO_BIASES = 2 };
+
+static size_t element(int type) { return type == 1 ? 8 : type == 2 || type == 9 ? 2 : 4; } // double; half types; float
+
+int cudnnSetRNNDescriptor_v8(struct recurrent *to, int algorithm, int cell, int biases, int direction, int input_mode,
+                             int type, int precision, int math, int input, int hidden, int projected, int layers,
+                             void *dropout, unsigned flags) {
+  *to = (struct recurrent){
+      cell,          biases, direction == BIDIRECTIONAL ? 2 : 1, type, (size_t)input, (size_t)hidden, (size_t)projected,
+      (size_t)layers};
+  return OK;
+}
+
+static size_t gates(const struct recurrent *of) { return of->cell == LSTM ? 4 : of->cell == GRU ? 3 : 1; }
+static size_t biases(const struct recurrent *of) { return of->biases == NO_BIAS ? 0 : of->biases == TWO_BIASES ? 2 : 1; }
+
+// Columns of the matrix of a gate: of its input in this layer, or of its own last state.
+static size_t columns(const struct recurrent *of, size_t layer, int recurrent) {
+  size_t own = of->projected ? of->projected : of->hidden;
+  return recurrent ? own : layer < (size_t)of->directions ? of->input : own * (size_t)of->directions;
+}
+// A layer counts once for each direction.
+static size_t matrices(const struct recurrent *of, size_t layers) {
+  size_t elements = 0;
+  for (size_t layer = 0; layer < layers; layer++) {
+    elements += gates(of) * of->hidden * (columns(of, layer, 0) + columns(of, layer, 1));
+    if (of->projected && of->projected != of->hidden)
+      elements += of->projected * of->hidden;
+  }
+  return elements;
+}
+int cudnnGetRNNWeightSpaceSize(void *handle, const struct recurrent *of, size_t *bytes) {
+  size_t layers = of->layers * (size_t)of->directions;
+  *bytes = (matrices(of, layers) + layers * gates(of) * biases(of) * of->hidden) * element(of->type);
+  return OK;
+}
+int cudnnGetRNNWeightParams(void *handle, const struct recurrent *of, int layer, size_t bytes, char *weights, int matrix,
+                            struct tensor *matrix_shape, char **matrix_start, struct tensor *bias_shape, char **bias_start) {
+  size_t at = matrices(of, (size_t)layer), each = gates(of), number = (size_t)matrix, rows = of->hidden, wide;
+  int is_recurrent = number >= each, is_projection = number >= 2 * each;
+  size_t first = each * of->hidden * columns(of, (size_t)layer, 0);
+  if (is_projection) {
+    at += first + each * of->hidden * columns(of, (size_t)layer, 1);
+    rows = of->projected;
+    wide = of->hidden;
+  } else {
+    wide = columns(of, (size_t)layer, is_recurrent);
+    at += is_recurrent ? first + (number - each) * of->hidden * wide : number * of->hidden * wide;
+  }
+  char *bias = NULL;
+  if (!is_projection && (biases(of) == 2 || (biases(of) == 1 && !is_recurrent))) {
+    size_t all = matrices(of, of->layers * (size_t)of->directions);
+    bias = weights + (all + ((size_t)layer * each * biases(of) + number) * of->hidden) * element(of->type);
+  }
+  if (matrix_shape) // whoever asks for the one may leave the other out
+    *matrix_shape = (struct tensor){of->type, 3, {1, (int)rows, (int)wide}};
+  if (matrix_start)
+    *matrix_start = weights + at * element(of->type);
+  if (bias_shape)
+    *bias_shape = (struct tensor){of->type, 3, {1, (int)of->hidden, 1}};
+  if (bias_start)
+    *bias_start = bias;
+  return OK;
+}
+int cudnnGetTensorNdDescriptor(const struct tensor *of, int room, int *type, int *dimensions, int sizes[], int strides[]) {
+  *type = of->type;
+  *dimensions = of->dimensions;
+  for (int i = of->dimensions - 1, stride = 1; i >= 0; stride *= of->sizes[i--])
+    if (i < room) {
+      sizes[i] = of->sizes[i];
+      strides[i] = stride;
+    }
+  return OK;
 }
 
 // --- The graph interface: descriptors keep what is set

@@ -1,4 +1,5 @@
-// What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in gpus.c and memory.c.
+// What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in gpus.c, memory.c
+// and values.c.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -63,6 +64,7 @@ size_t gputrain_peak(int device);
 
 void gputrain_copy(void *to, const void *from, size_t bytes);
 void gputrain_set(void *to, int value, size_t bytes);
+int gputrain_read_value(void *to, size_t bytes);
 
 // A block of zeros for what the caller only passes back.
 void *gputrain_handle(void);

@@ -276,12 +276,14 @@ static void zero(char *to, size_t bytes) {
 }
 
 // Small copies are real, so that the host reads back what it wrote. Large ones have no contents: the host reads zeros then,
-// and not what its memory held before.
+// and not what its memory held before. Where values are tracked, values.c says what the host reads of a device.
 void gputrain_copy(void *to, const void *from, size_t bytes) {
   if (!bytes || !to || !from)
     return;
   int to_kind = gputrain_kind(to, NULL), from_kind = gputrain_kind(from, NULL);
-  int on_host = (to_kind == HOST || to_kind == UNKNOWN) && (from_kind == HOST || from_kind == UNKNOWN);
+  int to_host = to_kind == HOST || to_kind == UNKNOWN, on_host = to_host && (from_kind == HOST || from_kind == UNKNOWN);
+  if (to_host && from_kind == DEVICE && gputrain_read_value(to, bytes))
+    return;
   if (bytes <= LARGE_COPY || on_host)
     memmove(to, from, bytes);
   else

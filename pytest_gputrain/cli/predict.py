@@ -1,0 +1,242 @@
+"""Runs the command ``gputrain predict``: does a model fit a GPU, by which method, and up to which batch?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.cases import sweep
+from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.identity import ALWAYS_IN_ID
+from pytest_gputrain.cases.model_config import with_model
+from pytest_gputrain.execution.prediction_pool import PredictionPool
+from pytest_gputrain.gate.fit import ERROR
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.targets import target_of
+from pytest_gputrain.records import Case
+from pytest_gputrain.records.fit import FitGpu, FitReport
+from pytest_gputrain.report import fit, json_report
+from pytest_gputrain.report.html import fit as html
+from pytest_gputrain.session.fitting import Fitting, possible, seconds_of
+from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
+from pytest_gputrain.storage.prediction_cache import PredictionCache
+from pytest_gputrain.utils import console
+from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.files import write_atomically
+from pytest_gputrain.utils.host import usable_cores
+from pytest_gputrain.utils.suggest import did_you_mean
+
+_KNOBS: Final = {
+    "method": ("method", "full, lora, qlora, ... (default: those of the three that the model has)"),
+    "batch": ("batch_size", "samples of a step on each GPU (default: 1)"),
+    "sequence": ("sequence_length", "tokens of a sample (default: 2048)"),
+    "precision": ("precision", "fp32, bf16, bf16-amp or fp16-amp (default: bf16)"),
+    "optimizer": ("optimizer", "adamw, adamw-fused, sgd, ... (default: adamw)"),
+    "checkpointing": (
+        "activation_checkpointing",
+        "true, false, or the share of blocks that are recomputed (default: false)",
+    ),
+    "parallel": ("parallel", "single, ddp, fsdp, zero1, zero2, zero3, ... (default: single)"),
+    "gpus": ("gpus", "how many GPUs train together (default: 1)"),
+}
+"""Options with the knobs that they set, and what they say of them."""
+
+_METHODS: Final[tuple[str, ...]] = ("full", "lora", "qlora")
+_SEQUENCE: Final = "2048"
+_MOST_CELLS: Final = 2000
+_TIMEOUT_SECONDS: Final = 600.0
+
+
+def add_to(commands: Any) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="will a model fit a GPU, by which method, and up to which batch?",
+        description="Predict the memory of training a model on GPUs that need not be here, by running it on tensors without "
+        "contents: gputrain predict llama-3.1-8b --method lora,qlora --gpu rtx_4090. Each option takes several values, "
+        "separated by commas, and all combinations are predicted. The exit status is 0 where there is an answer, whether "
+        "anything fits or not, and 2 for bad input.",
+    )
+    predict.add_argument(
+        "model", metavar="MODEL", help="a model of the zoo, a config.json or its folder, or a model in the hub's local cache"
+    )
+    predict.add_argument("--gpu", required=True, metavar="MARKER,...", help="which GPUs, as h100,rtx_4090 (docs/gpus.md)")
+    for option, (knob, text) in _KNOBS.items():
+        predict.add_argument(f"--{option}", dest=knob, metavar="A,B", help=text)
+    predict.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KNOB=A,B",
+        help="any other field of a case with its values, as resolution=512x512; may be repeated",
+    )
+    predict.add_argument(
+        "--only-cells", action="store_true", help="look neither for the largest batches nor for what makes the others fit"
+    )
+    predict.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer as JSON")
+    predict.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown")
+    predict.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs nothing else")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the tables; 0, or 2 for bad input."""
+    try:
+        if options.html is not None and (lacking := html.missing()):
+            raise ValueError(f"--html: {lacking}")
+        base = _model(options.model)
+        gpus = _gpus(options.gpu)
+        axes = dict(sweep.parse_axes(_knobs(options, base), ()))
+        if wrong := {"model", sweep.PLATFORMS} & axes.keys():
+            raise ValueError(f"--set {min(wrong)} is not taken here; name the model first, and the GPUs by --gpu")
+        named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in ALWAYS_IN_ID)
+        cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
+        if len(cases) * len(gpus) > _MOST_CELLS:
+            raise ValueError(f"{len(cases) * len(gpus):,} combinations are too many; ask for at most {_MOST_CELLS:,}")
+        report = _answer(options, base.model.partition("#")[0], cases, gpus, axes)
+        _write(options, report)
+    except (ValueError, BadCase) as error:
+        console.say(error)
+        return 2
+    except OSError as error:
+        console.say(f"{error.filename or 'a file'} cannot be written: {error.strerror}")
+        return 2
+    console.put(fit.text(report, "terminal"), end="")
+    return 0
+
+
+def _model(name: str) -> Case:
+    """The case of a model of the zoo, or of a config that is a file, in a folder, or in the cache of the hub.
+
+    Raises:
+        ValueError: there is no such model; one sentence.
+        BadCase: it cannot be trained here.
+    """
+    zoo = architectures()
+    if name in zoo:
+        return Case(model=name)
+    path = Path(name).expanduser()
+    if not path.exists():
+        in_cache = snapshot(name, os.environ)
+        if in_cache is None:
+            raise ValueError(
+                f"the model {name!r} is unknown{did_you_mean(name, zoo)}: it is no file or folder, and not in the local "
+                f"cache of the hub ({hub_cache(os.environ)}), where it would have to be; the zoo has {', '.join(zoo)}"
+            )
+        path = in_cache
+    try:
+        return with_model(Case(model=str(path.absolute())), Path.cwd())
+    except BadCase as error:
+        raise ValueError(str(error).partition(", but ")[2] or str(error)) from None
+
+
+def _gpus(text: str) -> list[str]:
+    """Raises:
+    ValueError: the catalog lacks one.
+    """
+    markers = list(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+    for marker in markers:
+        if marker not in PLATFORMS:
+            raise ValueError(
+                f"the GPU {marker!r} is unknown{did_you_mean(marker, PLATFORMS)}; known: {', '.join(PLATFORMS)}"
+            )
+    if not markers:
+        raise ValueError(f"--gpu names none; give some of {', '.join(PLATFORMS)}")
+    return markers
+
+
+def _knobs(options: argparse.Namespace, base: Case) -> str:
+    """All knobs as `sweep.parse_axes` takes them."""
+    architecture = architectures()[base.model]
+    methods = [method for method in _METHODS if method in architecture.trainable] or [*architecture.trainable]
+    given = {knob: getattr(options, knob) for knob, _ in _KNOBS.values()}
+    given["method"] = given["method"] or ",".join(methods)
+    if "sequence_length" in architecture.needs:
+        given["sequence_length"] = given["sequence_length"] or _SEQUENCE
+    lines = [f"{knob}={values}" for knob, values in given.items() if values is not None]
+    return "\n".join([*lines, *options.set])
+
+
+def _answer(
+    options: argparse.Namespace, model: str, cases: list[Case], gpus: list[str], axes: dict[str, tuple[Any, ...]]
+) -> FitReport:
+    """Raises:
+    ValueError: none of the combinations can be, or none has a prediction.
+    """
+    asked, left_out = possible(cases, gpus)
+    if not asked:
+        raise ValueError("; ".join(left_out))
+    processes = len(usable_cores())
+    further = not options.only_cells
+    seconds = seconds_of(asked, processes, further=further)
+    console.say(f"{count(len(asked), 'combination')} on {count(processes, 'core')} may take about {seconds:.0f} s")
+    pool = PredictionPool(processes, PredictionCache(_cache_folder()), _TIMEOUT_SECONDS, dict(os.environ))
+    try:
+        with _progress() as note:
+            fitting = Fitting(pool, Path.cwd(), note)
+            cells = fitting.cells(asked, remedies=further)
+            largest = fitting.largest(cells) if further else []
+    finally:
+        pool.close()
+    predictions = [cell.prediction for cell in cells if cell.prediction is not None]
+    if not predictions:
+        raise ValueError("; ".join(dict.fromkeys(cell.failure for cell in cells)))
+    return FitReport(
+        generator=json_report.generator(),
+        model=model,
+        gpus=tuple(
+            FitGpu(marker=gpu, title=PLATFORMS[gpu].title, memory_bytes=target_of(gpu).memory_bytes or 0) for gpu in gpus
+        ),
+        error=ERROR,
+        knobs=_telling(axes),
+        packages={name: version for prediction in predictions for name, version in prediction.packages.items()},
+        cells=tuple(cells),
+        largest=tuple(largest),
+        left_out=tuple(left_out),
+    )
+
+
+def _telling(axes: dict[str, tuple[Any, ...]]) -> tuple[str, ...]:
+    """The knobs that tell cells apart, the batch last."""
+    several = [knob for knob, values in axes.items() if len(values) > 1 and knob != "batch_size"]
+    return (*(several or ["method"]), "batch_size")
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pytest-gputrain-predictions"
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on the terminal, if standard error is one."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bars: dict[str, TaskID] = {}
+
+        def note(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                bars[what] = progress.add_task(what, total=total)
+            progress.update(bars[what], completed=done)
+
+        yield note
+
+
+def _write(options: argparse.Namespace, report: FitReport) -> None:
+    if options.json is not None:
+        write_atomically(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if options.markdown is not None:
+        write_atomically(options.markdown, fit.text(report, "markdown").encode())
+    if options.html is not None:
+        write_atomically(options.html, html.page(report).encode())

@@ -1,0 +1,137 @@
+// What the worker's package emulated_values needs to track values: which blocks of memory are still those that it wrote to,
+// and what the host reads of a device.
+#include "emulated.h"
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int tracked;
+
+void gputrain_track_values(void) { tracked = 1; }
+
+// --- What the host reads: the next answer, of those that this thread was given, or zero, since kernels wrote nothing. An
+// operator that reads from the device how many results there are is answered so.
+
+enum { ANSWERS = 16 };
+static __thread int64_t answers[ANSWERS];
+static __thread int given, taken;
+
+void gputrain_answer(int64_t value) {
+  if (given < ANSWERS)
+    answers[given++] = value;
+}
+void gputrain_drop_answers(void) { given = taken = 0; }
+
+int gputrain_read_value(void *to, size_t bytes) {
+  if (!tracked)
+    return 0;
+  if (taken < given && bytes <= sizeof *answers)
+    memcpy(to, answers + taken++, bytes); // the low bytes come first
+  else
+    memset(to, 0, bytes);
+  return 1;
+}
+
+// --- Blocks of torch's allocator: each that is watched has a number, until torch frees it
+
+struct block {
+  uintptr_t address;
+  uint64_t number; // 0 when it was freed
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct block *blocks; // by their addresses' hash
+static size_t room, used;
+static uint64_t last_number;
+
+static struct block *slot(uintptr_t address) {
+  size_t at = (size_t)(((uint64_t)address * 0x9E3779B97F4A7C15u) >> 32) & (room - 1);
+  while (blocks[at].address && blocks[at].address != address)
+    at = (at + 1) & (room - 1);
+  return blocks + at;
+}
+
+static void grow(void) {
+  struct block *before = blocks;
+  size_t count = room;
+  room = room ? 2 * room : 4096;
+  blocks = calloc(room, sizeof *blocks);
+  if (!blocks)
+    abort();
+  for (size_t i = 0; i < count; i++)
+    if (before[i].address)
+      *slot(before[i].address) = before[i];
+  free(before);
+}
+
+uint64_t gputrain_watch(uintptr_t address) {
+  pthread_mutex_lock(&lock);
+  if (2 * used >= room)
+    grow();
+  struct block *block = slot(address);
+  used += !block->address;
+  block->address = address;
+  block->number = ++last_number;
+  pthread_mutex_unlock(&lock);
+  return block->number;
+}
+
+int gputrain_is_watched(uintptr_t address, uint64_t number) {
+  pthread_mutex_lock(&lock);
+  int same = room && slot(address)->number == number;
+  pthread_mutex_unlock(&lock);
+  return same;
+}
+
+static void freed(uintptr_t address) {
+  pthread_mutex_lock(&lock);
+  if (room)
+    slot(address)->number = 0;
+  pthread_mutex_unlock(&lock);
+}
+
+// --- torch tells its sanitizer what its allocator does, by virtual functions of an object of Python's. This one stands in
+// for it. A function of Python's would be called in destructors, too, where Python's errors pass through.
+//
+// Its functions have a device type, and a handle or an address. The addresses are those of blocks that were allocated or
+// freed. The function about the whole device has only the type, and is found out by being the first that is called.
+
+enum { FUNCTIONS = 64 };
+static int whole_device = -1;
+
+static void on_trace(int function, uintptr_t handle) {
+  if (whole_device < 0)
+    whole_device = function;
+  else if (function != whole_device)
+    freed(handle);
+}
+
+#define TRACE(number)                                                                                                       \
+  static void trace_##number(void *self, signed char device_type, uintptr_t handle) { on_trace(0##number, handle); }
+#define TRACES(eight)                                                                                                       \
+  TRACE(eight##0)                                                                                                           \
+  TRACE(eight##1)                                                                                                           \
+  TRACE(eight##2)                                                                                                           \
+  TRACE(eight##3)                                                                                                           \
+  TRACE(eight##4)                                                                                                           \
+  TRACE(eight##5)                                                                                                           \
+  TRACE(eight##6)                                                                                                           \
+  TRACE(eight##7)
+#define NAMES(eight)                                                                                                        \
+  trace_##eight##0, trace_##eight##1, trace_##eight##2, trace_##eight##3, trace_##eight##4, trace_##eight##5,               \
+      trace_##eight##6, trace_##eight##7
+TRACES(0)
+TRACES(1)
+TRACES(2)
+TRACES(3)
+TRACES(4)
+TRACES(5)
+TRACES(6)
+TRACES(7)
+
+static void (*const functions[FUNCTIONS])(void *, signed char, uintptr_t) = {NAMES(0), NAMES(1), NAMES(2), NAMES(3),
+                                                                             NAMES(4), NAMES(5), NAMES(6), NAMES(7)};
+static const void *const table = functions;
+static const void *const tracer = &table;
+
+const void *gputrain_tracer(void) { return &tracer; }

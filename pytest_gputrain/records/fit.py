@@ -1,0 +1,78 @@
+"""Defines the records of ``gputrain predict``: does a model fit GPUs that nobody has here, and up to which batch?"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from pytest_gputrain.records.case import FORMAT, Case
+from pytest_gputrain.records.prediction import Prediction
+from pytest_gputrain.records.whole import Whole
+
+Fit = Literal["fits", "within-error", "does-not-fit"]
+"""``within-error``: a prediction that is wrong by the error that predictions have would turn the answer."""
+
+
+class FitGpu(Struct, frozen=True, kw_only=True):
+    """A GPU of the catalog that was asked for."""
+
+    marker: str
+    title: str
+    memory_bytes: Whole
+    """What a program can use of it, the driver's context included."""
+
+
+class FitCell(Struct, frozen=True, kw_only=True):
+    """A case on a GPU."""
+
+    case: Case
+    gpu: str
+    """Its marker."""
+    fit: Fit | None
+    """None where there is no prediction."""
+    needed_bytes: Whole | None
+    """What nvidia-smi would show; where the case does not fit, what it would be without limit."""
+    prediction: Prediction | None
+    failure: str = ""
+    """Why there is no prediction."""
+    remedy: str = ""
+    """The cheapest change that makes it fit, or that none of those tried does; of the smallest batch that does not fit."""
+
+
+class LargestBatch(Struct, frozen=True, kw_only=True):
+    """The largest batch of a case that fits a GPU."""
+
+    case: Case
+    """With that batch; with a batch of one where none fits."""
+    gpu: str
+    batch_size: Whole
+    """0 where not even one sample fits."""
+    needed_bytes: Whole | None
+    """With that batch."""
+    roofline_seconds: float | None
+    perhaps: Whole
+    """The largest batch that was asked for and is within the error; 0 for none."""
+    is_bound: bool
+    """Whether the search ended there, so that more might fit."""
+    failure: str = ""
+    """Why the search ended without an answer."""
+
+
+class FitReport(Struct, frozen=True, kw_only=True):
+    """The answer to one command."""
+
+    format: int = FORMAT
+    generator: str
+    model: str
+    gpus: tuple[FitGpu, ...]
+    error: float
+    """Of predictions, as a ratio: what counts as ``within-error``."""
+    knobs: tuple[str, ...]
+    """Fields of the cases that tell the cells apart."""
+    packages: dict[str, str]
+    """Versions of the libraries that the predictions belong to."""
+    cells: tuple[FitCell, ...]
+    largest: tuple[LargestBatch, ...]
+    left_out: tuple[str, ...]
+    """Sentences about combinations that cannot be."""

@@ -1,0 +1,78 @@
+"""Makes the table and the sentences that ``--gpu-emulate`` prints on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from pytest_gputrain.records import Emulated, EmulatedRun, Result
+from pytest_gputrain.report import rich_text
+from pytest_gputrain.report.results import latest, of_kind
+from pytest_gputrain.utils.units import format_bytes, format_flops
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+_WIDE: Final = 110
+"""Columns of a terminal that is wide enough for all figures."""
+
+
+def table(
+    results: Sequence[Emulated],
+    names: Callable[[Result], Sequence[str]],
+    verdict: Callable[[Result], Text],
+    outcome: Callable[[Result], str],
+    width: int,
+) -> Table:
+    """A row for each case: what the allocator handed out and held, the model, FLOPs of a step, whether it fits."""
+    figures: dict[str, Callable[[EmulatedRun], str]] = {
+        "Allocated": lambda run: format_bytes(run.peak_allocated_bytes) if run.fits else "OOM",
+        "Reserved": lambda run: format_bytes(run.peak_reserved_bytes) if run.fits else "",
+        "(Model)": lambda run: f"({format_bytes(run.model_bytes)})" if run.model_bytes else "",
+        "Compute": _compute,
+        "Fits": lambda run: "yes" if run.fits else "no",
+    }
+    wide = width >= _WIDE
+    if not wide:
+        del figures["(Model)"], figures["Compute"]
+    cells: dict[str, list[str]] = {header: [] for header in figures}
+    for result in results:
+        for number, (header, show) in enumerate(figures.items()):
+            failed = "" if number else outcome(result)
+            cells[header].append(failed if result.figures is None else show(result.figures))
+    cases = [" ".join(filter(None, names(result))) for result in results]
+    return rich_text.case_table(cases, cells, [verdict(result) for result in results], width)
+
+
+def explain(results: Sequence[Result]) -> list[str]:
+    """Return sentences: where the figures come from, what was not counted and not checked, and what does not fit."""
+    runs = [(result, run) for result in latest(of_kind(results, Emulated)) if (run := result.figures) is not None]
+    if not runs:
+        return []
+    first = runs[0][1]
+    lines = [
+        f"emulated {first.device_name} with {format_bytes(first.device_memory_bytes)}, CUDA {first.runtime}: torch's own "
+        "operators and allocator decided what was allocated; kernels computed nothing, and no time was measured"
+    ]
+    unfit = [str(result.case) for result, run in runs if not run.fits]
+    if unfit:
+        lines.append(f"does not fit: {', '.join(unfit)}")
+    for note in dict.fromkeys(note for _, run in runs for note in run.notes):
+        lines.append(f"{_cases([result for result, run in runs if note in run.notes])} {note}")
+    for what in dict.fromkeys(what for _, run in runs for what in run.not_counted):
+        cases = _cases([result for result, run in runs if what in run.not_counted])
+        lines.append(f"{cases} need at least this memory: {what} are not known, and not counted")
+    several = [result for result, run in runs if run.processes > 1]
+    if several:
+        lines.append(f"{_cases(several)} of several GPUs: the first process of each ran, beside torch's fake process group")
+    return lines
+
+
+def _compute(run: EmulatedRun) -> str:
+    flops = (run.flops_per_step or 0) + (run.recomputed_flops_per_step or 0)
+    return format_flops(flops) if flops else ""
+
+
+def _cases(results: Sequence[Result]) -> str:
+    return f"{len(results)} case{'' if len(results) == 1 else 's'}"

@@ -1,0 +1,169 @@
+"""Makes the tables and sentences of ``gputrain predict``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Final
+
+from pytest_gputrain.gate.fit import shards_before_it_trains
+from pytest_gputrain.gate.memory import in_phase, tensor
+from pytest_gputrain.records import Case, Prediction, TrainingPhase, knob_text
+from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
+from pytest_gputrain.report.tables import Form, TextTable, render
+from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
+
+WORDS: Final[dict[Fit, str]] = {
+    "fits": "fits",
+    "within-error": "within the error",
+    "does-not-fit": "does not fit",
+}
+_SHOWN_PEAKS: Final = 4
+"""Cases up to whose number the largest tensors at the peak are shown; JSON and HTML have them all."""
+_SHOWN_TENSORS: Final = 3
+
+
+def tables(report: FitReport) -> list[TextTable]:
+    """Return the tables: memory of each cell, the largest batches, and the least time of a step."""
+    common = ", ".join(f"{name} {knob_text(value)}" for name, value in _common(report).items())
+    cells = {(_row(report, cell.case), cell.gpu): cell for cell in report.cells}
+    made = [
+        _table(
+            report,
+            f"Memory of {report.model}",
+            {key: _cell(cell) for key, cell in cells.items()},
+            about=(common,) if common else (),
+        )
+    ]
+    if report.largest:
+        batches = {(_row(report, found.case)[:-1], found.gpu): _largest(found) for found in report.largest}
+        made.append(_table(report, "Largest batch that fits", batches, knobs=report.knobs[:-1]))
+    times = {key: _seconds(cell) for key, cell in cells.items()}
+    if any(times.values()):
+        made.append(_table(report, "Least time of a step", times))
+    return made
+
+
+def text(report: FitReport, form: Form) -> str:
+    """The tables and the sentences below them."""
+    *others, last = tables(report)
+    return render([*others, dataclasses.replace(last, notes=tuple(notes(report)))], form)
+
+
+def _table(
+    report: FitReport,
+    title: str,
+    cells: dict[tuple[tuple[str, ...], str], str],
+    *,
+    knobs: tuple[str, ...] | None = None,
+    about: tuple[str, ...] = (),
+) -> TextTable:
+    """A row for each combination of knobs, a column for each GPU."""
+    rows = dict.fromkeys(row for row, _ in cells)
+    return TextTable(
+        title=title,
+        about=about,
+        headers=(*(report.knobs if knobs is None else knobs), *map(_header, report.gpus)),
+        rows=tuple((*row, *(cells.get((row, gpu.marker), "-") for gpu in report.gpus)) for row in rows),
+    )
+
+
+def _header(gpu: FitGpu) -> str:
+    return f"{gpu.title} ({format_bytes(gpu.memory_bytes)})"
+
+
+def _row(report: FitReport, case: Case) -> tuple[str, ...]:
+    return tuple(knob_text(getattr(case, knob)) for knob in report.knobs)
+
+
+def _common(report: FitReport) -> dict[str, object]:
+    """What all cells have in common, where it is not the default."""
+    if not report.cells:
+        return {}
+    case, default = report.cells[0].case, Case()
+    names = [name for name in case.identity() if name not in (*report.knobs, "model", "named")]
+    always = ("method", "precision", "optimizer")
+    return {name: getattr(case, name) for name in names if name in always or getattr(case, name) != getattr(default, name)}
+
+
+def _cell(cell: FitCell) -> str:
+    if cell.fit is None or cell.needed_bytes is None:
+        return "no prediction"
+    return f"{format_bytes(cell.needed_bytes)} {WORDS[cell.fit]}"
+
+
+def _largest(found: LargestBatch) -> str:
+    if found.failure:
+        return "not known"
+    if found.needed_bytes is None:
+        return "none" if not found.perhaps else f"none, {found.perhaps} within the error"
+    more = " or more" if found.is_bound else ""
+    return f"{found.batch_size}{more} ({format_bytes(found.needed_bytes)})"
+
+
+def _seconds(cell: FitCell) -> str:
+    seconds = None if cell.prediction is None else cell.prediction.roofline_seconds
+    return "" if seconds is None else format_seconds(seconds)
+
+
+def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
+    """Yield sentences: what would make the others fit, what is at the peak, what the figures mean and belong to."""
+    titles = {gpu.marker: gpu.title for gpu in report.gpus}
+    failures = [*(cell.failure for cell in report.cells), *(found.failure for found in report.largest)]
+    yield from dict.fromkeys(filter(None, failures))
+    for cell in report.cells:
+        if cell.remedy:
+            yield f"{cell.case} does not fit {titles[cell.gpu]}: {cell.remedy}"
+    at_peak = peaks(report)
+    if with_peaks and len(at_peak) <= _SHOWN_PEAKS:
+        for name, what in at_peak.items():
+            yield f"{name} at its peak, {what}"
+    yield from report.left_out
+    share = format_percent(report.error, signed=False)
+    yield (
+        "memory is what nvidia-smi would show of a process, and without limit where it does not fit; within the error: an "
+        f"error of {share}, which is the largest against published figures, would turn the answer"
+    )
+    yield (
+        "the least time is a bound by the peaks of the hardware, not a forecast: published steps on an H100 took 1.8 to 4.6 "
+        "times as long"
+    )
+    if any(cell.case.gpus > 1 for cell in report.cells):
+        yield "memory is that of one of the GPUs; what NCCL takes is not known, and not counted"
+    if any(shards_before_it_trains(cell.case) for cell in report.cells):
+        yield (
+            "under fsdp it is that of training, for programs that load only a part of the model onto each GPU; a case of "
+            "pytest-gputrain builds all of it there first, unless cpu_offload is set"
+        )
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(report.packages.items()))
+    yield f"predicted for {versions}, not compiled; nothing was trained"
+
+
+_ORIGINS: Final[dict[TrainingPhase, str]] = {
+    "build": "weights",
+    "forward": "activations",
+    "backward": "gradients and recomputed activations",
+    "between": "clipping",
+    "optimizer": "optimizer",
+}
+"""What is made in each phase, for the most part."""
+_SHOWN_SHARE: Final = 0.01
+
+
+def origins(prediction: Prediction) -> list[tuple[str, int]]:
+    """What is at the peak, in words, with its bytes; without what is below a hundredth."""
+    sizes = prediction.peak_bytes_by_origin
+    least = _SHOWN_SHARE * sum(sizes.values())
+    return [(_ORIGINS[phase], size) for phase, size in sizes.items() if size >= least]
+
+
+def peaks(report: FitReport) -> dict[str, str]:
+    """What is at the peak of each case, on the first GPU: ``in backward: 15.0 GiB weights, ...; largest 7.00 GiB (...)``."""
+    found = {}
+    for cell in report.cells:
+        if cell.prediction is not None and str(cell.case) not in found:
+            phase = cell.prediction.peak_phase
+            made = ", ".join(f"{format_bytes(size)} {word}" for word, size in origins(cell.prediction))
+            largest = cell.prediction.largest.get(phase, ())[:_SHOWN_TENSORS]
+            found[str(cell.case)] = f"{in_phase(phase)}: {made}; largest {', '.join(map(tensor, largest))}"
+    return found

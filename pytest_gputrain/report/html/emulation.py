@@ -1,0 +1,119 @@
+"""Prepares the charts of `gputrain emulate --html`: how memory went, and what was in it at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.records.emulation import EmulatedDevice, EmulatedProcess, Emulation, Peak
+from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line, axis_unit
+from pytest_gputrain.report.html.sections import CaptionedChart, LegendEntry
+from pytest_gputrain.utils.units import format_bytes
+
+_LINES: Final = ("in use", "reserved")
+
+
+def courses(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
+    """Memory from the first allocation to the last, for each process and GPU."""
+    for process in report.processes:
+        for device in process.devices:
+            if device.course:
+                yield _course(process, device, report, charts)
+
+
+def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
+    """What was in use at the peak, by the part of training that allocated it, with the largest tensors."""
+    for process in report.processes:
+        for device in process.devices:
+            if device.peak is not None:
+                yield _peak(process, device, device.peak, charts)
+
+
+def notes(report: Emulation) -> Iterator[str]:
+    """What is to be known beside the charts."""
+    if not report.processes:
+        yield "No process of the program that used the GPU ended by Python's own end, so there is nothing to draw."
+    for process in report.processes:
+        if process.unknown:
+            yield f"Process {process.process}: not known, and not counted: {', '.join(process.unknown)}."
+        for device in process.devices:
+            if not device.course:
+                yield f"Memory of {_whose(process, device)} is not drawn: the program recorded its memory itself."
+            for refused in device.refused:
+                yield (
+                    f"Out of memory on GPU {device.gpu}: {format_bytes(refused.bytes)} were asked for and "
+                    f"{format_bytes(refused.free)} were free, at {refused.where or 'a place without a Python line'}."
+                )
+
+
+def _whose(process: EmulatedProcess, device: EmulatedDevice) -> str:
+    rank = f"rank {process.rank}" if process.rank else f"process {process.process}"
+    return f"{rank} on GPU {device.gpu}"
+
+
+def _course(process: EmulatedProcess, device: EmulatedDevice, report: Emulation, charts: Charts) -> CaptionedChart:
+    size, unit = axis_unit("bytes", max(reserved for _, _, reserved in device.course))
+    numbers = [number for number, _, _ in device.course]
+    lines = [
+        Line(
+            name=name,
+            x=numbers,
+            y=[heights[which] / size for heights in device.course],
+            labels=[
+                f"allocation {number:,}: {format_bytes(in_use)} in use, {format_bytes(reserved)} reserved"
+                for number, in_use, reserved in device.course
+            ],
+        )
+        for which, name in enumerate(_LINES, 1)
+    ]
+    at_least = "at least " if process.unknown else ""
+    facts = (
+        f"peak allocated {at_least}{format_bytes(device.peak_allocated)}",
+        f"peak reserved {at_least}{format_bytes(device.peak_reserved)} of {format_bytes(report.memory_bytes)}",
+    )
+    mark = None
+    if device.peak is not None:
+        mark = (device.peak.event, f"peak: {format_bytes(device.peak.bytes)} in use")
+    chart = charts.lines(
+        lines,
+        x="allocation",
+        y=unit,
+        title=f"Memory of {_whose(process, device)}",
+        description="; ".join(facts),
+        mark=mark,
+    )
+    names = tuple(LegendEntry(text=name, colour=number) for number, name in enumerate(_LINES))
+    return CaptionedChart(
+        title=_whose(process, device),
+        about=f"{report.gpu}, by the number of the allocation; of neighbouring ones the highest is drawn.",
+        # Both lines have the same label at a point.
+        chart=Chart(svg=chart.svg, points=chart.points[: len(device.course)]),
+        legend=(*names, *(LegendEntry(text=fact) for fact in facts)),
+    )
+
+
+def _peak(process: EmulatedProcess, device: EmulatedDevice, peak: Peak, charts: Charts) -> CaptionedChart:
+    size, _ = axis_unit("bytes", max(part.bytes for part in peak.parts))
+    groups = [(part.name, [Bar(parts=((part.bytes / size, 0),), text=format_bytes(part.bytes))]) for part in peak.parts]
+    rows = tuple(
+        (
+            group.where,
+            format_bytes(group.bytes * group.count),
+            f"{group.count} x {format_bytes(group.bytes)}",
+            group.part,
+        )
+        for group in peak.tensors
+    )
+    return CaptionedChart(
+        title=_whose(process, device),
+        about=f"At allocation {peak.event:,} of {peak.events:,}, {format_bytes(peak.bytes)} in use.",
+        chart=charts.bars(
+            groups,
+            title=f"Memory at the peak of {_whose(process, device)}",
+            description="; ".join(f"{part.name}: {format_bytes(part.bytes)}" for part in peak.parts),
+        ),
+        headers=("line", "together", "tensors", "part"),
+        rows=rows,
+        table=f"the {count(len(rows), 'largest group')} of tensors",
+    )

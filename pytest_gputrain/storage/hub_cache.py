@@ -1,0 +1,32 @@
+"""Finds a model in the local cache of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of a model's files, as far as they are in the cache; None where it is not there.
+
+    Nothing is fetched.
+
+    Args:
+        model: its name on the hub, as ``Qwen/Qwen3-8B``.
+        environ: variables that say where the cache is.
+    """
+    folder = hub_cache(environ) / f"models--{model.replace('/', '--')}"
+    snapshots = folder / "snapshots"
+    try:
+        return snapshots / (folder / "refs" / "main").read_text().strip()
+    except OSError:  # fetched by the name of a revision
+        return max(snapshots.glob("*/"), key=lambda revision: revision.stat().st_mtime, default=None)
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Return the folder that huggingface_hub keeps models in."""
+    if cache := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache).expanduser()
+    if home := environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"

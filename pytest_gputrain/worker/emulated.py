@@ -1,0 +1,131 @@
+"""Runs a case on an emulated GPU: what surrounds its training there, and its figures, which have no times."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_gputrain.cases.libraries import packages_of
+from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records.emulated import NOT_MADE
+from pytest_gputrain.worker.device import Device
+from pytest_gputrain.worker.untouched_host import UntouchedHost
+
+_MOST_UNKNOWN: Final = 1000
+
+
+@contextlib.contextmanager
+def training_on_emulated_gpu(case: Case) -> Iterator[None]:
+    """A context for all of a case on an emulated GPU, from its build to its last check."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))
+        if case.cpu_offload or case.offload_optimizer or case.offload_param:
+            stack.enter_context(UntouchedHost())
+        if case.parallel.startswith("zero"):
+            # DeepSpeed would compile them, which takes NVIDIA's compiler and minutes.
+            stack.enter_context(mock.patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _InPlace))
+            stack.enter_context(mock.patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _InPlace))
+        yield
+
+
+class _InPlace:
+    """DeepSpeed's compiled optimizers, of which all functions work in place and allocate nothing."""
+
+    def load(self) -> _InPlace:
+        """Return itself, where their builders load a library."""
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name not in _OF_OPTIMIZERS:
+            raise AttributeError(name)
+        return lambda *arguments, **options: None
+
+
+_OF_OPTIMIZERS: Final = frozenset({"multi_tensor_adam", "create_adam", "adam_update", "destroy_adam"})
+
+
+_make: Final = DistributedDataParallel.__init__
+
+
+def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    """Make the module, and where its group is torch's fake one, have each bucket of gradients come back from it at once.
+
+    The fake group answers an exchange with nothing, where the reducer wants the bucket.
+    """
+    _make(self, *args, **kwargs)
+    if dist.get_backend(self.process_group) == "fake":
+        # Without annotations, which torch compares with types and not with their names.
+        self.register_comm_hook(None, lambda state, bucket: _answer(bucket.buffer()))
+
+
+def _answer(bucket: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[bucket.device])
+    future.set_result(bucket)
+    return future
+
+
+def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> EmulatedRun | OutOfMemory | Crashed:
+    """Turn what a worker would reply of a real GPU into what it may say of an emulated one.
+
+    Args:
+        device: whose kernels compute nothing.
+    """
+    if isinstance(reply, Measurement):
+        return EmulatedRun(
+            **conditions(task, device),
+            fits=True,
+            peak_allocated_bytes=reply.peak_allocated_bytes,
+            peak_reserved_bytes=reply.peak_reserved_bytes or 0,
+            device_used_bytes=reply.device_used_bytes or 0,
+            parameters=reply.parameters,
+            trainable_parameters=reply.trainable_parameters,
+            model_bytes=reply.model_bytes,
+            flops_per_step=reply.flops_per_step,
+            recomputed_flops_per_step=reply.recomputed_flops_per_step,
+            not_counted=tuple(_not_counted()),
+            notes=(*reply.notes, NOT_MADE),
+        )
+    if isinstance(reply, OutOfMemory) and reply.where == "device":
+        peaks = device.peaks()
+        return EmulatedRun(
+            **conditions(task, device),
+            fits=False,
+            refused=reply.message,
+            peak_allocated_bytes=reply.peak_allocated_bytes or 0,
+            peak_reserved_bytes=peaks.reserved or 0,
+            device_used_bytes=peaks.used or 0,
+            not_counted=tuple(_not_counted()),
+        )
+    assert isinstance(reply, OutOfMemory | Crashed), "a worker on an emulated GPU serves nobody, and waits for nobody"
+    return reply
+
+
+def conditions(task: Task, device: Device) -> dict[str, Any]:
+    """Return the fields of a run on an emulated GPU that say what it depends on."""
+    properties = torch.cuda.get_device_properties(device.torch_device)
+    return {
+        "device_name": properties.name,
+        "device_memory_bytes": properties.total_memory,
+        "runtime": torch.version.cuda,
+        "packages": packages_of(task.case),
+        "processes": task.processes,
+    }
+
+
+def _not_counted() -> Iterator[str]:
+    """Yield the memory of libraries that the stand-ins know nothing of."""
+    at = ctypes.CDLL(None).gputrain_unknown_at
+    at.restype = ctypes.c_char_p
+    for number in range(_MOST_UNKNOWN):
+        text: bytes | None = at(number)
+        if text is None:
+            return
+        yield text.decode()

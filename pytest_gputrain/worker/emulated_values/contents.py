@@ -1,0 +1,142 @@
+"""What is known of the contents of an emulated GPU's memory, by address."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+MOST_BYTES: Final = 1 << 20
+"""Of a tensor of integers or booleans that is computed."""
+
+MOST_FLOATS: Final = 4096
+
+MOST_DEALT_BYTES: Final = 256 << 20
+"""Of a tensor that follows from where experts' tokens were dealt: the loops over experts read masks of tokens by experts."""
+
+_CPU: Final = torch.device("cpu")
+
+
+class Known:
+    """A range of a block of device memory whose contents are known.
+
+    Attributes:
+        low: its first address.
+        high: the address behind it.
+        value: what all elements of its type are, in place of contents in memory; None where these are in memory.
+        dealt: it follows from where tokens were dealt.
+        number: of the block, until torch frees it.
+    """
+
+    __slots__ = ("dealt", "high", "low", "number", "value")
+
+    def __init__(self, low: int, high: int, value: Tensor | None = None, *, dealt: bool = False, number: int = 0) -> None:
+        self.number = number
+        self.low = low
+        self.high = high
+        self.value = value
+        self.dealt = dealt
+
+
+class Contents:
+    """The contents that are known, by the first address of the block that torch's allocator gave.
+
+    A block that torch frees becomes unknown, so one that is used again starts so.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Known] = {}
+        stand_ins: Any = ctypes.CDLL(None)
+        stand_ins.gputrain_watch.argtypes = [ctypes.c_void_p]
+        stand_ins.gputrain_watch.restype = ctypes.c_uint64
+        stand_ins.gputrain_is_watched.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        stand_ins.gputrain_tracer.restype = ctypes.c_void_p
+        self._watch, self._is_watched = stand_ins.gputrain_watch, stand_ins.gputrain_is_watched
+        torch_core = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+        # c10::impl::GPUTrace::set_trace, for compute-sanitizer's like of torch: it is told of each block that is freed.
+        torch_core["_ZN3c104impl8GPUTrace9set_traceEPKNS0_13PyInterpreterE"](ctypes.c_void_p(stand_ins.gputrain_tracer()))
+        torch._C._cuda_synchronize()  # the first call that it is told of, which it then knows
+
+    def find(self, tensor: Tensor) -> Known | None:
+        """Find what is known of this tensor, all of it or nothing."""
+        start = tensor.data_ptr()
+        base = start - int(tensor.storage_offset()) * tensor.itemsize
+        known = self._blocks.get(base)
+        if known is None:
+            return _EMPTY if tensor.numel() == 0 else None
+        if not self._is_watched(base, known.number):
+            self._blocks.pop(base, None)
+            return None
+        if start < known.low or start + extent(tensor) > known.high:
+            return None
+        if known.value is not None and known.value.dtype != tensor.dtype:
+            return None  # the same bytes as another type
+        return known
+
+    def forget(self, tensor: Tensor) -> None:
+        self._blocks.pop(tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize, None)
+
+    def written(self, tensor: Tensor, *, dealt: bool = False) -> None:
+        """Note that this tensor's contents were written to its memory."""
+        self._note(tensor, None, dealt=dealt)
+
+    def filled(self, tensor: Tensor, value: Tensor) -> None:
+        """Note that all elements of this tensor are this one, which has no dimensions and is on the host."""
+        self._note(tensor, value, dealt=False)
+
+    def _note(self, tensor: Tensor, value: Tensor | None, *, dealt: bool) -> None:
+        start = tensor.data_ptr()
+        base = start - int(tensor.storage_offset()) * tensor.itemsize
+        bytes_ = extent(tensor)
+        low, high = start, start + bytes_
+        before = self._blocks.get(base)
+        if before is not None and not (self._is_watched(base, before.number) and _same(before.value, value)):
+            before = None
+        if before is not None and before.low <= low and high <= before.high:
+            before.dealt = before.dealt or dealt
+            return
+        if bytes_ != tensor.numel() * tensor.itemsize:  # with gaps that were not written
+            self._blocks.pop(base, None)
+            return
+        if before is not None and low <= before.high and before.low <= high:
+            low, high, dealt = min(low, before.low), max(high, before.high), dealt or before.dealt
+        if base:
+            self._blocks[base] = Known(low, high, value, dealt=dealt, number=self._watch(base))
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and one.item() == other.item()
+
+
+_EMPTY: Final = Known(0, 0)
+
+
+def extent(tensor: Tensor) -> int:
+    """The bytes from the first element of a tensor to behind its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def is_small(tensor: Tensor, *, dealt: bool = False) -> bool:
+    """Whether this tensor's values are computed, given that all it comes from are known."""
+    count = tensor.numel()
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return count <= MOST_FLOATS
+    return count * tensor.itemsize <= (MOST_DEALT_BYTES if dealt else MOST_BYTES)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Make a tensor of the CPU that shares this one's memory: an emulated GPU's memory is the host's address space."""
+    bytes_ = extent(tensor)
+    empty = torch.empty(0, dtype=tensor.dtype)
+    if not bytes_:
+        return empty.reshape(tensor.size())
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    return empty.set_(construct(tensor.data_ptr(), _CPU, bytes_), 0, tensor.size(), tensor.stride())

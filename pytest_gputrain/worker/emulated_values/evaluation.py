@@ -1,0 +1,187 @@
+"""Computes on the host what small and known inputs make of an operator, and writes it into an emulated GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .contents import Contents, Known, is_small, on_host
+
+_OTHERWISE: Final[dict[str, Callable[..., Any]]] = {
+    "aten::histc": lambda values, *others: torch.histc(values.double(), *others)
+}
+"""What the CPU has of operators for fewer types."""
+
+_SEED: Final = 20240607
+
+
+class Values:
+    """The values of this process, and how they are computed."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._generator = torch.Generator()  # not the program's own, whose numbers would be others
+        self._generator.manual_seed(_SEED)
+
+    def find_all(
+        self, arguments: Sequence[Any], keywords: dict[str, Any], without: Sequence[Tensor] = ()
+    ) -> list[Known] | None:
+        """Find what is known of all tensors among the arguments; None where one is unknown."""
+        found = []
+        skipped = [id(tensor) for tensor in without]
+        for tensor in flat([*arguments, *keywords.values()] if keywords else arguments):
+            if id(tensor) in skipped:
+                continue
+            if tensor.is_cuda:
+                known = self._contents.find(tensor)
+                if known is None:
+                    return None
+                found.append(known)
+        return found
+
+    def compute(
+        self,
+        operator: Any,
+        known: list[Known],
+        arguments: Any,
+        keywords: Any,
+        output: Any,
+        *,
+        elementwise: bool,
+        seeded: bool,
+    ) -> Any:
+        """Compute an operator's output on the host, and write it into the device's memory."""
+        outputs = list(flat([output]))
+        dealt = any(one.dealt for one in known)
+        tensors = [tensor for tensor in flat([*arguments, *keywords.values()]) if tensor.is_cuda]
+        if all(is_small(tensor, dealt=dealt) for tensor in (*tensors, *outputs)):
+            result = self.run(operator, arguments, keywords, seeded=seeded)
+            if result is not None and not outputs:
+                return result
+            self.write(outputs, result, dealt=dealt)
+        elif elementwise and isinstance(output, Tensor) and any(one.value is not None for one in known):
+            value = self.one(operator, arguments, keywords)
+            if value is not None:
+                self.fill(output, value)
+        return output
+
+    def write(self, outputs: Iterable[Tensor], result: Any, *, dealt: bool) -> None:
+        """Write what the host computed, if it did, into the device's memory."""
+        for to, value in zip(outputs, flat([result])):  # noqa: B905 - there may be no result
+            if to.size() == value.size() and to.numel() and is_small(to, dealt=dealt):
+                on_host(to).copy_(value)
+                self._contents.written(to, dealt=dealt)
+
+    def compute_in_place(
+        self,
+        operator: Any,
+        known: list[Known],
+        arguments: Any,
+        keywords: Any,
+        targets: list[Tensor],
+        *,
+        elementwise: bool,
+        seeded: bool,
+    ) -> bool:
+        dealt = any(one.dealt for one in known)
+        tensors = [tensor for tensor in flat([*arguments, *keywords.values()]) if tensor.is_cuda]
+        if all(is_small(tensor, dealt=dealt) for tensor in tensors):
+            if self.run(operator, arguments, keywords, targets, seeded=seeded) is None:
+                return False
+            for tensor in targets:
+                self._contents.written(tensor, dealt=dealt)
+            return True
+        value = self.one(operator, arguments, keywords) if elementwise and len(targets) == 1 else None
+        if value is not None:
+            self.fill(targets[0], value)
+        return value is not None
+
+    def run(
+        self, operator: Any, arguments: Any, keywords: Any, targets: Sequence[Tensor] = (), *, seeded: bool = False
+    ) -> Any:
+        """Run an operator on the host's view of the device's memory; None where the CPU has no such operator."""
+
+        others = {
+            name: self._on_host(value, targets)
+            for name, value in keywords.items()
+            if name not in ("generator", "pin_memory")
+        }
+        if seeded:
+            others["generator"] = self._generator
+            arguments = [argument for argument in arguments if not isinstance(argument, torch.Generator)]
+        computing = _OTHERWISE.get(operator._schema.name, operator)
+        try:
+            result = computing(*self._on_host(arguments, targets), **others)
+        except Exception:  # the CPU lacks the operator or the type, or the GPU would have failed later
+            return None
+        return True if result is None else result
+
+    # These are methods, and no functions inside of others: one that calls itself would keep the tensors that it sees, and
+    # their memory, until Python looks for cycles.
+
+    def _on_host(self, value: Any, targets: Sequence[Tensor]) -> Any:
+        """Give the host's views of what an operator reads and writes."""
+        if isinstance(value, Tensor):
+            if not value.is_cuda:
+                return value
+            known = self._contents.find(value)
+            if known is None or known.value is None:
+                return on_host(value)
+            if any(value is target for target in targets):
+                return on_host(value).fill_(known.value.item())
+            return known.value.expand(value.size())
+        if isinstance(value, (list, tuple)):
+            return [self._on_host(one, targets) for one in value]
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _as_one(self, value: Any) -> Any:
+        """Give one element of what an operator reads.
+
+        Raises:
+            ValueError: its elements differ.
+        """
+        if isinstance(value, Tensor):
+            if not value.is_cuda:
+                return value
+            known = self._contents.find(value)
+            if known is None:  # only written
+                return torch.zeros([1] * value.dim(), dtype=value.dtype)
+            if known.value is not None:
+                return known.value.clone().reshape([1] * value.dim())
+            if value.numel() == 1:
+                return on_host(value).clone().reshape([1] * value.dim())
+            raise ValueError("the elements differ")
+        if isinstance(value, (list, tuple)):
+            return [self._as_one(one) for one in value]
+        return value
+
+    def one(self, operator: Any, arguments: Any, keywords: Any) -> Tensor | None:
+        """Compute an element of an operator whose inputs are filled with one number each; None where they are not."""
+
+        try:
+            result = operator(*self._as_one(arguments), **{name: self._as_one(value) for name, value in keywords.items()})
+        except Exception:
+            return None
+        return result.reshape(()) if isinstance(result, Tensor) and result.numel() == 1 else None
+
+    def fill(self, tensor: Tensor, value: Tensor) -> None:
+        """Note that all elements of this tensor are this number, which is on the host."""
+        if not tensor.numel():
+            return
+        known = self._contents.find(tensor)
+        if is_small(tensor, dealt=known is not None and known.dealt):
+            on_host(tensor).fill_(value.item())
+            self._contents.written(tensor)
+        else:
+            self._contents.filled(tensor, value.detach().reshape(()).to(tensor.dtype))
+
+
+def flat(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from flat(value)

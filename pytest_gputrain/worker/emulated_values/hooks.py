@@ -1,0 +1,103 @@
+"""Follows what else writes to an emulated GPU's memory: kernels of Triton, and operators that libraries register later."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .contents import Contents
+
+
+def follow_triton(contents: Contents) -> None:
+    """Make unknown what kernels of Triton write, those of torch.compile and those of the program."""
+
+    def forget(names: Any, arguments: Any) -> None:
+        for index, argument in enumerate(arguments):
+            read_only = index < len(names) and names[index].startswith("in_ptr")  # as torch.compile names them
+            if isinstance(argument, Tensor) and argument.is_cuda and not read_only:
+                contents.forget(argument)
+
+    def follow_compiled(module: Any) -> None:
+        run = module.CachingAutotuner.run
+
+        @functools.wraps(run)
+        def run_and_forget(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            result = run(self, *arguments, **keywords)
+            forget(self.fn.arg_names, arguments)
+            return result
+
+        module.CachingAutotuner.run = run_and_forget
+
+    def follow_own(module: Any) -> None:
+        run = module.JITFunction.run
+
+        @functools.wraps(run)
+        def run_and_forget(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            result = run(self, *arguments, **keywords)
+            forget((), (*arguments, *keywords.values()))
+            return result
+
+        module.JITFunction.run = run_and_forget
+
+    _after_import("torch._inductor.runtime.triton_heuristics", follow_compiled)
+    _after_import("triton.runtime.jit", follow_own)
+
+
+def follow_libraries(replace_new: Callable[[], None], replacing: Callable[[], bool]) -> None:
+    """Replace the operators that libraries register later, too."""
+    library, operators = torch.library.Library, type(torch.ops)
+    register, load = library.impl, operators.load_library
+
+    @functools.wraps(register)
+    def register_and_replace(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = register(self, *arguments, **keywords)
+        if not replacing():
+            replace_new()
+        return result
+
+    @functools.wraps(load)
+    def load_and_replace(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = load(self, *arguments, **keywords)
+        replace_new()
+        return result
+
+    library.impl = register_and_replace  # type: ignore[method-assign]
+    operators.load_library = load_and_replace
+
+
+def _after_import(name: str, action: Callable[[Any], None]) -> None:
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, action))  # type: ignore[arg-type]
+
+
+class _Finder:
+    """Finds a module as Python would, and has something done when it has been imported."""
+
+    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
+        self._name = name
+        self._action = action
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_act(module: Any) -> None:
+                execute(module)
+                self._action(module)
+
+            loader.exec_module = execute_and_act
+        return spec

@@ -1,0 +1,96 @@
+"""Values of operators whose inputs are not known, where one is right for any, or taken as a rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .contents import MOST_DEALT_BYTES
+
+
+def compared(name: str, arguments: Sequence[Any]) -> bool | None:
+    """What each element of a comparison is, when numbers are taken to be finite: the checks for NaN and infinities.
+
+    These are x != x and abs(x) == inf in torch.
+    """
+    value, other = arguments[0], arguments[1]
+    if not value.dtype.is_floating_point:
+        return None
+    if isinstance(other, Tensor):
+        same = other.data_ptr() == value.data_ptr() and other.stride() == value.stride() and other.size() == value.size()
+        return name == "eq" if same else None
+    return name == "ne" if isinstance(other, float) and not math.isfinite(other) else None
+
+
+def _ranks(values: Tensor, dim: int, chosen: int) -> Tensor:
+    """Deal each row's choices in turn: row after row goes on where the one before it ended."""
+    options = values.size(dim) if values.dim() else 1
+    rows = values.numel() // max(options, 1)
+    indices = torch.arange(rows * chosen).remainder_(max(options, 1))
+    sizes = list(values.size())
+    if not sizes:
+        return indices.reshape(())
+    dim %= len(sizes)
+    others = sizes[:dim] + sizes[dim + 1 :]
+    return indices.reshape(*others, chosen).movedim(-1, dim)
+
+
+def _top(values: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> Tensor:
+    return _ranks(values, dim, k)
+
+
+def _extreme(values: Tensor, dim: int | None = None, keepdim: bool = False, **__: Any) -> Tensor:
+    if dim is None:
+        return torch.zeros(())
+    indices = _ranks(values, dim, 1)
+    return indices if keepdim or not values.dim() else indices.squeeze(dim)
+
+
+def _sorted(values: Tensor, *arguments: Any, dim: int | None = None, stable: Any = None, descending: bool = False) -> Tensor:
+    if dim is None:
+        numbers = [argument for argument in arguments if type(argument) is int]
+        dim = numbers[0] if numbers else -1
+    return _rotated(values, dim)
+
+
+def _rotated(values: Tensor, dim: int) -> Tensor:
+    options = values.size(dim) if values.dim() else 1
+    rows = torch.arange(values.numel() // max(options, 1)).unsqueeze(-1)
+    indices = (rows + torch.arange(options)).remainder_(max(options, 1))
+    if not values.dim():
+        return indices.reshape(())
+    sizes = list(values.size())
+    dim %= len(sizes)
+    return indices.reshape(*sizes[:dim], *sizes[dim + 1 :], options).movedim(-1, dim)
+
+
+def _drawn(values: Tensor, samples: int, *_: Any, **__: Any) -> Tensor:
+    return _ranks(values, -1, samples)
+
+
+DEALT: Final[Mapping[str, Callable[..., Tensor]]] = {
+    "topk": _top,
+    "argmax": _extreme,
+    "argmin": _extreme,
+    "max.dim": _extreme,
+    "min.dim": _extreme,
+    "sort": _sorted,
+    "sort.stable": _sorted,
+    "multinomial": _drawn,
+}
+"""Operators that choose among scores, and the choices that are dealt where the scores are not known: experts by a router."""
+
+
+def deal(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Tensor | None:
+    """Deal the choices of an operator: the tensor of indices, on the host, or None where there are too many."""
+    scores = arguments[0]
+    if not scores.dtype.is_floating_point:
+        return None
+    indices = output[-1] if isinstance(output, tuple) else output
+    if indices.numel() * indices.itemsize > MOST_DEALT_BYTES or indices.numel() == 0:
+        return None
+    return DEALT[name](*arguments, **keywords).reshape(indices.size())

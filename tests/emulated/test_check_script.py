@@ -1,0 +1,108 @@
+"""`check_script` with real scripts on an emulated GPU. Needs a CUDA build of torch, and no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pytest_gputrain
+from pytest_gputrain.hardware.emulation import build, libraries
+from pytest_gputrain.utils.errors import CannotEmulate
+
+ROOT = Path(pytest_gputrain.__file__).parents[1]
+
+SCRIPT = """
+import os
+import sys
+
+import torch
+
+steps, width = map(int, sys.argv[1:3])
+with torch.device("cuda"):
+    model = torch.nn.Linear(width, width)
+optimizer = torch.optim.AdamW(model.parameters(), fused="fused" in sys.argv)
+for _ in range(steps):
+    model(torch.ones(64, width, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+if "twice" in sys.argv and os.environ.pop("FIRST", "1") == "1":
+    import subprocess
+
+    subprocess.run([sys.executable, *sys.argv], env={**os.environ, "FIRST": "0"}, check=True)
+"""
+
+TESTS = """
+import pytest
+
+
+@pytest.mark.parametrize("more", [(), ("fused",), ("twice",)], ids=["plain", "fused", "twice"])
+def test_trains(gputrain, more):
+    result = gputrain.check_script("train.py", "4", "2048", *more)
+    assert 64 < result.figures.peak_allocated_bytes >> 20 < 200
+
+
+def test_does_not_fit(gputrain):
+    gputrain.check_script("train.py", "4", "200000")
+
+
+def test_too_short(gputrain):
+    gputrain.check_script("train.py", "1", "2048")
+
+
+def test_no_gpu(gputrain):
+    gputrain.check_script("idle.py")
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run the tests: what they printed, and the report."""
+    try:
+        build.stand_ins(libraries.find_torch())
+    except CannotEmulate as error:
+        pytest.skip(f"needs a CUDA build of torch: {error}")
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "idle.py").write_text("import torch")
+    (folder / "test_scripts.py").write_text(TESTS)
+
+    def run(*arguments):
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpu-emulate", "--gpu-platform=h100"]
+        done = subprocess.run(
+            [*command, "--rootdir=.", "--gpu-json=report.json", *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "400"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+        return done.stdout, {
+            result["key"]: result for result in json.loads((folder / "report.json").read_bytes())["results"]
+        }
+
+    return run
+
+
+def test_scripts_are_held_to_what_is_recorded(run):
+    out, results = run("--gpu-baseline-update", "-k", "plain or fused")
+    assert "2 passed" in out
+    plain, fused = (results[f"train.py-4-2048{more}"] for more in ("", "-fused"))
+    assert plain["reply"]["peak_allocated_bytes"] > fused["reply"]["peak_allocated_bytes"] > 0
+    out, results = run("-k", "plain")
+    assert "1 passed" in out
+    assert results["train.py-4-2048"]["verdict"]["status"] == "pass"
+
+
+def test_what_gives_no_figures_fails_with_one_sentence(run):
+    out, results = run("-k", "not plain and not fused")
+    assert "4 failed" in out
+    assert "train.py used the GPU in 2 processes" in out
+    assert results["train.py-4-200000"]["reply"]["fits"] is False
+    assert "train.py took too few steps to be measured: 0 could" in out
+    assert "idle.py never used the GPU; let it choose" in out

@@ -1,0 +1,87 @@
+"""Runs the recipes of own loops: each program becomes a test by its few lines, has its figure, and fails for its regression."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from typing import Final
+
+import pytest
+from documents import PAGES
+from plugin_project import Project
+
+INDEX: Final = "docs/own-loops.md"
+OWN_LOOPS: Final = {page: text for page, text in PAGES.items() if page.startswith("docs/own-loops-")}
+_STEPS: Final = re.compile(
+    r"^```python\n(?P<program>.*?)^```\n.*?^```diff\n(?P<glue>.*?)^```\n.*?peaks at (?P<peak>[\w. ]+?) on a CPU.*?"
+    r"^```diff\n(?P<regression>.*?)^```\n.*?^```text\n(?P<sentence>.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
+MOST_LINES: Final = {"plain": 15, "gan": 15, "compile": 15}
+"""Of glue; five for frameworks."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A program of a page, what makes it a test, and how it goes wrong."""
+
+    name: str
+    program: str
+    glue: str
+    peak: str
+    regression: str
+    sentence: str
+
+
+RECIPES: Final = [
+    Recipe(f"{page[len('docs/own-loops-') : -len('.md')]}-{number}", **found.groupdict())
+    for page, text in OWN_LOOPS.items()
+    for number, found in enumerate(_STEPS.finditer(text))
+]
+
+
+def patched(program: str, diff: str) -> str:
+    """Apply a diff, whose hunks are found by their lines."""
+    for hunk in diff.split("@@\n"):
+        lines = [line or " " for line in hunk.splitlines()]
+        before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] in f" {sign}") for sign in "-+")
+        assert program.count(before) == 1, before
+        program = program.replace(before, after)
+    return program
+
+
+def test_every_page_has_a_recipe() -> None:
+    assert {recipe.name.rpartition("-")[0] for recipe in RECIPES} == {
+        page[len("docs/own-loops-") : -3] for page in OWN_LOOPS
+    }
+    assert all(f"({page.removeprefix('docs/')})" in PAGES[INDEX] for page in OWN_LOOPS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_the_glue_is_as_short_as_the_page_says(recipe: Recipe) -> None:
+    lines = [line for line in recipe.glue.splitlines() if line.startswith("+") and line != "+"]
+    assert len(lines) <= MOST_LINES.get(recipe.name.partition("-")[0], 5)
+    number = ("Four", "Five", "Six", "Seven", "Eight", "Nine")[len(lines) - 4]
+    text = next(text for text in OWN_LOOPS.values() if recipe.glue in text)
+    assert re.search(rf"{number} lines.*?:\n\n```diff\n{re.escape(recipe.glue)}", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_recipe_has_its_figure_and_fails_for_its_regression(project: Project, recipe: Recipe) -> None:
+    for library in re.findall(r"^(?:from|import) (\w+)", recipe.program, re.MULTILINE):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    program = project.path / "train.py"
+    text = patched(recipe.program, recipe.glue)
+    program.write_text(text)
+    options = ("train.py", "--gpu-platform=cpu", "--gpu-steps=3", "--gpu-warmup=1")
+    result = project.spawn(*options, "--gpu-baseline-update")
+    result.assert_outcomes(passed=1)
+    assert f" {recipe.peak} " in result.stdout.str()
+    program.write_text(patched(text, recipe.regression))
+    result = project.spawn(*options)
+    result.assert_outcomes(failed=1)
+    said = " ".join(result.stdout.str().split())
+    assert " ".join(recipe.sentence.split()) in said, said

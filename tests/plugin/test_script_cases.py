@@ -1,0 +1,90 @@
+"""Tests cases of scripts: what they are called, where they are refused, and that they are judged like others."""
+
+from __future__ import annotations
+
+import pytest
+from plugin_project import H100_FOLDER, Project, failures, only_sentence, recorded, skips, table_rows
+
+from pytest_gputrain import GiB
+
+TEST = """
+def test_train(gputrain):
+    gputrain.check_script("train.py", "--max-steps=8", "--out", "runs/a")
+"""
+KEY = "train.py-max-steps=8-out-runs/a"
+
+
+@pytest.fixture
+def scripted(h100: Project) -> Project:
+    h100.write(test_scripts=TEST, train="")
+    return h100
+
+
+def test_a_script_is_a_case_like_others(scripted: Project) -> None:
+    scripted.run("--gpu-baseline-update").assert_outcomes(passed=1)
+    assert list(scripted.baselines("scripts", H100_FOLDER)) == [KEY]
+    scripted.answer(recorded(bigger=5 * GiB))
+    result = scripted.run("--gpu-json=report.json")
+    assert only_sentence(result, "test_train").startswith(f"{KEY} needs 5.00 GiB (14.3 %) more memory")
+    (entry,) = scripted.report()["results"]
+    assert (entry["case"]["method"], entry["case"]["code"]) == ("script", "train.py")
+    assert entry["case"]["args"] == '["--max-steps=8","--out","runs/a"]'
+    assert table_rows(result.stdout.str())[0].startswith("train.py | max-steps=8-out-runs/a | 40.0 GiB")
+
+
+def test_a_name_of_its_own_replaces_the_file(scripted: Project) -> None:
+    scripted.write(test_scripts=TEST.replace('"runs/a")', '"runs/a", model="small")'))
+    scripted.run("--gpu-json=report.json").assert_outcomes(passed=1)
+    assert list(scripted.verdicts()) == [KEY.replace("train.py", "small")]
+
+
+def test_without_a_gpu_a_script_fails_with_what_helps(project: Project) -> None:
+    project.write(test_scripts=TEST, train="")
+    assert only_sentence(project.run(), "test_train") == (
+        f"{KEY} was not measured: a script's memory is known from torch's CUDA allocator, and this run has no GPU; add "
+        "--gpu-emulate -m h100, which needs torch's CUDA build but no GPU, or run it on a machine with one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ('"none.py"', "none.py is no Python file below"),
+        ('"../train.py"', "../train.py is no Python file below"),
+        ('"train.py", 8', "the argument 8 of train.py is no text, as arguments of a command line are; write '8'"),
+        (
+            '"train.py", precision="fp32"',
+            "precision is no argument of check_script(), because a script takes what it trains",
+        ),
+    ],
+)
+def test_what_is_no_script_is_refused(h100: Project, call: str, sentence: str) -> None:
+    h100.write(test_scripts=f"def test_train(gputrain):\n    gputrain.check_script({call})\n", train="")
+    assert only_sentence(h100.run(), "test_train").startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--gpu-set=batch_size=4", "is a script, whose arguments --gpu-set does not reach; deselect its test"),
+        ("--gpu-find-batch", "is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test"),
+        ("--gpu-isolation=inline", "is a script, which takes a process of its own; leave out --gpu-isolation=inline"),
+    ],
+)
+def test_options_that_do_not_reach_a_script_are_refused(scripted: Project, option: str, sentence: str) -> None:
+    (said,) = failures(scripted.run(option)).values()
+    assert said.strip().endswith(sentence)
+
+
+def test_a_prediction_skips_a_script(scripted: Project) -> None:
+    result = scripted.run("--gpu-predict", "--gpu-platform=h100")
+    assert skips(result) == {
+        "test_train": "is a script, which --gpu-predict cannot run on fake tensors; --gpu-emulate runs it"
+    }
+
+
+def test_the_advice_of_a_first_run_stands_above_the_table(scripted: Project) -> None:
+    lines = scripted.run().stdout.lines
+    advice, table = (next(n for n, line in enumerate(lines) if word in line) for word in ("has no baseline;", "Peak mem."))
+    assert advice < table
+    assert sum("has no baseline;" in line for line in lines) == 1

@@ -1,0 +1,222 @@
+"""Does a case fit: the judgement and its error, the search for the largest batch, and what the tables say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pytest_gputrain import Case, GiB, Prediction
+from pytest_gputrain.cases.model_config import with_model
+from pytest_gputrain.gate.fit import ERROR, Need, fit_of, largest_batch, of_training, shards_before_it_trains, tight
+from pytest_gputrain.records.fit import FitCell, FitGpu, FitReport, LargestBatch
+from pytest_gputrain.report import fit
+from pytest_gputrain.session.fitting import possible
+from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
+
+RECORDED = Path(__file__).parents[1] / "plugin" / "replies" / "h100_predicted.json"
+
+
+def predicted(needs: int, *, memory: int = 80 * GiB, allocated: int | None = None, build: int = 0) -> Prediction:
+    """Of a GPU without a context."""
+    prediction = msgspec.json.decode(RECORDED.read_bytes(), type=Prediction)
+    target = msgspec.structs.replace(prediction.target, memory_bytes=memory, context_bytes=0)
+    return msgspec.structs.replace(
+        prediction,
+        target=target,
+        fits=needs <= memory,
+        peak_reserved_bytes=needs,
+        peak_allocated_bytes=needs if allocated is None else allocated,
+        phase_peak_bytes={"build": build, "backward": needs if allocated is None else allocated},
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.95, "fits"), (1 - ERROR / 2, "within-error"), (1 + ERROR / 2, "within-error"), (1.05, "does-not-fit")],
+)
+def test_a_prediction_that_its_error_would_turn_is_within_the_error(share: float, expected: str) -> None:
+    needs = int(share * 80 * GiB)
+    assert fit_of(predicted(needs), lambda memory: predicted(needs, memory=memory)) == expected
+
+
+def test_memory_that_the_allocator_would_give_back_is_not_needed() -> None:
+    """Held up to the capacity, and a GPU of less memory would do as well."""
+
+    def at(memory: int) -> Prediction:
+        return predicted(min(memory, 79 * GiB), memory=memory, allocated=60 * GiB)
+
+    assert fit_of(at(80 * GiB), at) == "fits"
+
+
+def test_figures_that_tell_already_cost_no_further_prediction() -> None:
+    def at(memory: int) -> Prediction:
+        raise AssertionError(memory)
+
+    assert fit_of(predicted(40 * GiB), at) == "fits"
+    assert fit_of(predicted(100 * GiB), at) == "does-not-fit"
+
+
+def test_what_fits_a_tight_gpu_fits_with_the_error() -> None:
+    assert tight(80 * GiB) * (1 + ERROR) <= 80 * GiB < (tight(80 * GiB) + 2) * (1 + ERROR)
+
+
+def test_under_fsdp_training_counts_and_not_a_build_of_the_whole_model() -> None:
+    whole = predicted(30 * GiB, build=130 * GiB)
+    trained = of_training(whole, whole.target)
+    assert trained.fits
+    assert fit_of(trained, lambda memory: trained) == "fits"
+    assert of_training(predicted(90 * GiB), whole.target).fits is False
+    assert [shards_before_it_trains(Case(parallel=engine)) for engine in ("single", "zero3", "fsdp")] == [False, False, True]
+    assert not shards_before_it_trains(Case(parallel="fsdp", cpu_offload=True))
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 27, 100, 511, 1023, 1024, 5000])
+@pytest.mark.parametrize("base", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("first", [(), (1,), (1, 2, 4, 8)])
+def test_the_search_finds_the_largest_batch_by_few_tries(largest: int, base: float, first: tuple[int, ...]) -> None:
+    capacity = 10_000_000
+    slope = (1 - base) * capacity / (largest + 0.5)
+    tries = []
+
+    def need(batch: int) -> Need:
+        # Blocks are packed differently from batch to batch.
+        held = int(base * capacity + slope * batch * (1 + 0.0003 * (batch % 3)))
+        return Need(batch <= largest, held)
+
+    def counted(batch: int) -> Need:
+        tries.append(batch)
+        return need(batch)
+
+    found = largest_batch(counted, {batch: need(batch) for batch in first}, capacity, most=1024)
+    assert found == min(largest, 1024)
+    assert len(tries) == len(set(tries)) <= 9
+
+
+@pytest.mark.parametrize("held", [lambda batch: 5, lambda batch: 5 * batch**3, lambda batch: 1_000 // batch])
+def test_the_search_ends_where_memory_is_no_line(held: Callable[[int], int]) -> None:
+    tries = []
+
+    def need(batch: int) -> Need:
+        tries.append(batch)
+        return Need(batch <= 300, held(batch))
+
+    assert largest_batch(need, {}, 10_000, most=1024) == 300
+    assert len(tries) == len(set(tries)) < 25
+
+
+def test_what_cannot_be_is_told_once_and_what_can_be_stays() -> None:
+    llama = Case(model="llama-3.1-8b", sequence_length=512, named=("batch_size",))
+    wrong = [llama.replace(gpus=8, batch_size=size) for size in (1, 2)]
+    asked, left_out = possible([llama, *wrong], ["h100", "t4"])
+    assert [(case, gpu) for case, gpu in asked] == [(llama, "h100")]
+    assert left_out == [
+        "the case llama-3.1-8b-full-bf16-batch_size=1 (and 1 alike) asks for 8 GPUs, but parallel='single' uses one; choose "
+        "a parallelism",
+        "T4 does not compute in bf16; choose precision=fp16-amp or fp32 for it",
+    ]
+
+
+def report(*cells: FitCell, **fields: object) -> FitReport:
+    given = {
+        "generator": "pytest-gputrain 0",
+        "model": "llama-3.1-8b",
+        "gpus": (FitGpu(marker="h100", title="H100", memory_bytes=79 * GiB),),
+        "error": ERROR,
+        "knobs": ("method", "batch_size"),
+        "packages": {"torch": "2.13.0"},
+        "cells": cells,
+        "largest": (),
+        "left_out": (),
+    }
+    return msgspec.convert({**given, **fields}, FitReport, from_attributes=True)
+
+
+LORA = Case(model="llama-3.1-8b", method="lora", sequence_length=2048, batch_size=4)
+
+
+def cell(kind: str | None, **fields: object) -> FitCell:
+    prediction = msgspec.structs.replace(
+        predicted(30 * GiB), peak_bytes_by_origin={"build": 10**10, "forward": 10**10, "between": 8}
+    )
+    given = {"case": LORA, "gpu": "h100", "fit": kind, "needed_bytes": 30 * GiB, "prediction": prediction}
+    return FitCell(**{**given, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("fits", "fits"), ("within-error", "within the error"), ("does-not-fit", "does not fit")]
+)
+def test_a_cell_says_how_much_and_whether_it_fits(kind: str, words: str) -> None:
+    memory = fit.tables(report(cell(kind)))[0]
+    assert memory.headers == ("method", "batch_size", "H100 (79.0 GiB)")
+    assert memory.rows == (("lora", "4", f"30.0 GiB {words}"),)
+
+
+def test_the_common_knobs_are_told_above_the_table() -> None:
+    (about,) = fit.tables(report(cell("fits")))[0].about
+    assert about == "precision bf16, sequence_length 2048, optimizer adamw"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"batch_size": 7, "needed_bytes": 70 * GiB}, "7 (70.0 GiB)"),
+        ({"batch_size": 1024, "needed_bytes": 70 * GiB, "is_bound": True}, "1024 or more (70.0 GiB)"),
+        ({"batch_size": 0}, "none"),
+        ({"batch_size": 0, "perhaps": 2}, "none, 2 within the error"),
+        ({"batch_size": 0, "failure": "it crashed"}, "not known"),
+    ],
+)
+def test_the_largest_batch_in_words(fields: dict[str, object], text: str) -> None:
+    given = {"case": LORA, "gpu": "h100", "needed_bytes": None, "roofline_seconds": None, "perhaps": 0, "is_bound": False}
+    found = LargestBatch(**{**given, **fields})  # type: ignore[arg-type]
+    assert fit.tables(report(cell("fits"), largest=(found,)))[1].rows == (("lora", text),)
+
+
+def test_notes_tell_remedies_failures_peaks_and_versions_once() -> None:
+    notes = [
+        *fit.notes(report(cell("does-not-fit", remedy="batch_size=1 makes it fit, in 9 GiB"), left_out=("x cannot be",)))
+    ]
+    assert notes[0] == "llama-3.1-8b-lora-bf16 does not fit H100: batch_size=1 makes it fit, in 9 GiB"
+    assert notes[1].startswith("llama-3.1-8b-lora-bf16 at its peak, in ")
+    assert ": 9.31 GiB weights, 9.31 GiB activations; largest " in notes[1]
+    assert notes[2] == "x cannot be"
+    assert notes[-1] == "predicted for torch 2.13.0, not compiled; nothing was trained"
+    failed = cell(None, prediction=None, needed_bytes=None, failure="it crashed")
+    assert [*fit.notes(report(failed, failed))].count("it crashed") == 1
+
+
+def test_the_cache_of_the_hub_is_where_its_variables_say() -> None:
+    assert hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == Path("/a")
+    assert hub_cache({"HF_HOME": "/b"}) == Path("/b/hub")
+    assert hub_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/hub")
+    assert hub_cache({}) == Path("~/.cache/huggingface/hub").expanduser()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A cache with two revisions of a model."""
+    for revision, size in (("aaa", 64), ("bbb", 32)):
+        folder = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / revision
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(f'{{"model_type": "qwen3", "hidden_size": {size}}}')
+    return tmp_path
+
+
+def test_a_model_of_the_hub_is_its_main_revision_by_its_own_name(hub: Path) -> None:
+    refs = hub / "models--Qwen--Qwen3-8B" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("aaa\n")
+    folder = snapshot("Qwen/Qwen3-8B", {"HF_HUB_CACHE": str(hub)})
+    assert folder is not None
+    assert folder.name == "aaa"
+    assert with_model(Case(model=str(folder)), Path()).model.startswith("Qwen3-8B#")
+
+
+def test_a_model_that_was_fetched_by_a_revision_is_found_too(hub: Path) -> None:
+    folder = snapshot("Qwen/Qwen3-8B", {"HF_HUB_CACHE": str(hub)})
+    assert folder is not None
+    assert (folder / "config.json").is_file()
+    assert snapshot("Qwen/Qwen4", {"HF_HUB_CACHE": str(hub)}) is None

@@ -1,0 +1,129 @@
+"""The knobs of LoRA: what is adapted, by how much, and what is predicted of it."""
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+from test_prediction import H100, compare, predicted
+from torch import nn
+from zoo_examples import example, measured, run
+
+from pytest_gputrain.records import Crashed
+from pytest_gputrain.worker.training import Training
+
+LLAMA = example("llama-3.1-8b", "lora", activation_checkpointing=True)
+BLOCKS, WIDTH, KEYS, INNER = 2, 64, 32, 128
+"""Of tiny Llama."""
+LINEAR = {
+    "q_proj": (WIDTH, WIDTH),
+    "k_proj": (WIDTH, KEYS),
+    "v_proj": (WIDTH, KEYS),
+    "o_proj": (WIDTH, WIDTH),
+    "gate_proj": (WIDTH, INNER),
+    "up_proj": (WIDTH, INNER),
+    "down_proj": (INNER, WIDTH),
+}
+
+
+def trained(**knobs):
+    return Training(LLAMA.replace(**knobs), "tiny", torch.device("cpu"))
+
+
+def layers(model):
+    """The adapted layers of the first block, by the last part of their names."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+    return {name.rpartition(".")[2]: module for name, module in found.items() if ".layers.0." in name}
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize(
+    ("knobs", "names", "rank"),
+    [
+        ({"lora_targets": "q_proj+v_proj"}, ["q_proj", "v_proj"], 8),
+        ({"lora_targets": "mlp.down_proj", "lora_rank": 3}, ["down_proj"], 3),
+        ({"lora_targets": "all-linear"}, list(LINEAR), 8),
+        ({"dora": True, "lora_rank": 4}, list(LINEAR), 4),
+        ({"dora": True, "lora_targets": "o_proj"}, ["o_proj"], 8),
+    ],
+    ids=str,
+)
+def test_the_named_layers_are_adapted_and_no_others(method, knobs, names, rank):
+    training = trained(method=method, **knobs)
+    assert sorted(layers(training.model)) == sorted(names)
+    dora = knobs.get("dora", False)
+    expected = BLOCKS * sum(rank * sum(LINEAR[name]) + dora * LINEAR[name][1] for name in names)
+    assert training.trainable_parameters == expected
+    packed = [module for module in training.model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    assert len(packed) == (BLOCKS * len(LINEAR) if method == "qlora" else 0), "the base does not depend on the adapters"
+
+
+def test_all_linear_is_not_the_head():
+    assert not isinstance(
+        trained(lora_targets="all-linear").model.get_submodule("base_model.model.lm_head"), peft.tuners.lora.Linear
+    )
+    head = trained(lora_targets="lm_head").model.get_submodule("base_model.model.lm_head")
+    assert isinstance(head, peft.tuners.lora.Linear)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "scaling"),
+    [({}, 2), ({"lora_rank": 4}, 2), ({"lora_alpha": 4}, 0.5), ({"lora_alpha": 4, "lora_rank": 16}, 0.25)],
+)
+def test_alpha_scales_what_adapters_add(knobs, scaling):
+    assert {layer.scaling["default"] for layer in layers(trained(**knobs).model).values()} == {scaling}
+
+
+@pytest.mark.parametrize(("dropout", "kinds"), [(None, {nn.Dropout}), (0.5, {nn.Dropout}), (0.0, {nn.Identity})])
+def test_dropout_is_the_case_s(dropout, kinds):
+    found = [layer.lora_dropout["default"] for layer in layers(trained(lora_dropout=dropout).model).values()]
+    assert {type(module) for module in found} == kinds
+    assert {getattr(module, "p", 0.0) for module in found} == {0.05 if dropout is None else dropout}
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"dora": True}, {"lora_targets": "all-linear", "lora_dropout": 0.0}, {"lora_alpha": 64}], ids=str
+)
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_it_trains(method, knobs):
+    losses = measured(LLAMA.replace(method=method, precision="fp32", learning_rate=1e-2, steps=3, warmup=1, **knobs)).losses
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"dora": True},
+        {"dora": True, "lora_dropout": 0.0},
+        {"lora_targets": "all-linear"},
+        {"lora_targets": "q_proj+v_proj"},
+        {"lora_dropout": 0.0},
+        {"lora_rank": 64},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_prediction_counts_it(method, knobs):
+    compare(LLAMA.replace(method=method, **knobs))
+
+
+def test_a_prediction_of_the_full_model_has_the_trained_parameters():
+    rank, width, keys = 8, 4096, 1024
+    prediction = predicted(LLAMA.replace(lora_targets="q_proj+v_proj", dora=True), H100, scale="full")
+    assert prediction.trainable_parameters == 32 * (rank * (width + width) + width + rank * (width + keys) + keys)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [("q_proj+qproj", "'qproj', but llama-3.1-8b has no linear layer of that name (did you mean"), ("mlp", "'mlp', but")],
+)
+def test_a_name_that_no_layer_has_is_told(targets, said):
+    reply = run(LLAMA.replace(lora_targets=targets))
+    assert isinstance(reply, Crashed)
+    assert said in reply.sentence
+    assert "it has down_proj, gate_proj, k_proj, lm_head" in reply.sentence
+
+
+def test_a_diffusion_model_adapts_what_is_named():
+    adapted = Training(example("sd3", "lora", lora_targets="to_q+ff.net.2"), "tiny", torch.device("cpu")).model
+    names = {name for name, module in adapted.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+    assert {name.endswith((".to_q", ".ff.net.2")) for name in names} == {True}

@@ -1,0 +1,201 @@
+"""``gputrain predict`` from its arguments to its answer, by real predictions of small models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gputrain import GiB
+from pytest_gputrain.cli.main import main
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "auto_map": {"AutoConfig": "evil--evil.Config", "AutoModelForCausalLM": "evil.Model"},
+}
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the config of a small model, and no cache from elsewhere."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(SMALL))
+    # What auto_map names, and nobody may run.
+    (tmp_path / "small" / "evil.py").write_text("raise SystemExit('code of the model was executed')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    return tmp_path
+
+
+def answer(*words: str) -> dict[str, Any]:
+    assert main(["predict", *words, "--json=answer.json"]) == 0
+    answered: dict[str, Any] = json.loads(Path("answer.json").read_text())
+    return answered
+
+
+def cells(answered: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {(c["case"]["method"], c["case"].get("batch_size", 1), c["gpu"]): c for c in answered["cells"]}
+
+
+def test_a_grid_of_a_config_is_predicted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    answered = answer(
+        "small/config.json", "--method=full,lora", "--batch=1,4", "--sequence=512", "--gpu=h100,rtx_4090", "--only-cells"
+    )
+    found = cells(answered)
+    assert set(found) == {(m, b, g) for m in ("full", "lora") for b in (1, 4) for g in ("h100", "rtx_4090")}
+    assert {cell["fit"] for cell in found.values()} == {"fits"}
+    needed = {key: cell["needed_bytes"] for key, cell in found.items()}
+    assert needed["full", 4, "h100"] > needed["full", 1, "h100"] > 0.5 * GiB  # of which most is the context
+    made = found["full", 4, "h100"]["prediction"]["peak_bytes_by_origin"]
+    assert set(made) >= {"build", "forward"}
+    assert answered["packages"].keys() >= {"torch", "transformers", "peft"}
+    out, err = capsys.readouterr()
+    assert "Memory of small" in out
+    assert out.count(" fits") == 8
+    assert "8 combinations on " in err
+    assert "\x1b" not in err  # no bar where nobody watches
+
+
+def test_the_sum_of_what_is_at_the_peak_is_the_peak_of_its_phase() -> None:
+    (cell,) = answer("small", "--method=full", "--sequence=512", "--gpu=h100", "--only-cells")["cells"]
+    prediction = cell["prediction"]
+    assert sum(prediction["peak_bytes_by_origin"].values()) == prediction["phase_peak_bytes"][prediction["peak_phase"]]
+    assert prediction["peak_bytes_by_origin"]["build"] >= prediction["model_bytes"]
+
+
+def test_the_largest_batch_fits_and_the_next_does_not() -> None:
+    common = ("small", "--method=full", "--gpu=t4", "--precision=fp32", "--set=sequence_length=4096")
+    (largest,) = answer(*common)["largest"]
+    batch = largest["batch_size"]
+    assert 1 < batch < 1024
+    around = answer(*common, f"--batch={batch},{batch + 1}", "--only-cells")
+    assert [cell["fit"] == "fits" for cell in around["cells"]] == [True, False]
+
+
+def test_a_change_makes_the_smallest_unfit_batch_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    answered = answer("small", "--method=full", "--gpu=t4", "--precision=fp32", "--sequence=4096", "--batch=16,32")
+    first, second = answered["cells"]
+    assert first["fit"] == second["fit"] == "does-not-fit"
+    assert "makes it fit" in first["remedy"]
+    assert second["remedy"] == ""
+    assert f"does not fit T4: {first['remedy']}" in capsys.readouterr().out
+
+
+def test_the_second_time_nothing_is_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("small", "--method=full", "--sequence=512", "--gpu=h100")
+    first = answer(*words)
+
+    def refuse(*args: object, **keywords: object) -> None:
+        raise AssertionError("predicted again")
+
+    monkeypatch.setattr("pytest_gputrain.execution.launch.launcher.predict", refuse)
+    assert answer(*words) == first
+
+
+def test_a_model_in_the_cache_of_the_hub_is_taken_from_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = project / "hub" / "models--me--tiny-qwen" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (project / "small" / "config.json").rename(snapshot / "config.json")
+    monkeypatch.setenv("HF_HUB_CACHE", str(project / "hub"))
+    answered = answer("me/tiny-qwen", "--method=lora", "--sequence=512", "--gpu=h100", "--only-cells")
+    assert answered["model"] == "tiny-qwen"
+
+
+def test_a_batch_of_many_tokens_is_predicted() -> None:
+    """transformers looks at all positions for packed samples."""
+    (cell,) = answer("small", "--method=full", "--batch=256", "--sequence=4096", "--gpu=b300", "--only-cells")["cells"]
+    assert cell["failure"] == ""
+    assert cell["fit"] is not None
+
+
+def test_markdown_and_a_page_have_the_same_cells() -> None:
+    answer(
+        *("small", "--method=full", "--sequence=512", "--gpu=h100,t4", "--precision=fp32"),
+        *("--markdown=answer.md", "--html=answer.html", "--only-cells"),
+    )
+    rows = [line for line in Path("answer.md").read_text().splitlines() if line.startswith("| full | 1 |")]
+    assert rows[0].count(" MiB fits |") == 2
+    page = Path("answer.html").read_text()
+    assert page.count('<span class="badge good">') == 2
+    assert "light-dark(" in page
+    tags: list[tuple[str, dict[str, str | None]]] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))  # type: ignore[method-assign]
+    parser.feed(page)
+    assert not [a for _, a in tags for name in ("src", "href") if not (a.get(name) or "#").startswith(("#", "data:"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("llama-3.1-8c", "--gpu=h100"),
+            "the model 'llama-3.1-8c' is unknown (did you mean 'llama-3.1-8b'?): it is no file",
+        ),
+        (("small", "--gpu=rtx_409"), "the GPU 'rtx_409' is unknown (did you mean 'rtx_4090'?); known: "),
+        (("small", "--gpu=,"), "--gpu names none; give some of "),
+        (("small", "--gpu=h100", "--method=lroa"), "the method 'lroa' is unknown (did you mean 'lora'?); known: "),
+        (("small", "--gpu=h100", "--set=lora_rnak=8"), "'lora_rnak' is no knob of a case (did you mean 'lora_rank'?)"),
+        (("small", "--gpu=h100", "--set=model=sdxl"), "--set model is not taken here"),
+        (("small", "--gpu=h100", "--batch=0"), "a case has batch_size=0; it must be at least 1"),
+        (("small", "--gpu=h100", "--gpus=8"), "asks for 8 GPUs, but parallel='single' uses one; choose a parallelism"),
+        (("small", "--gpu=t4"), "T4 does not compute in bf16; choose precision=fp16-amp or fp32 for it"),
+        (("sdxl", "--gpu=h100"), "sets no resolution, which sdxl needs, as resolution='512x512'"),
+        (("small/nothing.json", "--gpu=h100"), "the model 'small/nothing.json' is unknown"),
+        (("broken.json", "--gpu=h100"), "broken.json has neither model_type"),
+        (
+            ("small", "--gpu=h100", "--batch=" + ",".join(map(str, range(1, 2002))), "--method=full"),
+            "2,001 combinations are",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("broken.json").write_text("{}")
+    assert main(["predict", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_a_sequence_longer_than_the_table_of_positions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "pangu-350m", "--gpu=v100", "--precision=fp16-amp", "--sequence=2000", "--method=full"]) == 2
+    assert (
+        "has a table of 1,024 positions, too few for sequence_length=2000; set it to at most 1024" in capsys.readouterr().err
+    )
+
+
+def test_a_combination_that_cannot_be_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    answered = answer(
+        *("small", "--method=full", "--gpu=h100", "--sequence=512", "--only-cells"),
+        *("--parallel=single,fsdp", "--set=reshard_after_forward=true"),
+    )
+    assert [cell["case"]["parallel"] for cell in answered["cells"]] == ["fsdp"]
+    assert "asks for reshard_after_forward, which parallel='single' does not do" in capsys.readouterr().out
+
+
+def test_the_parent_imports_no_library_that_trains() -> None:
+    code = (
+        "import sys; from pytest_gputrain.cli.main import main; "
+        "status = main(['predict', 'small', '--gpu=h100', '--method=full', '--sequence=512', '--only-cells']); "
+        "print(sorted({'torch', 'transformers', 'numpy', 'pytest'} & set(sys.modules))); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == "[]"
