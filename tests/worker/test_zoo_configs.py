@@ -15,6 +15,7 @@ from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.model_config import declare
 from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import methods, zoo
+from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.precision import PRECISIONS
 from pytest_gputrain.worker.zoo.completed import architecture_of
@@ -119,6 +120,28 @@ def compare(case):
     assert prediction.phase_peak_bytes == reply.phase_peak_bytes
     assert prediction.flops_per_step == reply.flops_per_step
     assert (prediction.parameters, prediction.trainable_parameters) == (reply.parameters, reply.trainable_parameters)
+
+
+@pytest.mark.parametrize("class_name", facts.denoisers())
+def test_the_config_of_every_class_of_denoisers_trains(class_name):
+    like = facts.denoisers()[class_name]
+    name = f"{class_name}#test"
+    declare(name, {"_class_name": class_name, "_unknown": 1, **like.trained_part.config})
+    assert architecture_of(name).trained_part.parameters["full"] == like.trained_part.parameters["full"]
+    needs = {"resolution": "512x512", "frames": 9}
+    case = Case(model=name, batch_size=2, steps=2, warmup=1, **{field: needs[field] for field in like.needs})
+    compare(case)
+
+
+def test_products_of_experts_count_each_token_once_however_tokens_are_shared_out():
+    tokens, experts = torch.ones(32, 16, requires_grad=True), torch.ones(4, 16, 24, requires_grad=True)
+    for ends in ([8, 16, 24, 32], [0, 32, 32, 32]):
+        with count_flops() as forward:
+            product = torch.nn.functional.grouped_mm(tokens, experts, offs=torch.tensor(ends, dtype=torch.int32))
+        assert forward.total == 2 * 32 * 16 * 24
+        with count_flops() as backward:
+            product.backward(torch.ones_like(product))
+        assert backward.total == 2 * forward.total
 
 
 def test_blocks_of_every_kind_are_in_the_tiny_model():
