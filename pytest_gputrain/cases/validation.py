@@ -110,7 +110,7 @@ _NOT_OF_OWN_CODE: Final = {
     "ids": _BATCHES,
     "lengths": _BATCHES,
     "loader_workers": _BATCHES,
-    "loss": "but own code computes its loss by itself; do so in that type",
+    "loss": "but own code computes its loss by itself; do so in fp32",
     "loss_chunks": "but own code computes its loss by itself; do so in chunks",
     "master_weights": "but own code makes its optimizer by itself; keep them in it",
     "quantized_compute": "but own code quantises by itself; set the type in it",

@@ -96,7 +96,7 @@ def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in () if targets == ALL_LINEAR else targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            known = sorted({name.rpartition(".")[2] for name in names} - {"0", "1", "2"})
+            known = sorted({last for name in names if not (last := name.rpartition(".")[2]).isdigit()})
             raise CheckFailed(
                 f"{case} adapts {target!r}, but {case.model} has no linear layer of that name"
                 f"{did_you_mean(target, known)}; it has {', '.join(known)}, and all-linear stands for all but the head"

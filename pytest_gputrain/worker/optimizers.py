@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import is_gpu
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
@@ -18,8 +19,27 @@ def _adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Opti
     """AdamW with states of 8 bits in blocks of 256; those of less than 4,096 elements are in fp32."""
     import bitsandbytes
 
+    _check_release(parameters)
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters, lr=rate)
     return optimizer
+
+
+def _check_release(parameters: list[nn.Parameter]) -> None:
+    """Raises:
+    CheckFailed: without a GPU, the installed bitsandbytes cannot update: earlier releases called CUDA's functions
+        themselves, and registered no operator with torch.
+    """
+    import bitsandbytes
+
+    name = "optimizer_update_8bit_blockwise"
+    if any(value.is_cuda for value in parameters):
+        return
+    known = hasattr(torch.ops.bitsandbytes, name)
+    if not known or not torch._C._dispatch_has_kernel_for_dispatch_key(f"bitsandbytes::{name}", "CPU"):
+        raise CheckFailed(
+            f"bitsandbytes {bitsandbytes.__version__} has optimizers for GPUs only, which a CPU cannot train by and a "
+            "prediction does not see; install 0.50.2 or newer"
+        )
 
 
 def _paged_adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
@@ -28,6 +48,7 @@ def _paged_adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.opti
 
     if not any(is_gpu(value.device) for value in parameters):
         return _adamw_8bit(parameters, rate)
+    _check_release(parameters)
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.PagedAdamW8bit(parameters, lr=rate)
     return optimizer
 

@@ -4,6 +4,7 @@ import bitsandbytes
 import peft
 import pytest
 import torch
+from preloaded_worker import measured as measured_by_workers
 from test_prediction import H100, compare, predicted
 from torch import nn
 from zoo_examples import example, measured, run
@@ -127,3 +128,13 @@ def test_a_diffusion_model_adapts_what_is_named():
     adapted = Training(example("sd3", "lora", lora_targets="to_q+ff.net.2"), "tiny", torch.device("cpu")).model
     names = {name for name, module in adapted.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
     assert {name.endswith((".to_q", ".ff.net.2")) for name in names} == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("parallel", ["fsdp", "zero3"])
+@pytest.mark.parametrize("knobs", [{"dora": True}, {"lora_targets": "all-linear", "lora_alpha": 64}], ids=str)
+def test_two_processes_adapt_as_one(parallel, knobs):
+    case = LLAMA.replace(precision="fp32", learning_rate=1e-2, lora_dropout=0.0, steps=3, warmup=1, gpus=2, **knobs)
+    reply = measured_by_workers(case.replace(parallel=parallel))
+    assert reply.losses == pytest.approx(measured_by_workers(case.replace(parallel="ddp")).losses, rel=1e-4)

@@ -5,9 +5,10 @@ import torch
 from one_process import losses_of_one_process
 from preloaded_worker import measured as measured_by_workers
 from test_prediction import H100, compare, predicted
-from zoo_examples import example, measured
+from zoo_examples import example, measured, run
 
 from pytest_gputrain.cases.libraries import libraries
+from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker.training import Training
 
 LLAMA = example("llama-3.1-8b", activation_checkpointing=True)
@@ -65,6 +66,14 @@ def test_paged_states_are_not_of_the_device():
     assert whole.peak_allocated_bytes - paged.peak_allocated_bytes == pytest.approx(2 * elements, rel=0.001)
     assert whole.fits
     assert paged.fits
+
+
+def test_an_old_bitsandbytes_is_told(monkeypatch):
+    # As 0.46, which has no such operator.
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
+    reply = run(LLAMA.replace(optimizer="adamw_8bit"))
+    assert isinstance(reply, Crashed)
+    assert "has optimizers for GPUs only, which a CPU cannot train by and a prediction does not see" in reply.sentence
 
 
 def test_their_libraries_are_known():
