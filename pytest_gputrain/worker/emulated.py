@@ -17,14 +17,18 @@ from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.worker.device import Device
+from pytest_gputrain.worker.emulated_values import tracking
 from pytest_gputrain.worker.untouched_host import UntouchedHost
 
 _MOST_UNKNOWN: Final = 1000
+_NAMED: Final = 2
+"""Lines that a note names."""
 
 
 @contextlib.contextmanager
 def training_on_emulated_gpu(case: Case) -> Iterator[None]:
     """A context for all of a case on an emulated GPU, from its build to its last check."""
+    tracking.enable()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))
         if case.cpu_offload or case.offload_optimizer or case.offload_param:
@@ -91,7 +95,7 @@ def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> Emulate
             flops_per_step=reply.flops_per_step,
             recomputed_flops_per_step=reply.recomputed_flops_per_step,
             not_counted=tuple(_not_counted()),
-            notes=(*reply.notes, NOT_MADE),
+            notes=(*reply.notes, NOT_MADE, *_assumed()),
         )
     if isinstance(reply, OutOfMemory) and reply.where == "device":
         peaks = device.peaks()
@@ -118,6 +122,13 @@ def conditions(task: Task, device: Device) -> dict[str, Any]:
         "packages": packages_of(task.case),
         "processes": task.processes,
     }
+
+
+def _assumed() -> Iterator[str]:
+    """Yield what the figures rest on where kernels computed nothing."""
+    if dealt := tracking.report()["dealt"]:
+        lines = ", ".join(f"{choice['what']} at {choice['where']}" for choice in dealt[:_NAMED])
+        yield f"balanced routing is assumed: unknown scores were dealt in turn, by {lines}"
 
 
 def _not_counted() -> Iterator[str]:

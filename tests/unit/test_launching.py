@@ -118,7 +118,7 @@ def test_changes_are_those_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DELETED", "1")
     session = SessionEnvironment()
     monkeypatch.setenv("AT_IMPORT", "1")
-    session.collected()
+    session.collected(elsewhere=True)
     monkeypatch.delenv("DELETED")
     monkeypatch.setenv("B_NEW", "1")
     unseen = (

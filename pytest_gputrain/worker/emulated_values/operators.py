@@ -57,6 +57,10 @@ _SAME_FOR_ALL: Final = frozenset((
 """Reductions of equal elements to an element that equals them."""
 
 
+_WITHOUT_PYTHON: Final = frozenset({"aten::pow.Tensor_Tensor_out"})
+"""Operators that torch itself calls with a number that lies on the GPU, for which Python has no type."""
+
+
 class Operators:
     """The replaced operators of this process.
 
@@ -109,6 +113,8 @@ class Operators:
     def _replacement(self, operator: Any, qualified: str, base: str, name: str, written: list[int]) -> _Kernel | None:
         if not qualified.startswith("aten::"):
             return self._custom(operator, _original(qualified), written) if written else None
+        if qualified in _WITHOUT_PYTHON:
+            return None
         if base == "_local_scalar_dense":
             return self._read_scalar(_original(qualified))
         if base == "copy_":
