@@ -329,7 +329,9 @@ class BaselineStore(SuiteStore[Baseline, BaselineRun]):
 def _judged(baseline: Baseline) -> tuple[object, ...]:
     """What the gate judges by and tells of a baseline; seconds on a CPU only where it has runs enough to judge them."""
     on_cpu = all(run.environment.device_type == "cpu" for run in baseline.runs)
-    left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "final_loss", "environment"}
+    left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "final_loss"}
+    # Memory on a CPU does not depend on the host; on a GPU a verdict names what changed there since the baseline.
+    left_out |= {"environment"} if on_cpu else set()
     left_out |= (
         {"step_seconds", "one_worker_seconds", "warmup"} if on_cpu and len(baseline.runs) < LEAST_RUNS_ON_A_CPU else set()
     )

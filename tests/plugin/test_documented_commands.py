@@ -183,7 +183,7 @@ def check_pip(command: Command, command_project: CommandProject) -> None:
     for flag, word in zip(["", *words], words, strict=False):
         if flag == "-c":
             assert (ROOT / word).is_file()
-        elif not word.startswith("-"):
+        elif not word.startswith("-") and word != ".":  # the reader's own project
             requirement = Requirement(word.replace(".[", f"{PROJECT['project']['name']}["))
             assert requirement.name != PROJECT["project"]["name"] or requirement.extras <= set(
                 PROJECT["project"]["optional-dependencies"]

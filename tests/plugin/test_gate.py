@@ -69,8 +69,8 @@ def test_first_run_passes_as_new_and_names_the_remedy(project: Project) -> None:
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
         [
-            "*build*fp32* new*",
             "1 case without a baseline: build-fp32 has no baseline; record it with --gpu-baseline-update-new-only",
+            "*build*fp32* new*",
         ]
     )
 

@@ -24,7 +24,7 @@ def _help_of_group(project: Project) -> list[str]:
 def test_the_help_lists_each_option_of_the_command_line_once_and_no_other(project: Project) -> None:
     listed = [re.split(r"[=, ]", line.strip())[0] for line in _help_of_group(project)]
     assert listed == [option.flag for option in OPTIONS if not option.ini_only]
-    assert len(listed) == 26
+    assert len(listed) == 27
 
 
 def test_the_help_names_the_opposite_beside_each_switch(project: Project) -> None:

@@ -125,7 +125,7 @@ def test_a_test_that_cannot_be_varied_says_so(h100: Project) -> None:
 
 def test_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
     h100.write(test_one=ONE.replace("batch_size=2", "named=None"))
-    assert "has a field of the wrong type" in only_sentence(h100.run("--gpu-set=batch_size=4"), "test_it[batch_size=4]")
+    assert "has named=None; it must be a tuple" in only_sentence(h100.run("--gpu-set=batch_size=4"), "test_it[batch_size=4]")
 
 
 @pytest.mark.parametrize(

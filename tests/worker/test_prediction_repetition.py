@@ -62,7 +62,7 @@ def test_a_deep_model_shows_what_follows_from_shallow_ones(case):
 
 
 def test_every_kind_of_block_is_repeated_as_often():
-    for name in architectures():
+    for name in [name for name in architectures() if "#" not in name]:  # other tests declare configs of their own
         architecture = architecture_of(name)
         part = architecture.trained_part
         if not part.repeats:

@@ -91,7 +91,9 @@ def _run(folder: Path, text: str, *arguments: str) -> tuple[int, list[Any]]:
     state.mkdir()
     startup = Path(script.__file__).parent / "startup"
     path = os.pathsep.join([str(startup), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "GPUTRAIN_SCRIPT_STATE": str(state), "PYTHONPATH": path}
+    # Other tests of this process leave variables of process groups behind.
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environ = {**clean, "GPUTRAIN_SCRIPT_STATE": str(state), "PYTHONPATH": path}
     done = subprocess.run([sys.executable, str(file), *arguments], env=environ, cwd=folder, check=False, timeout=300)
     return done.returncode, [json.loads(path.read_bytes()) for path in state.iterdir()]
 
