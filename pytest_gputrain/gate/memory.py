@@ -28,7 +28,10 @@ from pytest_gputrain.utils.units import format_bytes, format_percent
 
 SHARED_CPU_RATIO: Final = 0.1
 """Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
-the peak of tiny models under FSDP2 by up to 6 % from run to run, and a phase by up to 7 % of that peak."""
+the peak of tiny models under FSDP2 by up to 6 % from run to run."""
+
+_SHARED_CPU_PHASE_RATIO: Final = 0.15
+"""The same for a phase, as a share of that peak: two buffers of 6 % each were let go of late in one of four busy runs."""
 
 PHASES: Final[dict[MetricName, TrainingPhase]] = {
     "build_peak_bytes": "build",
@@ -116,7 +119,7 @@ def judge_memory(
     whole = rule.judge("peak_allocated_bytes", values, peaks)
     if on_cpu and not alone:
         # A buffer that outlives its phase is as large in a phase that needs little.
-        rule = rule._replace(ratio=0.0, slack=rule.slack + round(rule.ratio * max(peaks)))
+        rule = rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, _SHARED_CPU_PHASE_RATIO) * max(peaks)))
     return [whole, *_phases(whole.metric, measured, fitted, rule)]
 
 
