@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 import pytest_gputrain
-from pytest_gputrain.hardware.emulation import build, libraries
-from pytest_gputrain.utils.errors import CannotEmulate
 
 ROOT = Path(pytest_gputrain.__file__).parents[1]
 
@@ -22,14 +20,6 @@ UNTRACKED = """
     sys.modules["_gputrain_memory_recorder"]._load_values = Nothing
 """
 """Begins a program whose values are not tracked."""
-
-
-@pytest.fixture(scope="module")
-def stand_ins():
-    try:
-        return build.stand_ins(libraries.find_torch())
-    except CannotEmulate as error:
-        pytest.skip(f"needs a CUDA build of torch: {error}")
 
 
 @pytest.fixture

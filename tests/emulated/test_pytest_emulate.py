@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import pytest_gputrain
-from pytest_gputrain.hardware.emulation import boards, build, libraries
+from pytest_gputrain.hardware.emulation import boards
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
-from pytest_gputrain.utils.errors import CannotEmulate
 
 ROOT = Path(pytest_gputrain.__file__).parents[1]
 
@@ -55,14 +54,6 @@ SUITE = """
     def test_too_large(gputrain):
         gputrain.check(build_too_large, precision="fp32")
 """
-
-
-@pytest.fixture(scope="module")
-def stand_ins():
-    try:
-        return build.stand_ins(libraries.find_torch())
-    except CannotEmulate as error:
-        pytest.skip(f"needs a CUDA build of torch: {error}")
 
 
 @pytest.fixture
