@@ -52,6 +52,7 @@ def cells(answered: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {(c["case"]["method"], c["case"].get("batch_size", 1), c["gpu"]): c for c in answered["cells"]}
 
 
+@pytest.mark.slow
 def test_a_grid_of_a_config_is_predicted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     answered = answer(
         "small/config.json", "--method=full,lora", "--batch=1,4", "--sequence=512", "--gpu=h100,rtx_4090", "--only-cells"
