@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import picture_gate
 from rich.color import Color
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
@@ -36,6 +37,11 @@ THEMES: Final = {
     "dark": ("#161b22", "#e6edf3", "#6e7681 #ff7b72 #3fb950 #d29922 #58a6ff #bc8cff #39c5cf #b1bac4"),
 }
 """Background, foreground, and the eight colours of a terminal."""
+CHART_COLOURS: Final = {
+    "light": ("#ffffff", "#1b1f24", "#59616b", "#d9dde2", ("#2463c4", "#0f8a77", "#8a45b5", "#b3261e")),
+    "dark": ("#161b22", "#e8eaed", "#a3abb5", "#363c46", ("#82b1ff", "#5cd6c0", "#d3a2f5", "#ff8a80")),
+}
+"""Background, text, quiet text, rules, and series, as in the HTML page."""
 BORDER: Final = "#8b949e"
 
 
@@ -122,8 +128,15 @@ def failing_pull_request(folder: Path) -> None:
     terminal.draw("failing-pull-request", "A pull request that needs more memory")
 
 
+def gate_power(folder: Path) -> None:
+    failing = picture_gate.shares()
+    for theme, colours in CHART_COLOURS.items():
+        picture_gate.draw(PICTURES / f"gate-power-{theme}.svg", failing, *colours)
+
+
 SCENES: Final[dict[str, Callable[[Path], None]]] = {
     "failing-pull-request": failing_pull_request,
+    "gate-power": gate_power,
 }
 
 
