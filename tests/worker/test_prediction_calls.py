@@ -138,6 +138,7 @@ def test_no_compiler_is_loaded():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
+@pytest.mark.slow
 def test_own_code_waits_for_no_library_that_it_may_not_use():
     code = (
         "import sys; from pytest_gputrain import Case; from pytest_gputrain.worker.libraries import load; "
