@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from pytest_gputrain.records import Case, EmulatedRun, Prediction
-from pytest_gputrain.records.result import Figure
+from pytest_gputrain.records.published import Figure
 from pytest_gputrain.storage.emulations import EmulationStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.published import GATED, PublishedStore
