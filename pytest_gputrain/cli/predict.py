@@ -51,6 +51,8 @@ _KNOBS: Final = {
 
 _METHODS: Final[tuple[str, ...]] = ("full", "lora", "qlora")
 _SEQUENCE: Final = "2048"
+_LANGUAGE: Final = ("language", "vision_language")
+"""Families whose cases have a loss to choose."""
 _MOST_CELLS: Final = 2000
 _TIMEOUT_SECONDS: Final = 600.0
 
@@ -163,6 +165,8 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
         lines.insert(0, f"method={','.join(methods)}")
     if "sequence_length" not in given and "sequence_length" in architecture.needs:
         lines.append(f"sequence_length={_SEQUENCE}")
+    if "loss" not in given and architecture.family in _LANGUAGE and architecture.trained_part.library == "transformers":
+        lines.append("loss=fp32")  # of transformers and its Trainer
     return "\n".join(lines)
 
 
