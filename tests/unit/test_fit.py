@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gputrain import Case, GiB, Prediction
 from pytest_gputrain.cases.model_config import with_model
-from pytest_gputrain.gate.fit import ERROR, Need, fit_of, largest_batch, of_training, shards_before_it_trains, tight
+from pytest_gputrain.gate.fit import ERROR, Need, fit_of, largest_batch, loads_in_parts, of_training, tight
 from pytest_gputrain.records.fit import FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import fit
 from pytest_gputrain.session.fitting import possible
@@ -69,8 +69,8 @@ def test_under_fsdp_training_counts_and_not_a_build_of_the_whole_model() -> None
     assert trained.fits
     assert fit_of(trained, lambda memory: trained) == "fits"
     assert of_training(predicted(90 * GiB), whole.target).fits is False
-    assert [shards_before_it_trains(Case(parallel=engine)) for engine in ("single", "zero3", "fsdp")] == [False, False, True]
-    assert not shards_before_it_trains(Case(parallel="fsdp", cpu_offload=True))
+    assert [loads_in_parts(Case(parallel=engine)) for engine in ("single", "zero3", "fsdp")] == [False, False, True]
+    assert not loads_in_parts(Case(parallel="fsdp", cpu_offload=True))
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 27, 100, 511, 1023, 1024, 5000])
