@@ -140,7 +140,7 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
         )
     if emulated := [cell.emulated for cell in report.cells if cell.emulated is not None]:
         yield (
-            f"{count(len(emulated), 'combination')} ran on an emulated GPU (CUDA {emulated[0].runtime}), and the first table "
+            f"{count(len(emulated), 'combination')} ran on emulated GPUs (CUDA {emulated[0].runtime}), and the first table "
             "has what they took there; where the prediction disagrees, the answer is within the error; all else is predicted"
         )
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.packages.items()))

@@ -64,7 +64,7 @@ class EmulatedFitting:
             return msgspec.structs.replace(cell, failure=failure)
         if not reply.fits and loads_in_parts(cell.case):
             failure = (
-                f"{cell.case} runs out of memory on an emulated GPU, which builds the whole model; its figures are predicted"
+                f"{cell.case} ran out of memory on an emulated GPU, where all of it is built; its figures are predicted"
             )
             return msgspec.structs.replace(cell, emulated=reply, failure=failure)
         target = target_of(cell.gpu)
