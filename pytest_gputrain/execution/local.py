@@ -160,7 +160,7 @@ class LocalExecutor(Executor[Reply]):
         self, reply: Reply, gpu: Gpu, between: tuple[tuple[str, ...], ...], before: Occupancy, watched: GpuWatch
     ) -> Reply:
         """Add to the reply what only the parent knows of the machine."""
-        if isinstance(reply, Crashed | TimedOut) and reply.measured is not None:
+        if isinstance(reply, Crashed | TimedOut) and isinstance(reply.measured, Measurement):
             measured = self._with_hardware(reply.measured, gpu, between, before, watched)
             return msgspec.structs.replace(reply, measured=measured)
         if not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None:

@@ -12,6 +12,7 @@ from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
     Crashed,
+    EmulatedRun,
     Environment,
     Lost,
     Measurement,
@@ -44,7 +45,7 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str
     place = f"({reply.phase}{at}{rank})"
     if isinstance(reply, OutOfMemory):
         return f"ran out of {reply.where} memory {place}: {reply.message}"
-    measured_before = f"was measured ({_in_short(reply.measured)}), but " if reply.measured else ""
+    measured_before = f"was {_in_short(reply.measured)}, but " if reply.measured else ""
     if isinstance(reply, TimedOut):
         after = format_seconds(reply.timeout_seconds)
         return f"{measured_before}was ended after {after} {place}; --gpu-timeout allows more{reply.advice}"
@@ -55,8 +56,11 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str
     )
 
 
-def _in_short(measured: Measurement) -> str:
-    return f"{format_bytes(measured.peak_allocated_bytes)} allocated, {format_seconds(measured.median_step_seconds)} a step"
+def _in_short(figures: Measurement | EmulatedRun) -> str:
+    allocated = f"{format_bytes(figures.peak_allocated_bytes)} allocated"
+    if isinstance(figures, EmulatedRun):
+        return f"emulated ({allocated})"
+    return f"measured ({allocated}, {format_seconds(figures.median_step_seconds)} a step)"
 
 
 _MEMORY: Final[dict[MetricName, str]] = {

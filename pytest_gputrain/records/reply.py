@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
 
@@ -272,7 +273,7 @@ class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outco
     refused: bool = False
     """Whether nothing broke, but a check found that the case is not what it says."""
     rank: Whole | None = None
-    measured: Measurement | None = None
+    measured: Measurement | EmulatedRun | None = None
     """Figures of the timed steps, where the case failed after them: they are shown, never judged or recorded."""
 
 
@@ -286,7 +287,7 @@ class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="ou
     """Python stacks of the worker at the end, where it could still give them."""
     advice: str = ""
     """What may help, beside more time."""
-    measured: Measurement | None = None
+    measured: Measurement | EmulatedRun | None = None
     """As in `Crashed`."""
 
 

@@ -73,7 +73,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
             local_rank = rank if local_rank is None else local_rank
             group = Group(rank, task.processes, local_rank, meeting, task.servers, simulated=bool(task.emulated))
 
-            def keep(figures: Measurement | Served) -> None:
+            def keep(figures: Measurement | Served | EmulatedRun) -> None:
                 with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case
                     write_record(folder / FIGURES, figures)
 

@@ -160,7 +160,7 @@ class Movement:
         """Return the names of tensors that changed since the start, and of those with a gradient in the watched step."""
         return {name for name, value in self._trained.items() if self._before[name] != fingerprint(value)}, self._reached
 
-    def check(self, moved: set[str], reached: set[str], *, steps: int, remote_tensors: int = 0) -> None:
+    def check(self, moved: set[str], reached: set[str] | None, *, steps: int, remote_tensors: int = 0) -> None:
         """Every trained tensor got a gradient in the watched step, and every trained matrix changed since the start.
 
         Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
@@ -168,7 +168,7 @@ class Movement:
         Args:
             moved: what `changes` returns, united over all processes of the case: one may hold rows of a sharded table
                 that no sample names, and nothing of a small tensor.
-            reached: likewise.
+            reached: likewise; None where no step was watched.
             remote_tensors: trained tensors that other processes hold, and check.
 
         Raises:
@@ -182,7 +182,7 @@ class Movement:
             raise CheckFailed(
                 f"{len(still)} of {len(self._trained)} trained tensors did not change in {steps} steps (first: {still[0]})"
             )
-        starved = [name for name, shape in shapes.items() if 0 not in shape and name not in reached]
+        starved = [name for name, shape in shapes.items() if 0 not in shape and reached is not None and name not in reached]
         if starved:
             zeros = "" if self._accepts_zeros else ", or one of zeros only"
             raise CheckFailed(

@@ -63,6 +63,9 @@ class Device(Protocol):
     def allocated_bytes(self) -> int | None:
         """Return the bytes in live tensors now, None where only a counted pass knows. It is called after each step."""
 
+    def lift_limit(self) -> None:
+        """Have an emulated GPU give more memory than it has from now on, for what only checks need; nothing elsewhere."""
+
     def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
         """A context in which tensor storages are counted one by one, where no allocator does it; else an empty one.
 
@@ -174,6 +177,10 @@ class Accelerator:
         self._keep_peaks()
         return torch.cuda.memory_allocated(self.torch_device)
 
+    def lift_limit(self) -> None:
+        if not self.computes:
+            ctypes.CDLL(None).gputrain_lift_limit()
+
     def _keep_peaks(self) -> None:
         """Remember the peaks of torch's caching allocator, which whoever resets them would else take away."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
@@ -217,6 +224,9 @@ class Cpu:
 
     def allocated_bytes(self) -> int | None:
         return None
+
+    def lift_limit(self) -> None:
+        """A host gives what it has."""
 
     @contextlib.contextmanager
     def counting(self, line: Callable[[], str]) -> Iterator[AllocationCounter | None]:

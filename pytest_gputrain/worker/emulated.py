@@ -83,20 +83,7 @@ def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> Emulate
         device: whose kernels compute nothing.
     """
     if isinstance(reply, Measurement):
-        return EmulatedRun(
-            **conditions(task, device),
-            fits=True,
-            peak_allocated_bytes=reply.peak_allocated_bytes,
-            peak_reserved_bytes=reply.peak_reserved_bytes or 0,
-            device_used_bytes=reply.device_used_bytes or 0,
-            parameters=reply.parameters,
-            trainable_parameters=reply.trainable_parameters,
-            model_bytes=reply.model_bytes,
-            flops_per_step=reply.flops_per_step,
-            recomputed_flops_per_step=reply.recomputed_flops_per_step,
-            not_counted=tuple(_not_counted()),
-            notes=(*reply.notes, NOT_MADE, *_assumed()),
-        )
+        return emulated_run(reply, task, device)
     if isinstance(reply, OutOfMemory) and reply.where == "device":
         peaks = device.peaks()
         return EmulatedRun(
@@ -110,6 +97,24 @@ def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> Emulate
         )
     assert isinstance(reply, OutOfMemory | Crashed), "a worker on an emulated GPU serves nobody, and waits for nobody"
     return reply
+
+
+def emulated_run(measured: Measurement, task: Task, device: Device) -> EmulatedRun:
+    """Return what of a measurement is true of an emulated GPU."""
+    return EmulatedRun(
+        **conditions(task, device),
+        fits=True,
+        peak_allocated_bytes=measured.peak_allocated_bytes,
+        peak_reserved_bytes=measured.peak_reserved_bytes or 0,
+        device_used_bytes=measured.device_used_bytes or 0,
+        parameters=measured.parameters,
+        trainable_parameters=measured.trainable_parameters,
+        model_bytes=measured.model_bytes,
+        flops_per_step=measured.flops_per_step,
+        recomputed_flops_per_step=measured.recomputed_flops_per_step,
+        not_counted=tuple(_not_counted()),
+        notes=(*measured.notes, NOT_MADE, *_assumed()),
+    )
 
 
 def conditions(task: Task, device: Device) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.cases.architectures.facts import Architecture
-from pytest_gputrain.records import Case, Measurement, Served, Task
+from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
@@ -33,8 +33,14 @@ from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.straggler_clock import StragglerClock
 from pytest_gputrain.worker.training import OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
 
-Keep = Callable[[Measurement | Served], None]
+Keep = Callable[[Measurement | Served | EmulatedRun], None]
 """Called with the figures as soon as the last timed step is over, so that nothing that fails afterwards loses them."""
+
+
+UNWATCHED: Final = (
+    "without FLOPs, and without a check that every trained tensor gets a gradient: both take a step without torch.compile, "
+    "which ran out of memory"
+)
 
 
 class Measuring:
@@ -58,6 +64,8 @@ class Measuring:
         self._own = own
         self._own_work = StragglerClock(device)
         self._figures: Measurement | None = None
+        self._check_without_step: Callable[[], Measurement] | None = None
+        """The last check, while it takes a step that may need more memory than those that were measured."""
 
     def run(self, builder: StepBuilder | None) -> Measurement:
         """Build the case, and have its training run to its last check.
@@ -76,7 +84,17 @@ class Measuring:
             if self._own:
                 counting.enter_context(compile_calls.noted())
             training = build(self._task, self._device.torch_device, builder, self._group, self._own_work.done)
-            training.run(self._steps(training, counting, counter, compile_calls))
+            check = None
+            with contextlib.closing(self._steps(training, counting, counter, compile_calls)) as steps:
+                try:
+                    training.run(steps)
+                except torch.OutOfMemoryError:
+                    check = self._check_without_step
+                    if check is None:
+                        raise
+            if check is not None:
+                self._device.reset_peaks()  # only here, where the exception is gone with all that its frames held
+                self._figures = check()
         training.leave()
         assert self._figures is not None, "a training runs until it has no more steps to run"
         return self._figures
@@ -167,15 +185,13 @@ class Measuring:
             losses = finite_losses(losses, case.model, steps=all_steps)[: case.steps]
         elif checks_values:
             check_losses(losses)
-        # A compiled case takes its last step as it is written: in blocks of other sizes than those that the allocator kept.
-        device.reset_peaks()
-        flops = yield from self._watched(training, movement, steps=steps + 1)
+        figures = msgspec.structs.replace(figures, losses=losses)
+        flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = Checked(())
         if own:
             checked = yield from own.check(flops, training, device.allocated_bytes)
         self._figures = msgspec.structs.replace(
             figures,
-            losses=losses,
             flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
             recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
             notes=checked.notes,
@@ -213,16 +229,26 @@ class Measuring:
                 counter.begin_step()
                 yield update
 
-    def _watched(self, training: Trainable, movement: Movement | None, *, steps: int) -> Generator[bool, None, FlopCount]:
+    def _watched(
+        self, training: Trainable, movement: Movement | None, figures: Measurement, *, steps: int
+    ) -> Generator[bool, None, FlopCount]:
         """Have a further step run, whose operations are counted and whose gradients are checked.
 
         Args:
+            figures: of the steps before.
             steps: how many there are with it.
 
         Raises:
             CheckFailed: the model does not train.
         """
         own = self._own
+        # A compiled case takes this step as it is written: in blocks of other sizes than those that the allocator kept, and
+        # maybe in more memory than there is.
+        self._device.reset_peaks()
+        if self._case.compile != "off":
+            self._device.lift_limit()
+            if self._group.size == 1:  # of several processes, the others would wait for the one that has no memory
+                self._check_without_step = functools.partial(_unwatched, figures, training, movement, steps=steps - 1)
         with (
             uncompiled(self._case),
             own.witnessed() if own else contextlib.nullcontext(),
@@ -230,12 +256,25 @@ class Measuring:
             movement.watching() if movement else contextlib.nullcontext(),
         ):
             yield True
+        self._check_without_step = None
         moved, reached = self._group.union(movement.changes() if movement else (set(), set()))
         if movement is not None:
             # A step of own code may train but a part, as one of two players or the experts that are chosen.
             reached = (reached | moved) if own else reached
             movement.check(moved, reached, steps=steps, remote_tensors=training.remote_tensors)
         return flops
+
+
+def _unwatched(figures: Measurement, training: Trainable, movement: Movement | None, *, steps: int) -> Measurement:
+    """Check what can be checked without a further step, and say what was not.
+
+    Raises:
+        CheckFailed: the model does not train.
+    """
+    if movement is not None:
+        moved, _ = movement.changes()
+        movement.check(moved, None, steps=steps, remote_tensors=training.remote_tensors)
+    return msgspec.structs.replace(figures, notes=(UNWATCHED,))
 
 
 def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:

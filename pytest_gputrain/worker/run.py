@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import re
 import sys
@@ -11,10 +12,10 @@ from typing import Final, Literal
 
 import torch
 
-from pytest_gputrain.records import Crashed, EmulatedRun, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
-from pytest_gputrain.worker.emulated import emulated_reply, training_on_emulated_gpu
+from pytest_gputrain.worker.emulated import emulated_reply, emulated_run, training_on_emulated_gpu
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.measuring import Keep, Measuring, is_own_code, known, own_lines
@@ -55,7 +56,7 @@ def run(
         on_cpu = task.device_type == "cpu" or group.serves
         device = Cpu() if on_cpu else Accelerator(group.local_rank, emulated=bool(task.emulated))
         if not device.computes:
-            keep = _keep_nothing  # the figures of a measurement have times
+            keep = functools.partial(_keep_emulated, keep, task, device)
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
         if is_own_code(task.case, builder):
@@ -97,8 +98,10 @@ def run(
     return reply if device.computes else emulated_reply(reply, task, device)
 
 
-def _keep_nothing(figures: object) -> None:
-    """Keep no figures."""
+def _keep_emulated(keep: Keep, task: Task, device: Device, figures: Measurement | Served | EmulatedRun) -> None:
+    """Keep figures as what they are of an emulated GPU: those of a measurement have times."""
+    assert isinstance(figures, Measurement), "the first worker of a case measures, and it alone runs there"
+    keep(emulated_run(figures, task, device))
 
 
 def crash(error: BaseException, progress: Progress, lines: OwnLines | None = None) -> Crashed:

@@ -217,8 +217,9 @@ class Setup:
         return self.precision.casting(self.device)
 
     def watch(self, model: nn.Module) -> None:
-        """Let the worker count ``model`` and check that training moves it. Call it once, after the build."""
-        self.watched.append(model)
+        """Let the worker count ``model`` and check that training moves it. A loop may do so in every step."""
+        if all(model is not watched for watched in self.watched):
+            self.watched.append(model)
 
 
 StepBuilder = Callable[[Setup], Any]
@@ -262,7 +263,7 @@ class OwnCodeTraining:
     def model(self) -> nn.Module | None:
         """What the user's code lets the worker watch, once that has been asked for its first step."""
         if len(self._watched) > 1:
-            raise CheckFailed(f"{self._name} called setup.watch() {len(self._watched)} times; wrap the models in one")
+            raise CheckFailed(f"{self._name} called setup.watch() with {len(self._watched)} models; wrap them in one")
         return self._watched[0] if self._watched else None
 
     @property

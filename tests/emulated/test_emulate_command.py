@@ -388,22 +388,28 @@ def test_expandable_segments_are_counted(emulate):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.machinery.PathFinder.find_spec("triton") is None, reason="needs Triton")
-def test_compiled_code_runs(emulate, tmp_path):
-    done, report = emulate(
-        """
-        import torch
-        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
-        compiled = torch.compile(model)
-        for _ in range(2):
-            compiled(torch.ones(4096, 1024, device="cuda")).square().mean().backward()
-        from torch._dynamo.utils import counters
-        print(counters["stats"]["unique_graphs"])
-        """,
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
-        TRITON_CACHE_DIR=str(tmp_path / "triton"),
-    )
-    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
-    assert only_device(report)["peak_allocated"] > 2 * 4 * 4096 * 4096
+def test_compiled_code_reserves_the_same_when_its_code_comes_from_the_disk(emulate, tmp_path):
+    def run():
+        done, report = emulate(
+            """
+            import torch
+            model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
+            compiled = torch.compile(model)
+            for _ in range(2):
+                compiled(torch.ones(4096, 1024, device="cuda")).softmax(0).square().mean().backward()
+            from torch._dynamo.utils import counters
+            print(counters["stats"]["unique_graphs"])
+            """,
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
+            TRITON_CACHE_DIR=str(tmp_path / "triton"),
+        )
+        assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+        return only_device(report)
+
+    first, second = run(), run()
+    assert first["peak_allocated"] > 2 * 4 * 4096 * 4096
+    assert first["peak_reserved"] == second["peak_reserved"]
+    assert [path.name for path in (tmp_path / "inductor").iterdir()] == ["emulated"]
 
 
 def test_ranks_have_a_gpu_each(emulate):

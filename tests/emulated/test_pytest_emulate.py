@@ -45,6 +45,22 @@ SUITE = """
         kept = torch.empty(81 << 30, dtype=torch.uint8, device=setup.device)
         return lambda: kept.sum()
 
+    def build_failing(setup):
+        import torch
+        from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+        weight = torch.ones(4096, 4096, device=setup.device, requires_grad=True)
+
+        def step():
+            if _get_current_dispatch_mode().__class__.__name__ == "FlopCount":
+                raise ValueError("no luck")
+            weight.square().sum().backward()
+
+        return step
+
+    def test_failing(gputrain):
+        gputrain.check(build_failing, precision="fp32")
+
     def test_own(gputrain):
         gputrain.check(build, precision="fp32")
 
@@ -86,9 +102,9 @@ EMULATE = ("--gpu-platform=h100", "--gpu-emulate")
 
 
 def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
-    first, recorded = run(*EMULATE, "--gpu-baseline-update", "-k", "not large")
+    first, recorded = run(*EMULATE, "--gpu-baseline-update", "-k", "not large and not failing")
     assert first.returncode == 0, first.stdout
-    second, judged = run(*EMULATE, "--gpu-strict", "-k", "not large")
+    second, judged = run(*EMULATE, "--gpu-strict", "-k", "not large and not failing")
     assert second.returncode == 0, second.stdout
     for name, result in judged.items():
         assert result["reply"] == recorded[name]["reply"]
@@ -108,6 +124,17 @@ def test_what_does_not_fit_fails_with_the_allocators_sentence(run):
     assert done.returncode == 1
     assert not results["test_too_large"]["reply"]["fits"]
     assert "does not fit H100 (79.1 GiB): CUDA out of memory. Tried to allocate 81.00 GiB" in done.stdout
+
+
+def test_figures_are_kept_where_a_case_fails_afterwards(run):
+    done, results = run(*EMULATE, "-k", "failing", "--gpu-baseline-update")
+    assert done.returncode == 1
+    assert "was emulated (" in done.stdout
+    assert " allocated), but failed afterwards (check): ValueError: no luck" in done.stdout
+    measured = results["test_failing"]["reply"]["measured"]
+    assert measured["outcome"] == "emulated"
+    assert measured["peak_allocated_bytes"] >= 2 * 4 * 4096**2
+    assert "step_seconds" not in measured
 
 
 def test_a_run_that_measures_refuses_stand_ins(run, stand_ins):

@@ -76,9 +76,9 @@ RAISED = {
     ),
     "frozen": (FROZEN, "pass", r".*no parameter requires a gradient: nothing trains"),
     "watches_twice": (
-        f"{STILL}; setup.watch(model)",
+        f"{STILL}; setup.watch(torch.nn.Linear(1, 1))",
         "pass",
-        r".*watches_twice called setup.watch\(\) 2 times; .+",
+        r".*watches_twice called setup.watch\(\) with 2 models; .+",
     ),
     "no_function": (
         "return 5",

@@ -182,6 +182,15 @@ def test_physical_memory_is_counted_when_it_is_made_and_not_when_it_is_mapped(ca
     assert list(map(int, printed)) == [0, 0, 0, 40 << 20, 0, 0, 0, 0, 2]
 
 
+def test_a_limit_that_is_lifted_refuses_nothing(call):
+    printed = call("""
+        print(allocate(81 << 30))
+        core.gputrain_lift_limit()
+        print(allocate(81 << 30) > 2, memory()[0])
+    """)
+    assert printed == ["2", "True", "0"]
+
+
 @pytest.mark.parametrize(
     ("visible", "devices"),
     [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("3,1", 2), ("1,7,2", 1), ("GPU-656d756c", 1), ("GPU-1", 0)],

@@ -370,12 +370,13 @@ def made_up_stand_ins(folder):
 
 def test_the_stand_ins_are_loaded_first_and_what_was_loaded_before_stays(tmp_path):
     stand_ins = made_up_stand_ins(tmp_path / "built")
-    environ = {"LD_PRELOAD": "/lib/mine.so", "CUDA_VISIBLE_DEVICES": "3", "HOME": "/home"}
+    environ = {"LD_PRELOAD": "/lib/mine.so", "CUDA_VISIBLE_DEVICES": "3", "HOME": "/home", "TORCHINDUCTOR_CACHE_DIR": "/c"}
     emulated = emulated_environment(environ, stand_ins, "name=H100", state=tmp_path)
     assert emulated == {
         "HOME": "/home",
         "LD_PRELOAD": f"{tmp_path}/built/{build.CORE}:/lib/mine.so",
         "TRITON_LIBCUDA_PATH": f"{tmp_path}/built",
+        "TORCHINDUCTOR_CACHE_DIR": "/c/emulated",
         "GPUTRAIN_EMULATED_DEVICE": "name=H100",
         "GPUTRAIN_EMULATED_STATE": str(tmp_path),
     }

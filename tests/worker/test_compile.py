@@ -8,12 +8,13 @@ import pytest
 import torch
 from one_process import losses_of_one_process
 from test_parallel import _engine
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_examples import EXAMPLES, measured, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Task
-from pytest_gputrain.worker import compiling
+from pytest_gputrain.worker import compiling, measuring
 from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.run import SEED
 
@@ -158,6 +159,30 @@ def test_an_inline_case_that_failed_leaves_nothing_to_the_next(tmp_path):
     assert isinstance(reply, Crashed)
     del build
     assert [reference() for reference in seen] == [None, None]
+
+
+class _Full(TorchDispatchMode):
+    total = recomputed = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_case_that_fits_only_compiled_has_its_figures(monkeypatch):
+    monkeypatch.setattr(measuring, "count_flops", _Full)
+    case = LLAMA.replace(method="full", compile="default", activation_checkpointing=False, learning_rate=1e-2)
+    figures = measured(case)
+    assert len(figures.step_seconds) == len(figures.losses) == 3
+    assert (figures.flops_per_step, figures.notes) == (None, (measuring.UNWATCHED,))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    uncompiled = run(case.replace(compile="off"))
+    assert isinstance(uncompiled, Crashed)
+    assert "OutOfMemoryError" in uncompiled.sentence
+    still = run(case.replace(learning_rate=0.0))
+    assert isinstance(still, Crashed)
+    assert "did not change in 5 steps" in still.sentence
 
 
 def test_a_compiler_that_fails_is_told(monkeypatch):

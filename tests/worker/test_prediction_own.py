@@ -48,6 +48,20 @@ def test_work_is_that_of_a_step(accumulation):
     assert predicted(case, H100, build).flops_per_step == 2 * 2 * 64**3
 
 
+def test_a_loop_may_watch_its_model_in_every_step():
+    def build(setup):
+        model = torch.nn.Linear(64, 64, device=setup.device)
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            setup.watch(model)
+            model(torch.ones(8, 64, device=setup.device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+    assert predicted(OWN, H100, build).model_bytes == 4 * (64 * 64 + 64)
+
+
 SINGLE = {
     "tensor": lambda device: torch.tensor([1.0], device=device),
     "tensor().to": lambda device: torch.tensor(3.0).to(device),

@@ -86,10 +86,10 @@ class Rank:
         output = "".join([*(output.end() for output in self._outputs), tail(self.folder / "stacks.txt")])
         return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory, output)
 
-    def figures(self) -> Measurement | Served | None:
+    def figures(self) -> Measurement | Served | EmulatedRun | None:
         """Read what the rank measured, though it may have failed since; None where it has not got so far."""
         with contextlib.suppress(*UNREADABLE, FileNotFoundError):
-            return msgspec.json.decode((self.folder / "figures.json").read_bytes(), type=Measurement | Served)
+            return msgspec.json.decode((self.folder / "figures.json").read_bytes(), type=Measurement | Served | EmulatedRun)
         return None
 
     def limit_output(self) -> None:
@@ -164,7 +164,9 @@ def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
     """The reply of a case that failed, with what was measured where all of its ranks had been by then."""
     figures = [rank.figures() for rank in ranks] if isinstance(reply, Crashed | TimedOut) else []
     measured = [rank_figures for rank_figures in figures if rank_figures is not None]
-    return msgspec.structs.replace(reply, measured=merge(measured)) if measured and len(measured) == len(ranks) else reply
+    if not measured or len(measured) < len(ranks):
+        return reply
+    return msgspec.structs.replace(reply, measured=measured[0] if isinstance(measured[0], EmulatedRun) else merge(measured))
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:

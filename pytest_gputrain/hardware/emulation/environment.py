@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,7 @@ STATE: Final = "GPUTRAIN_EMULATED_STATE"
 """Environment variable: the folder in which each process that uses an emulated GPU leaves what it took of it."""
 
 _PRELOAD: Final = "LD_PRELOAD"
+_COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 _OF_REAL_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
@@ -43,4 +46,7 @@ def emulated_environment(
     # By absolute paths: torch looks into the folders of the nvidia-* packages before it looks into LD_LIBRARY_PATH.
     emulated[_PRELOAD] = ":".join([*paths, *environ.get(_PRELOAD, "").split(":")]).rstrip(":")
     emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
+    # Apart: which of a kernel's configurations is fastest was not measured, and a real GPU must not find it as if it were.
+    compiled = environ.get(_COMPILED) or str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")
+    emulated[_COMPILED] = str(Path(compiled) / "emulated")
     return emulated

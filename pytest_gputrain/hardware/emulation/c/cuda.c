@@ -154,7 +154,7 @@ int cuGetErrorName(int error, const char **text) {
 
 int cuMemGetInfo_v2(size_t *left, size_t *total) {
   *total = gputrain_gpu()->memory;
-  *left = *total - gputrain_used(gputrain_physical(gputrain_current()));
+  *left = gputrain_left(gputrain_physical(gputrain_current()));
   return OK;
 }
 int cuMemGetAddressRange_v2(void **start, size_t *bytes, void *address) {

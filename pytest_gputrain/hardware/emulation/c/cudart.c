@@ -171,7 +171,7 @@ int cudaMemGetInfo(size_t *left, size_t *total) {
   if (!gputrain_visible())
     return check(NO_DEVICE);
   *total = gputrain_gpu()->memory;
-  *left = *total - gputrain_used(gputrain_physical(gputrain_current()));
+  *left = gputrain_left(gputrain_physical(gputrain_current()));
   return OK;
 }
 int cudaMemcpy(void *to, const void *from, size_t bytes, int direction) {

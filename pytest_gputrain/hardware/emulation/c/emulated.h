@@ -58,7 +58,8 @@ int gputrain_unmap(void *start, size_t bytes);
 void gputrain_register(void *start, size_t bytes);
 int gputrain_kind(const void *address, int *device);
 size_t gputrain_extent(const void *address, void **start);
-size_t gputrain_used(int device);
+size_t gputrain_left(int device);
+void gputrain_lift_limit(void);
 size_t gputrain_used_so_far(int device);
 size_t gputrain_peak(int device);
 

@@ -1,0 +1,153 @@
+"""Makes the pictures of the README and of docs/ from real runs, each for light and for dark pages.
+
+    python tools/pictures.py [NAME ...]    # those named, or all
+
+`tox -e pictures` runs it with everything that it needs, except for git, chromium and a C compiler. Predictions, emulated
+memory and the simulation of the gate are the same in every run. How long a run takes, and what a CPU measures, differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import picture_gate
+from rich.color import Color
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
+TOOLS: Final = Path(__file__).parent
+INPUTS: Final = TOOLS / "picture_inputs"
+PICTURES: Final = TOOLS.parent / "docs" / "pictures"
+COLUMNS: Final = 112
+"""The width of the terminals."""
+
+THEMES: Final = {
+    "light": ("#ffffff", "#1f2328", "#24292f #cf222e #116329 #7a5200 #0969da #8250df #1b7c83 #59616b"),
+    "dark": ("#161b22", "#e6edf3", "#6e7681 #ff7b72 #3fb950 #d29922 #58a6ff #bc8cff #39c5cf #b1bac4"),
+}
+"""Background, foreground, and the eight colours of a terminal."""
+CHART_COLOURS: Final = {
+    "light": ("#ffffff", "#1b1f24", "#59616b", "#d9dde2", ("#2463c4", "#0f8a77", "#8a45b5", "#b3261e")),
+    "dark": ("#161b22", "#e8eaed", "#a3abb5", "#363c46", ("#82b1ff", "#5cd6c0", "#d3a2f5", "#ff8a80")),
+}
+"""Background, text, quiet text, rules, and series, as in the HTML page."""
+BORDER: Final = "#8b949e"
+
+
+def terminal_theme(background: str, foreground: str, colours: str) -> TerminalTheme:
+    parsed = [Color.parse(colour).get_truecolor() for colour in (background, foreground, *colours.split())]
+    return TerminalTheme(parsed[0], parsed[1], parsed[2:])
+
+
+class Terminal:
+    """A folder to run commands in, and what they print."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: list[Text] = []
+        (folder / ".gitconfig").write_text("[color]\n ui = always\n[user]\n name = me\n email = me\n")
+        self._environ = {
+            **os.environ,
+            "COLUMNS": str(COLUMNS),
+            "PYTHONPATH": str(TOOLS.parent),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTEST_ADDOPTS": "--color=yes -p no:cacheprovider",
+            "FORCE_COLOR": "1",
+            "GIT_CONFIG_GLOBAL": str(folder / ".gitconfig"),
+        }
+
+    def run(self, command: str, *, hidden: bool = False, status: int = 0) -> None:
+        """Run ``command`` in a shell. Keep it and what it prints, unless it is ``hidden``."""
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command],
+            cwd=self.folder,
+            env=self._environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=1800,
+        )
+        if done.returncode != status:
+            raise SystemExit(f"{command} ended with status {done.returncode}:\n{done.stdout}")
+        if not hidden:
+            self.lines += [Text(f"$ {command}", style="bold"), Text.from_ansi(done.stdout.strip("\n")), Text()]
+
+    def replace(self, file: str, old: str, new: str) -> None:
+        """Replace ``old``, which is in ``file`` once."""
+        text = (self.folder / file).read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"{file} has {old!r} {text.count(old)} times")
+        (self.folder / file).write_text(text.replace(old, new))
+
+    def draw(self, name: str, title: str) -> None:
+        """Write the picture of the terminal for both themes."""
+        for theme, colours in THEMES.items():
+            console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+            for line in self.lines[:-1]:
+                console.print(line)
+            drawing = console.export_svg(title=title, theme=terminal_theme(*colours))
+            # No fonts from the network, which code hosts do not load, and a border that both themes show.
+            drawing = re.sub(r"\s*@font-face \{.*?\}", "", drawing, flags=re.DOTALL)
+            drawing = drawing.replace("Fira Code, monospace", "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace")
+            drawing = drawing.replace('stroke="rgba(255,255,255,0.35)"', f'stroke="{BORDER}"')
+            (PICTURES / f"{name}-{theme}.svg").write_text(drawing)
+
+
+def repository(folder: Path) -> Terminal:
+    """Return a terminal in a repository whose branch ``main`` has the inputs and their recorded predictions."""
+    for file in INPUTS.iterdir():
+        shutil.copy(file, folder)
+    (folder / ".gitignore").write_text(".*\n")
+    terminal = Terminal(folder)
+    terminal.run("git init --quiet --initial-branch=main", hidden=True)
+    terminal.run("pytest -m h100 --gpu-predict --gpu-baseline-update", hidden=True)
+    terminal.run("git add .", hidden=True)
+    terminal.run("git commit --quiet --message=Training", hidden=True)
+    return terminal
+
+
+def failing_pull_request(folder: Path) -> None:
+    terminal = repository(folder)
+    terminal.run("git switch --quiet --create fp32-loss", hidden=True)
+    terminal.replace("train.py", "loss = cross_entropy(logits, ", "loss = cross_entropy(logits.float(), ")
+    terminal.run("git diff -U0 main | tail -n 2")
+    terminal.run("pytest -q -m h100 --gpu-predict", status=1)
+    terminal.draw("failing-pull-request", "A pull request that needs more memory")
+
+
+def gate_power(folder: Path) -> None:
+    failing = picture_gate.shares()
+    for theme, colours in CHART_COLOURS.items():
+        picture_gate.draw(PICTURES / f"gate-power-{theme}.svg", failing, *colours)
+
+
+SCENES: Final[dict[str, Callable[[Path], None]]] = {
+    "failing-pull-request": failing_pull_request,
+    "gate-power": gate_power,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[[], *SCENES], metavar="NAME", help=", ".join(SCENES))
+    for name in parser.parse_args().names or SCENES:
+        with tempfile.TemporaryDirectory() as folder:
+            SCENES[name](Path(folder))
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
