@@ -291,6 +291,7 @@ def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
     assert "passed" in result.parseoutcomes()
 
 
+@pytest.mark.slow
 def test_programs_of_own_code_train(project: Project) -> None:
     """In one pytest, in processes as on any machine without a GPU."""
     own = [name for name in OWN if name not in TRAINERS]

@@ -54,6 +54,7 @@ def cells(answered: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {(c["case"]["method"], c["case"].get("batch_size", 1), c["gpu"]): c for c in answered["cells"]}
 
 
+@pytest.mark.slow
 def test_a_grid_of_a_config_is_predicted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     answered = answer(
         "small/config.json", "--method=full,lora", "--batch=1,4", "--sequence=512", "--gpu=h100,rtx_4090", "--only-cells"
@@ -80,6 +81,7 @@ def test_the_sum_of_what_is_at_the_peak_is_the_peak_of_its_phase() -> None:
     assert prediction["peak_bytes_by_origin"]["build"] >= prediction["model_bytes"]
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     common = ("small", "--method=full", "--gpu=t4", "--precision=fp32", "--set=sequence_length=4096")
     (largest,) = answer(*common)["largest"]
@@ -89,6 +91,7 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     assert [cell["fit"] == "fits" for cell in around["cells"]] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_change_makes_the_smallest_unfit_batch_fit(capsys: pytest.CaptureFixture[str]) -> None:
     answered = answer("small", "--method=full", "--gpu=t4", "--precision=fp32", "--sequence=4096", "--batch=16,32")
     first, second = answered["cells"]

@@ -66,6 +66,7 @@ def predicted(case, target=CPU, scale="tiny"):
 first = functools.cache(predicted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suite", "case"), CASES, ids=str)
 def test_as_recorded(suite, case):
     recorded = STORE.get("cpu", suite, key_of(case, "tiny")).runs[-1]
