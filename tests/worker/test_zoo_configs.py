@@ -96,6 +96,7 @@ def test_full_size_build_has_the_published_parameter_count(name):
     assert round(stored / 1e9, digits) == billions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND, ids=kind_of)
 def test_published_models_train_and_are_predicted_to_the_byte(name, method):
@@ -104,6 +105,7 @@ def test_published_models_train_and_are_predicted_to_the_byte(name, method):
     compare(published_case(name, method))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_configs_train_and_are_predicted_to_the_byte(kind, method):
@@ -122,6 +124,7 @@ def compare(case):
     assert (prediction.parameters, prediction.trainable_parameters) == (reply.parameters, reply.trainable_parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("class_name", facts.denoisers())
 def test_the_config_of_every_class_of_denoisers_trains(class_name):
     like = facts.denoisers()[class_name]
