@@ -187,6 +187,22 @@ def test_qlora_packs_all_linear_layers_whatever_is_adapted():
     assert "lm_head" not in packed
 
 
+def test_keys_that_a_class_derives_of_others_are_left_to_it():
+    # As transformers writes them: an infinite number has a form of its own in JSON.
+    config = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "num_heads": 8,
+        "head_dim": 64,
+        "n_groups": 1,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+        "layer_types": ["mamba", "mamba"],
+    }
+    declare("mamba2#test", {"model_type": "mamba2", **config})
+    assert architecture_of("mamba2#test").trained_part.facts("tiny")["num_hidden_layers"] == 2
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
