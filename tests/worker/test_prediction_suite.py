@@ -80,6 +80,7 @@ def test_as_recorded(suite, case):
     assert prediction.parameters == architectures()[case.model].trained_part.parameters.get("tiny", prediction.parameters)
 
 
+@pytest.mark.slow
 def test_no_case_leaves_a_trace_in_the_next():
     """In the same process, in another order, and between predictions by the other rules."""
     alone = [first(case) for case in ONE_OF_EACH_FAMILY]
