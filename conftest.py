@@ -9,7 +9,7 @@ pytest_plugins = ["pytester"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run tests that take more than ten seconds, too")
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked as slow, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

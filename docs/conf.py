@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils.nodes import Element
+from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 from sphinx.ext.autodoc.mock import mock
 from sphinx.ext.napoleon import GoogleDocstring
@@ -75,6 +76,7 @@ def accept_what_exists(app: Sphinx, environment: Any, node: Element, content: El
 
 
 def setup(app: Sphinx) -> None:
+    app.add_lexer("mermaid", TextLexer)  # which code hosts draw
     app.connect("source-read", complete_pages)
     app.connect("autodoc-process-docstring", read_google_style)
     app.connect("autodoc-process-signature", leave_signature_out)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from pytest_gputrain.records import Case, EmulatedRun, Prediction
-from pytest_gputrain.records.result import Figure
+from pytest_gputrain.records.published import Figure
 from pytest_gputrain.storage.emulations import EmulationStore
 from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.published import GATED, PublishedStore
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
     @property
     def missed(self) -> bool:
-        return self.error is not None and not self.case.compile and abs(self.error) > self.goal
+        return self.error is not None and self.case.compile == "off" and abs(self.error) > self.goal
 
     @property
     def disagree(self) -> bool:
@@ -119,7 +119,7 @@ def alone(every: Iterable[Row], platform: str) -> Iterator[list[str]]:
         if row.emulated is None:
             yield [str(row.case), "predicted only", _why_not_emulated(row.case, platform)]
         elif row.predicted is None:
-            yield [str(row.case), "emulated only", _COMPILED if row.case.compile else "never predicted"]
+            yield [str(row.case), "emulated only", _COMPILED if row.case.compile != "off" else "never predicted"]
 
 
 def _why_not_emulated(case: Case, platform: str) -> str:
@@ -130,9 +130,9 @@ def _why_not_emulated(case: Case, platform: str) -> str:
 
 def summary(every: Sequence[Row]) -> Iterator[str]:
     for what, among in (
-        ("eager, one GPU", [row for row in every if row.case.gpus == 1 and not row.case.compile]),
-        ("eager, sharded", [row for row in every if row.case.gpus > 1 and not row.case.compile]),
-        ("compiled", [row for row in every if row.case.compile]),
+        ("eager, one GPU", [row for row in every if row.case.gpus == 1 and row.case.compile == "off"]),
+        ("eager, sharded", [row for row in every if row.case.gpus > 1 and row.case.compile == "off"]),
+        ("compiled", [row for row in every if row.case.compile != "off"]),
     ):
         errors = [abs(row.error) for row in among if row.error is not None]
         if errors:

@@ -3,7 +3,7 @@
     python tools/pictures.py [NAME ...]    # those named, or all
 
 `tox -e pictures` runs it with everything that it needs, except for git, chromium and a C compiler. Predictions, emulated
-memory and the simulation of the gate are the same in every run. How long a run takes, and what a CPU measures, differ.
+memory and the simulation of the gate are the same in every run. How long a run takes differs.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ THEMES: Final = {
     "dark": ("#161b22", "#e6edf3", "#6e7681 #ff7b72 #3fb950 #d29922 #58a6ff #bc8cff #39c5cf #b1bac4"),
 }
 """Background, foreground, and the eight colours of a terminal."""
+CHART_COLOURS: Final = {
+    "light": ("#ffffff", "#1b1f24", "#59616b", "#d9dde2", ("#2463c4", "#0f8a77", "#8a45b5", "#b3261e")),
+    "dark": ("#161b22", "#e8eaed", "#a3abb5", "#363c46", ("#82b1ff", "#5cd6c0", "#d3a2f5", "#ff8a80")),
+}
+"""Background, text, quiet text, rules, and series, as in the HTML page."""
 BORDER: Final = "#8b949e"
 
 
@@ -90,7 +95,7 @@ class Terminal:
         """Write the picture of the terminal for both themes."""
         for theme, colours in THEMES.items():
             console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-            for line in self.lines[:-1]:
+            for line in self.lines:
                 console.print(line)
             drawing = console.export_svg(title=title, theme=terminal_theme(*colours))
             # No fonts from the network, which code hosts do not load, and a border that both themes show.
@@ -98,6 +103,22 @@ class Terminal:
             drawing = drawing.replace("Fira Code, monospace", "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace")
             drawing = drawing.replace('stroke="rgba(255,255,255,0.35)"', f'stroke="{BORDER}"')
             (PICTURES / f"{name}-{theme}.svg").write_text(drawing)
+
+
+def photograph(page: Path, selector: str, name: str, *, width: int, height: int) -> None:
+    """Write the picture of the first element of ``page`` that ``selector`` finds, for both themes, cut off at ``height``."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for theme in THEMES:
+            view = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme, device_scale_factor=1.5)
+            view.goto(page.as_uri())
+            view.evaluate("document.querySelectorAll('.notes').forEach(notes => notes.open = false)")  # as a click does
+            box = view.locator(selector).first.bounding_box()
+            clip = {**box, "height": min(box["height"], height)}
+            view.screenshot(path=PICTURES / f"{name}-{theme}.png", clip=clip, full_page=True)
+        browser.close()
 
 
 def repository(folder: Path) -> Terminal:
@@ -122,8 +143,34 @@ def failing_pull_request(folder: Path) -> None:
     terminal.draw("failing-pull-request", "A pull request that needs more memory")
 
 
+def gate_power(folder: Path) -> None:
+    import picture_gate
+
+    failing = picture_gate.shares()
+    for theme, colours in CHART_COLOURS.items():
+        picture_gate.draw(PICTURES / f"gate-power-{theme}.svg", failing, *colours)
+
+
+def html_page(folder: Path) -> None:
+    terminal = repository(folder)
+    terminal.replace("train.py", "loss = cross_entropy(logits, ", "loss = cross_entropy(logits.float(), ")
+    terminal.run("pytest -m h100 --gpu-predict --gpu-html=page.html", status=1)
+    photograph(folder / "page.html", "body", "html-page", width=1200, height=860)
+
+
+def emulated_peak(folder: Path) -> None:
+    terminal = Terminal(folder)
+    shutil.copy(INPUTS / "train.py", folder)
+    terminal.run("gputrain emulate --gpu h100 --html page.html -- python train.py")
+    terminal.draw("emulated-peak", "A training script on an emulated H100")
+    photograph(folder / "page.html", "#course figure", "memory-over-steps", width=560, height=600)
+
+
 SCENES: Final[dict[str, Callable[[Path], None]]] = {
     "failing-pull-request": failing_pull_request,
+    "gate-power": gate_power,
+    "html-page": html_page,
+    "emulated-peak": emulated_peak,
 }
 
 

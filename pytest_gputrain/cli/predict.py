@@ -25,11 +25,12 @@ from pytest_gputrain.records import Case
 from pytest_gputrain.records.fit import FitGpu, FitReport
 from pytest_gputrain.report import fit, json_report
 from pytest_gputrain.report.html import fit as html
+from pytest_gputrain.session.fit_emulated import EmulatedFitting
 from pytest_gputrain.session.fitting import Fitting, possible, seconds_of
 from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
 from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils import console
-from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.errors import BadCase, CannotEmulate
 from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.host import usable_cores
 from pytest_gputrain.utils.suggest import did_you_mean
@@ -51,8 +52,12 @@ _KNOBS: Final = {
 
 _METHODS: Final[tuple[str, ...]] = ("full", "lora", "qlora")
 _SEQUENCE: Final = "2048"
+_LANGUAGE: Final = ("language", "vision_language")
+"""Families whose cases have a loss to choose."""
 _MOST_CELLS: Final = 2000
 _TIMEOUT_SECONDS: Final = 600.0
+_EMULATED_SECONDS: Final = 30.0
+"""Of a combination on an emulated GPU: half of that for one billion parameters, several times that for seventy."""
 
 
 def add_to(commands: Any) -> None:
@@ -80,6 +85,11 @@ def add_to(commands: Any) -> None:
     predict.add_argument(
         "--only-cells", action="store_true", help="look neither for the largest batches nor for what makes the others fit"
     )
+    predict.add_argument(
+        "--emulate",
+        action="store_true",
+        help="run each combination on an emulated GPU, too, which takes minutes and the CUDA build of torch",
+    )
     predict.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer as JSON")
     predict.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown")
     predict.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs nothing else")
@@ -102,7 +112,7 @@ def main(options: argparse.Namespace) -> int:
             raise ValueError(f"{len(cases) * len(gpus):,} combinations are too many; ask for at most {_MOST_CELLS:,}")
         report = _answer(options, base.model.partition("#")[0], cases, gpus, axes)
         _write(options, report)
-    except (ValueError, BadCase) as error:
+    except (ValueError, BadCase, CannotEmulate) as error:
         console.say(error)
         return 2
     except OSError as error:
@@ -163,6 +173,8 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
         lines.insert(0, f"method={','.join(methods)}")
     if "sequence_length" not in given and "sequence_length" in architecture.needs:
         lines.append(f"sequence_length={_SEQUENCE}")
+    if "loss" not in given and architecture.family in _LANGUAGE and architecture.trained_part.library == "transformers":
+        lines.append("loss=fp32")  # of transformers and its Trainer
     return "\n".join(lines)
 
 
@@ -171,24 +183,34 @@ def _answer(
 ) -> FitReport:
     """Raises:
     ValueError: none of the combinations can be, or none has a prediction.
+    CannotEmulate: that is asked for, and a GPU cannot be emulated here.
     """
+    emulated = EmulatedFitting(gpus, Path.cwd(), _TIMEOUT_SECONDS, os.environ) if options.emulate else None
     asked, left_out = possible(cases, gpus)
     if not asked:
         raise ValueError("; ".join(left_out))
     processes = len(usable_cores())
     further = not options.only_cells
     seconds = seconds_of(asked, processes, further=further)
-    console.say(f"{count(len(asked), 'combination')} on {count(processes, 'core')} may take about {seconds:.0f} s")
-    pool = PredictionPool(processes, PredictionCache(_cache_folder()), _TIMEOUT_SECONDS, dict(os.environ))
+    further_still = f", and about {len(asked) * _EMULATED_SECONDS:.0f} s on emulated GPUs" if emulated else ""
+    console.say(
+        f"{count(len(asked), 'combination')} on {count(processes, 'core')} may take about {seconds:.0f} s{further_still}"
+    )
+    environ = emulated.environment_of_predictions() if emulated else dict(os.environ)
+    pool = PredictionPool(processes, PredictionCache(_cache_folder()), _TIMEOUT_SECONDS, environ)
     try:
         with _progress() as note:
             fitting = Fitting(pool, Path.cwd(), note)
             cells = fitting.cells(asked, remedies=further)
             largest = fitting.largest(cells) if further else []
+            if emulated is not None:
+                cells = list(emulated.cells(cells, note))
     finally:
         pool.close()
-    predictions = [cell.prediction for cell in cells if cell.prediction is not None]
-    if not predictions:
+        if emulated is not None:
+            emulated.close()
+    figures = [given for cell in cells for given in (cell.prediction, cell.emulated) if given is not None]
+    if not figures:
         raise ValueError("; ".join(dict.fromkeys(cell.failure for cell in cells)))
     return FitReport(
         generator=json_report.generator(),
@@ -198,7 +220,7 @@ def _answer(
         ),
         error=ERROR,
         knobs=_telling(axes),
-        packages={name: version for prediction in predictions for name, version in prediction.packages.items()},
+        packages={name: version for given in figures for name, version in given.packages.items()},
         cells=tuple(cells),
         largest=tuple(largest),
         left_out=tuple(left_out),

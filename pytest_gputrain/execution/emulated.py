@@ -57,7 +57,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
 
     def run(self, task: Task, *, watch: Watch, inline: bool = False, builder: Any = None) -> EmulatedReply:
         try:
-            environ = self._environment(min(task.case.gpus, _OF_A_NODE))
+            environ = self.environment(min(task.case.gpus, _OF_A_NODE))
             with lease_emulated():
                 return launcher.emulate(
                     task,
@@ -75,7 +75,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
         if self._fork_server is not None:
             self._fork_server.close()
 
-    def _environment(self, gpus: int) -> dict[str, str]:
+    def environment(self, gpus: int) -> dict[str, str]:
         """Return the variables of a process that sees so many emulated GPUs, the same for each.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.gate.prediction import needed_bytes
-from pytest_gputrain.records import Case, Prediction, Target
+from pytest_gputrain.records import Case, EmulatedRun, Prediction, Target
 from pytest_gputrain.records.fit import Fit
 
 ERROR: Final = 0.04
@@ -38,31 +38,46 @@ def fit_of(prediction: Prediction, at: Callable[[int], Prediction]) -> Fit:
     return "does-not-fit" if hopeless else "within-error"
 
 
+def fit_of_emulated(run: EmulatedRun, target: Target, predicted: Fit | None) -> Fit:
+    """Whether a case fits that ran on an emulated GPU: sure is what the prediction says, too, or what is far from the limit.
+
+    Args:
+        predicted: None where there is no prediction, as of compiled code.
+    """
+    if not run.fits:
+        return "within-error" if predicted in ("fits", "within-error") else "does-not-fit"
+    assert target.memory_bytes is not None, "a GPU of the catalog has a limit"
+    far = run.peak_reserved_bytes + target.context_bytes <= tight(target.memory_bytes)
+    return "fits" if predicted == "fits" or (predicted is None and far) else "within-error"
+
+
 def tight(memory_bytes: int) -> int:
     """How much memory a case may need of a GPU that it surely fits."""
     return int(memory_bytes / (1 + ERROR))
 
 
-def shards_before_it_trains(case: Case) -> bool:
-    """Whether a case of this project builds a whole model on each GPU that trains with a part of it.
+def loads_in_parts(case: Case) -> bool:
+    """Whether a case of this project builds a whole model in full width on a GPU, where programs load one part at a time.
 
-    Programs that train large models so load each part where it stays: what the build takes says nothing of them.
+    Under FSDP they load the parts that stay on the GPU. For QLoRA transformers packs each weight in 4 bits as it loads it.
+    What the build takes says nothing of them.
     """
-    return case.parallel == "fsdp" and not case.cpu_offload
+    return (case.parallel == "fsdp" and not case.cpu_offload) or case.method == "qlora"
 
 
 def of_training(prediction: Prediction, target: Target) -> Prediction:
     """The prediction as if the model was loaded in parts: it is judged by what training takes, without limit.
 
     Args:
-        prediction: for a target without limit.
+        prediction: for the target, or one that has no limit.
     """
     assert target.memory_bytes is not None, "a GPU of the catalog has a limit"
     held = (prediction.peak_reserved_bytes or 0) + target.context_bytes
+    fits = held <= target.memory_bytes if prediction.fits is None else prediction.fits
     return msgspec.structs.replace(
         prediction,
         target=target,
-        fits=held <= target.memory_bytes,
+        fits=fits,
         phase_peak_bytes={phase: peak for phase, peak in prediction.phase_peak_bytes.items() if phase != "build"},
         largest={phase: rows for phase, rows in prediction.largest.items() if phase != "build"},
     )

@@ -99,8 +99,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """The optimizer updates fp32 copies of 16-bit weights, by gradients that are added up in fp32, as engines of DeepSpeed
     always do."""
     loss: str = ""
-    """Of a language model by transformers: ``fp32``, the loss that transformers computes, of logits that it copies to fp32;
-    empty for a cross entropy of the logits in their own type, which makes no copy."""
+    """Of a language model by transformers: ``fp32``, the loss that transformers and its Trainer compute, of logits that are
+    copied to fp32, or ``logits``, a cross entropy of the logits in their own type. Empty for ``fp32`` where the model is
+    known by its config.json, and for ``logits`` where published figures belong to it."""
     loss_chunks: Whole = 1
     """Chunks of a batch's tokens whose logits exist one after the other (language models); backward makes them anew."""
     learning_rate: float = 1e-4

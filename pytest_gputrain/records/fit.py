@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Case
+from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.whole import Whole
 
@@ -34,8 +35,10 @@ class FitCell(Struct, frozen=True, kw_only=True):
     needed_bytes: Whole | None
     """What nvidia-smi would show; where the case does not fit, what it would be without limit."""
     prediction: Prediction | None
+    emulated: EmulatedRun | None = None
+    """What the case took of an emulated GPU, where that was asked for; the other fields then follow from it, too."""
     failure: str = ""
-    """Why there is no prediction."""
+    """Why there are no figures."""
     remedy: str = ""
     """The cheapest change that makes it fit, or that none of those tried does; of the smallest batch that does not fit."""
 

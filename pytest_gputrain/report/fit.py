@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
-from pytest_gputrain.gate.fit import shards_before_it_trains
+from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
+from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Case, Prediction, TrainingPhase, knob_text
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report.tables import Form, TextTable, render
@@ -87,8 +88,10 @@ def _common(report: FitReport) -> dict[str, object]:
 
 
 def _cell(cell: FitCell) -> str:
-    if cell.fit is None or cell.needed_bytes is None:
+    if cell.fit is None:
         return "no prediction"
+    if cell.needed_bytes is None:
+        return WORDS[cell.fit]
     return f"{format_bytes(cell.needed_bytes)} {WORDS[cell.fit]}"
 
 
@@ -130,13 +133,19 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     )
     if any(cell.case.gpus > 1 for cell in report.cells):
         yield "memory is that of one of the GPUs; what NCCL takes is not known, and not counted"
-    if any(shards_before_it_trains(cell.case) for cell in report.cells):
+    if any(loads_in_parts(cell.case) for cell in report.cells):
         yield (
-            "under fsdp it is that of training, for programs that load only a part of the model onto each GPU; a case of "
-            "pytest-gputrain builds all of it there first, unless cpu_offload is set"
+            "under fsdp and by qlora it is that of training, for programs that load one part of the model at a time; a case "
+            "of pytest-gputrain builds all of it on the GPU first"
+        )
+    if emulated := [cell.emulated for cell in report.cells if cell.emulated is not None]:
+        yield (
+            f"{count(len(emulated), 'combination')} ran on emulated GPUs (CUDA {emulated[0].runtime}), and the first table "
+            "has what they took there; where the prediction disagrees, the answer is within the error; all else is predicted"
         )
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.packages.items()))
-    yield f"predicted for {versions}, not compiled; nothing was trained"
+    compiled = "" if any(cell.case.compile != "off" for cell in report.cells) else ", not compiled"
+    yield f"predicted for {versions}{compiled}; nothing was trained"
 
 
 _ORIGINS: Final[dict[TrainingPhase, str]] = {

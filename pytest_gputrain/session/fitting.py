@@ -14,7 +14,7 @@ from pytest_gputrain.cases.deepspeed_config import with_config
 from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.prediction_pool import PredictionPool
-from pytest_gputrain.gate.fit import Need, fit_of, largest_batch, of_training, shards_before_it_trains, tight
+from pytest_gputrain.gate.fit import Need, fit_of, largest_batch, loads_in_parts, of_training, tight
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import needed_bytes
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
@@ -214,12 +214,13 @@ class Fitting:
         target = allowing_tf32(target) if case.tf32 else target
         if memory_bytes is not None:
             target = msgspec.structs.replace(target, memory_bytes=memory_bytes)
-        sharded = shards_before_it_trains(case)
-        limited = msgspec.structs.replace(target, memory_bytes=None) if sharded else target
-        reply = self._pool.predict(self._task(case, limited))
+        reply = self._pool.predict(self._task(case, target))
+        in_parts = loads_in_parts(case)
+        if in_parts and isinstance(reply, Prediction) and reply.refused is not None and reply.refused.phase == "build":
+            reply = self._pool.predict(self._task(case, msgspec.structs.replace(target, memory_bytes=None)))
         if not isinstance(reply, Prediction):
             raise BadCase(f"{case} {describe_failure(reply, 'prediction')}")
-        return of_training(reply, target) if sharded else reply
+        return of_training(reply, target) if in_parts else reply
 
     def _task(self, case: Case, target: Target) -> Task:
         case, further = with_config(case, self._root) if case.deepspeed_config else (case, {})

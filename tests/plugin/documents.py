@@ -1,4 +1,4 @@
-"""Reads README.md and docs/*.md for tests: blocks by language, and every command that they show."""
+"""Reads README.md, CONTRIBUTING.md and docs/*.md for tests: blocks by language, and every command that they show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import yaml
 
 ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = {
-    str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
 }
 
 _FENCED: Final = re.compile(r"^```([\w{}-]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -82,6 +82,7 @@ def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
     }
 
 
+@pytest.mark.slow
 def test_the_working_tree_counts_as_it_is(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
     repository.answer(recorded(slower=2), to=GEMMA)
     assert ab("--base", "slow", "--rounds=1", "-k", "gemma") == 1
@@ -91,6 +92,7 @@ def test_the_working_tree_counts_as_it_is(repository: Project, ab: Ab, capsys: p
     assert "files here differ from the last commit; neither side has these changes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_case_that_base_does_not_have_is_told_and_fails_where_it_is_to(
     repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +177,7 @@ def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path:
     assert list(scratch.glob("gputrain-ab-*")) == []
 
 
+@pytest.mark.slow
 def test_more_memory_is_found_by_real_runs(project: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
     test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, warmup=1)\n"
     project.write(test_mine=f"{BUILD}\n\n{test}")

@@ -205,6 +205,7 @@ def test_the_report_carries_the_row(suite: Project) -> None:
     assert row["figures"]["pytorch"]["step_seconds"] == {"low": 6.4, "high": 6.4, "rounding": 0.1}
 
 
+@pytest.mark.slow
 def test_two_workers_show_and_report_what_one_does(suite: Project) -> None:
     pytest.importorskip("xdist")
     suite.answer(answer(7.4, 36), to=LLAMA)

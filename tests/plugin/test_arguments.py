@@ -101,6 +101,7 @@ def test_a_case_of_the_zoo_has_no_arguments(project: Project) -> None:
     assert "has args, but they are for the function of own code; leave them out" in sentences["test_declared"]
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_yields_is_told_so_when_its_time_is_over(project: Project) -> None:
     project.write(
         test_mine="""
@@ -135,6 +136,7 @@ def test_an_error_in_own_code_has_its_line(project: Project) -> None:
     assert only_sentence(project.run(), "test_it").endswith("KeyError: 'width' (at test_mine.py:2)")
 
 
+@pytest.mark.slow
 def test_variables_that_an_import_sets_are_no_test_s_change(project: Project) -> None:
     project.write(
         test_mine="import os\n\nos.environ['SET_AT_IMPORT'] = '1'\n"

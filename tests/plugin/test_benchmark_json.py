@@ -114,6 +114,7 @@ def test_a_slower_case_fails_a_comparison_of_pytest_benchmark(suite: Project) ->
     assert result.ret != 0
 
 
+@pytest.mark.slow
 def test_cases_stand_beside_benchmarks_of_the_fixture(project: Project) -> None:
     project.machine(None)
     project.write(test_both=MIXED)
@@ -121,6 +122,7 @@ def test_cases_stand_beside_benchmarks_of_the_fixture(project: Project) -> None:
     assert sorted(benchmarks(project)) == ["build-fp32@tiny", "test_benchmarked"]
 
 
+@pytest.mark.slow
 def test_cases_appear_under_xdist_too(suite: Project) -> None:
     pytest.importorskip("xdist")
     suite.spawn("-n2", "--benchmark-json=bench.json").assert_outcomes(passed=3)

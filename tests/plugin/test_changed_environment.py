@@ -77,6 +77,7 @@ def variables(project: Project) -> list[dict[str, str | None]]:
     return [launched["variables"] for launched in project.launches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodeids", [NARROW_FIRST, NARROW_FIRST[::-1], NARROW_FIRST[1:]], ids=["first", "last", "alone"])
 def test_each_test_has_the_figures_of_its_own_environment(project: Project, nodeids: tuple[str, ...]) -> None:
     project.write(test_mine=WIDE)
@@ -96,6 +97,7 @@ def test_each_test_has_the_figures_of_its_own_environment(project: Project, node
     assert is_mentioned is (len(nodeids) > 1)
 
 
+@pytest.mark.slow
 def test_a_deleted_variable_is_a_difference(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WIDTH", "256")
     project.write(test_mine=WIDE.replace('monkeypatch.setenv("WIDTH", "256")', 'monkeypatch.delenv("WIDTH")'))
@@ -122,6 +124,7 @@ def test_both(gputrain, monkeypatch):
     project.run().assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_an_inline_run_has_its_own_environment(project: Project) -> None:
     project.write(test_mine=WIDE)
     project.spawn("--gpu-isolation=inline", "--gpu-json=report.json").assert_outcomes(passed=2)
@@ -129,6 +132,7 @@ def test_an_inline_run_has_its_own_environment(project: Project) -> None:
     assert peaks_by_test["test_wide"][0] > 3 * peaks_by_test["test_narrow"][0]
 
 
+@pytest.mark.slow
 def test_workers_of_xdist_do_as_one_process(project: Project) -> None:
     pytest.importorskip("xdist")
     project.write(test_mine=WIDE)
@@ -139,6 +143,7 @@ def test_workers_of_xdist_do_as_one_process(project: Project) -> None:
     assert [run["peak_allocated_bytes"] for run in entry["runs"]] == peaks_by_test["test_narrow"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodeids", [NARROW_FIRST, NARROW_FIRST[::-1]], ids=["first", "last"])
 def test_all_runs_of_a_baseline_are_of_one_environment(project: Project, nodeids: tuple[str, ...]) -> None:
     project.write(test_mine=WIDE)
@@ -164,6 +169,7 @@ def test_all_runs_of_a_baseline_are_of_one_environment(project: Project, nodeids
     }
 
 
+@pytest.mark.slow
 def test_the_baseline_of_the_only_test_names_what_it_changes(project: Project) -> None:
     project.write(test_mine=WIDE)
     result = project.run("--gpu-baseline-update", "-k", "wide")
@@ -178,6 +184,7 @@ def test_the_baseline_of_the_only_test_names_what_it_changes(project: Project) -
     assert "TOKEN not changed by this test, WIDTH not changed by this test" in sentence
 
 
+@pytest.mark.slow
 def test_a_regression_names_what_the_test_changes(project: Project) -> None:
     project.write(test_mine=WIDE)
     project.run("--gpu-baseline-update", "-k", "narrow")
@@ -365,6 +372,7 @@ def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(
 DRY = ("--gpu-predict", "--gpu-platform=h100")
 
 
+@pytest.mark.slow
 def test_a_prediction_predicts_for_each_environment(project: Project) -> None:
     project.write(test_mine=WIDE)
     project.run(*DRY, "--gpu-json=report.json").assert_outcomes(passed=2)

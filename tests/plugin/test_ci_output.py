@@ -192,6 +192,7 @@ def properties_of(path: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.slow
 def test_junit_has_the_figures_of_every_case_under_xdist_too(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.answer(recorded(slower=1.1), to=GEMMA)

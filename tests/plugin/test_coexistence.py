@@ -18,6 +18,7 @@ def test_mine(gputrain):
 """
 
 
+@pytest.mark.slow
 def test_pytest_benchmark_in_the_same_file_works(project: Project) -> None:
     pytest.importorskip("pytest_benchmark")
     project.write(test_both=BOTH)

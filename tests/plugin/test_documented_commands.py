@@ -34,7 +34,7 @@ from pytest_gputrain.records import Prediction
 COMMANDS: Final = list(commands())
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SUITES: Final = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
-NOT_OURS: Final = ("bencher", "cd", "echo", "git", "less", "otava", "source", "unshare")
+NOT_OURS: Final = ("bencher", "cd", "echo", "git", "less", "otava", "pre-commit", "source", "unshare")
 OWN_CODE: Final = "import torch"
 """What tells a program that trains its own code from one whose cases are the zoo's."""
 
@@ -108,6 +108,9 @@ def command_project(project: Project, monkeypatch: pytest.MonkeyPatch) -> Comman
 def check_pytest(command: Command, command_project: CommandProject) -> None:
     words = command.arguments
     if words == ("--markers",):
+        return
+    if [word for word in words if word.startswith("tests/unit/")]:  # the project's own, which run anyway
+        assert all((ROOT / word).is_file() for word in words)
         return
     tests_of_zoo = [word for word in words if word.startswith("tests/worker/")]
     if tests_of_zoo:  # collecting them imports every library that trains
@@ -208,9 +211,11 @@ def check_tool(command: Command, command_project: CommandProject) -> None:
 def check_tox(command: Command, command_project: CommandProject) -> None:
     text = (ROOT / "tox.ini").read_text()
     if command.arguments != ("run-parallel", "--parallel-live"):
-        flag, environment = command.arguments
+        arguments = command.arguments[1:-1] if command.arguments[0] == "devenv" else command.arguments
+        flag, environment, *words = arguments
         assert flag == "-e"
         assert f"[testenv:{environment}]" in text
+        assert words[:1] in ([], ["--"])
 
 
 def check_docker(command: Command, command_project: CommandProject) -> None:
@@ -286,6 +291,7 @@ def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
     assert "passed" in result.parseoutcomes()
 
 
+@pytest.mark.slow
 def test_programs_of_own_code_train(project: Project) -> None:
     """In one pytest, in processes as on any machine without a GPU."""
     own = [name for name in OWN if name not in TRAINERS]

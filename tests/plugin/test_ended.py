@@ -228,6 +228,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_the_next_case_has_room(project: Project, small_disk: Path) -> None:
     project.write(test_filling=FILLING)
     result = project.run(*OPTIONS)

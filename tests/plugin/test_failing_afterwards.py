@@ -49,6 +49,7 @@ def reply_of(project: Project) -> dict[str, Any]:
     return typed_reply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "sentence"), FAULTS.values(), ids=FAULTS)
 def test_figures_are_kept_and_the_case_fails(project: Project, fault: str, sentence: str) -> None:
     project.write(test_mine=SUITE.format(fault=fault, more=""))
@@ -65,6 +66,7 @@ def test_figures_are_kept_and_the_case_fails(project: Project, fault: str, sente
     assert project.report()["results"][0]["verdict"]["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_figures_of_an_inline_case_are_kept(project: Project) -> None:
     project.write(test_mine=SUITE.format(fault=FAULTS["exception"][0], more=", inline=True"))
     # In a process of its own: pytester would forget parts of torch that the error imports, and that torch imports once only.
@@ -81,6 +83,7 @@ def test_figures_of_a_failed_check_are_kept(project: Project) -> None:
     assert reply_of(project)["measured"]["losses"] == []
 
 
+@pytest.mark.slow
 def test_an_update_refuses_them(project: Project) -> None:
     sound = SUITE.format(fault="pass", more="")
     project.write(test_mine=sound)

@@ -210,6 +210,7 @@ def _tests(name: str, build: str, step: str = "pass") -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [RAISED, ENDED, REPLIED], ids=["raised", "ended", "replied"])
 def test_every_fault_is_told_and_none_touches_the_next(
     project: Project, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch, faults: dict[str, tuple[str, str, str]]
@@ -299,12 +300,14 @@ def test_hangs_are_ended_in_time_and_told_with_phase_step_and_stacks(project: Pr
     ]
 
 
+@pytest.mark.slow
 def test_a_syntax_error_in_a_file_the_worker_alone_reads_is_told(project: Project) -> None:
     project.write(broken="def (\n")
     project.write(test_broken_code=FAULTY.format(build="import broken", step="pass"))
     assert "SyntaxError" in only_sentence(project.run("-k", "faulty"), "test_faulty")
 
 
+@pytest.mark.slow
 def test_a_fault_does_not_spoil_the_cache_of_others(project: Project) -> None:
     project.write(
         test_twice=f"""{BUILD}

@@ -259,6 +259,7 @@ def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, scheduler: Imm
     }
 
 
+@pytest.mark.slow
 def test_without_a_platform_the_cpus_of_the_nodes_train(project: Project, scheduler: ImmediateScheduler) -> None:
     scheduler.nodes = None
     project.answer(recorded("cpu_measured"))

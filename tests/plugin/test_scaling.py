@@ -221,6 +221,7 @@ def cpu(project: Project) -> Project:
     return project
 
 
+@pytest.mark.slow
 def test_on_a_cpu_a_case_scales_only_with_all_its_processes(cpu: Project) -> None:
     result = cpu.run("-o", "gpu_processes=2")
     result.assert_outcomes(passed=2, skipped=1)
@@ -228,6 +229,7 @@ def test_on_a_cpu_a_case_scales_only_with_all_its_processes(cpu: Project) -> Non
     cpu.run("-o", "gpu_processes=4").assert_outcomes(passed=3)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_efficiency_is_shown_and_not_judged(cpu: Project) -> None:
     cpu.run("-o", "gpu_processes=2", "--gpu-baseline-update").assert_outcomes(passed=2, skipped=1)
     cpu.answer(recorded("cpu_measured", slower=3), to=TWO)

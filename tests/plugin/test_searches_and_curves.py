@@ -115,6 +115,7 @@ def test_two_tests_that_ask_for_one_search_make_it_once(suite: Project) -> None:
     assert len(suite.launches) == 7
 
 
+@pytest.mark.slow
 def test_own_code_that_runs_out_of_memory_is_searched_for_real(project: Project) -> None:
     project.write(test_mine=f"{HUNGRY}{CHECKED}    assert figures.batch_size in (1, 2, 3)\n")
     result = project.run("--gpu-find-batch", "--gpu-json=report.json")
@@ -132,6 +133,7 @@ def test_own_code_that_runs_out_of_memory_is_searched_for_real(project: Project)
     assert len(pids) == len(set(pids)) == 3
 
 
+@pytest.mark.slow
 def test_a_model_of_the_zoo_is_searched_for_real(project: Project) -> None:
     project.write(
         test_sought="""
@@ -149,6 +151,7 @@ def test_a_model_of_the_zoo_is_searched_for_real(project: Project) -> None:
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.slow
 def test_a_search_under_two_workers_finds_the_same(suite: Project) -> None:
     pytest.importorskip("xdist")
     suite.run("--gpu-find-batch", "--gpu-json=alone.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
@@ -226,6 +229,7 @@ def test_precisions_that_cases_share_are_trained_once(h100: Project) -> None:
     assert len(h100.launches) == 3
 
 
+@pytest.mark.slow
 def test_own_code_that_overflows_in_one_precision_is_found_for_real(project: Project) -> None:
     project.write(
         test_mine="""

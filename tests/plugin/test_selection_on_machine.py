@@ -61,6 +61,7 @@ def test_h100_selected_on_a_cpu_skips_cases_declared_for_any_platform(cpu: Proje
     assert set(skips(result).values()) == {"needs h100 x1, found cpu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", ["h100 or cpu", "cpu", "not a100", "cpu and not slow"])
 def test_expressions_that_hold_for_a_cpu_run_there(cpu: Project, expression: str) -> None:
     cpu.write(test_tuning=DECLARED)

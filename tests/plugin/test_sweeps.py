@@ -142,6 +142,7 @@ def test_a_bad_value_is_a_usage_error_in_one_sentence(suite: Project, argument: 
     assert_refused(suite, sentence, argument)
 
 
+@pytest.mark.slow
 def test_the_same_tests_run_under_two_workers(suite: Project) -> None:
     pytest.importorskip("xdist")
     suite.spawn("-n2", "--gpu-set=batch_size=2,4", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=2)

@@ -127,6 +127,7 @@ def test_a_poisoned_report_neither_runs_nor_writes_anything_else(suite: Project)
 # Orders of a fleet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["/etc/evil.py::build", "../evil.py::build", "link.py::build", "evil.py::a.b"])
 def test_a_tampered_order_of_a_fleet_runs_no_code_from_elsewhere(project: Project, tmp_path: Path, code: str) -> None:
     outside = tmp_path / "evil.py"
@@ -183,6 +184,7 @@ def small_group() -> Iterator[Path]:
         group.rmdir()
 
 
+@pytest.mark.slow
 def test_a_case_over_the_memory_of_its_control_group_is_told_and_the_next_one_runs(
     project: Project, small_group: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_an_update_records_as_many_runs_as_are_asked_for(suite: Project) -> None
     assert [len(entry["runs"]) for entry in suite.baselines("tuning", H100_FOLDER).values()] == [2] * 3
 
 
+@pytest.mark.slow
 def test_an_update_on_a_cpu_records_one_run_and_needs_no_warning(project: Project) -> None:
     project.machine(None)
     project.write(test_tuning=SUITE)
@@ -231,6 +232,7 @@ def test_several_runs_at_once_lose_no_baseline(suite: Project) -> None:
     assert len((suite.path / "history.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_an_inline_case_has_all_its_runs_in_its_test(project: Project) -> None:
     test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, inline=True)\n"
     project.write(test_mine=f"{BUILD}\n\n{test}")
@@ -337,6 +339,7 @@ def test_a_changed_figure_changes_its_own_entry_alone(suite: Project) -> None:
     result.stdout.fnmatch_lines(["1 baseline recorded in *; review the difference in git; 2 more have the same figures*"])
 
 
+@pytest.mark.slow
 def test_an_update_on_a_cpu_changes_what_is_judged_there_alone(project: Project) -> None:
     """Step times, host memory, dates and sessions differ between the processes, allocated bytes do not."""
     test = "\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"

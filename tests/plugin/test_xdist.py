@@ -34,6 +34,7 @@ def test_two_workers_give_the_report_and_table_of_one(suite: Project) -> None:
     assert sorted(table_rows(both.stdout.str())) == sorted(table_rows(alone.stdout.str()))
 
 
+@pytest.mark.slow
 def test_two_workers_record_every_baseline(suite: Project) -> None:
     result = suite.spawn("-n2", "--gpu-baseline-update")
     result.assert_outcomes(passed=3)
@@ -43,6 +44,7 @@ def test_two_workers_record_every_baseline(suite: Project) -> None:
     suite.spawn("-n2", "--gpu-strict").assert_outcomes(passed=3)
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_later_run_of_a_worker_fails_the_run(suite: Project) -> None:
     suite.answer(recorded(), recorded("crashed"), to=GEMMA)
     result = suite.spawn("-n2", "--gpu-baseline-update")
@@ -59,6 +61,7 @@ def test_a_regression_under_two_workers_fails_its_own_test(suite: Project) -> No
     result.stdout.fnmatch_lines([f"FAILED test_tuning.py::test_tuning[[]{GEMMA}[]]*is 5.0 % slower*"])
 
 
+@pytest.mark.slow
 def test_real_cases_under_two_workers_gate_as_alone(project: Project) -> None:
     tests = "".join(f"\n\ndef test_{n}(gputrain):\n    gputrain.check(build_{n}, precision='fp32', steps=2)\n" for n in "ab")
     project.write(
@@ -70,6 +73,7 @@ def test_real_cases_under_two_workers_gate_as_alone(project: Project) -> None:
     assert set(project.verdicts().values()) == {"pass"}
 
 
+@pytest.mark.slow
 def test_selection_skips_under_two_workers(suite: Project) -> None:
     suite.spawn("-n2", "-m", "a100").assert_outcomes(skipped=3)
 
@@ -134,6 +138,7 @@ def test_a_crashed_xdist_worker_costs_only_its_own_test(suite: Project) -> None:
     assert len(suite.report()["results"]) == 3
 
 
+@pytest.mark.slow
 def test_the_same_id_for_two_own_codes_is_told_whichever_workers_they_run_on(h100: Project) -> None:
     code = "def build(setup):\n    return lambda: None\n\n\ndef test_it(gputrain):\n    gputrain.check(build)\n"
     for folder in ("one", "two"):

@@ -19,7 +19,7 @@ from pytest_gputrain.records import Case
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
 def prose(page: Path) -> str:
@@ -57,6 +57,12 @@ def test_the_index_has_every_page_once() -> None:
     """The site takes its contents from it."""
     listed = [link for link in links(DOCS / "README.md") if re.fullmatch(r"[\w-]+\.md", link)]
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name not in ("README.md", "index.md"))
+
+
+def test_contributors_are_led_to_files_that_exist() -> None:
+    named = re.findall(r"`((?:\.\w+|\w+)/[\w./-]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "pytest_gputrain" / name).exists()] == []
 
 
 def test_every_fault_names_tests_that_exist() -> None:

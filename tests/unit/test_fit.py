@@ -10,8 +10,9 @@ import pytest
 
 from pytest_gputrain import Case, GiB, Prediction
 from pytest_gputrain.cases.model_config import with_model
-from pytest_gputrain.gate.fit import ERROR, Need, fit_of, largest_batch, of_training, shards_before_it_trains, tight
-from pytest_gputrain.records.fit import FitCell, FitGpu, FitReport, LargestBatch
+from pytest_gputrain.gate.fit import ERROR, Need, fit_of, fit_of_emulated, largest_batch, loads_in_parts, of_training, tight
+from pytest_gputrain.records import EmulatedRun
+from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import fit
 from pytest_gputrain.session.fitting import possible
 from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
@@ -69,8 +70,47 @@ def test_under_fsdp_training_counts_and_not_a_build_of_the_whole_model() -> None
     assert trained.fits
     assert fit_of(trained, lambda memory: trained) == "fits"
     assert of_training(predicted(90 * GiB), whole.target).fits is False
-    assert [shards_before_it_trains(Case(parallel=engine)) for engine in ("single", "zero3", "fsdp")] == [False, False, True]
-    assert not shards_before_it_trains(Case(parallel="fsdp", cpu_offload=True))
+    assert [loads_in_parts(Case(parallel=engine)) for engine in ("single", "zero3", "fsdp")] == [False, False, True]
+    assert not loads_in_parts(Case(parallel="fsdp", cpu_offload=True))
+    assert loads_in_parts(Case(method="qlora"))
+    assert not loads_in_parts(Case(method="lora"))
+
+
+def test_near_the_capacity_the_allocator_decides_and_not_what_it_would_hold_without_limit() -> None:
+    limited = msgspec.structs.replace(predicted(79 * GiB, build=10 * GiB), fits=False)
+    assert not of_training(limited, limited.target).fits
+
+
+@pytest.mark.parametrize(
+    ("runs", "gib", "predicted_fit", "expected"),
+    [
+        (True, 40, "fits", "fits"),
+        (True, 79, "fits", "fits"),
+        (True, 40, "does-not-fit", "within-error"),
+        (True, 79, "within-error", "within-error"),
+        (False, 79, "fits", "within-error"),
+        (False, 79, "does-not-fit", "does-not-fit"),
+        (True, 40, None, "fits"),
+        (True, 79, None, "within-error"),
+        (False, 79, None, "does-not-fit"),
+    ],
+)
+def test_an_emulated_gpu_and_the_prediction_answer_together(runs: bool, gib: int, predicted_fit: Fit, expected: str) -> None:
+    run = emulated(gib * GiB, fits=runs)
+    assert fit_of_emulated(run, predicted(0).target, predicted_fit) == expected
+
+
+def emulated(held: int, *, fits: bool = True) -> EmulatedRun:
+    return EmulatedRun(
+        device_name="NVIDIA H100 80GB HBM3",
+        device_memory_bytes=80 * GiB,
+        runtime="13.0",
+        packages={"torch": "2.13.0"},
+        fits=fits,
+        peak_allocated_bytes=held,
+        peak_reserved_bytes=held,
+        device_used_bytes=held,
+    )
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 27, 100, 511, 1023, 1024, 5000])
@@ -152,6 +192,13 @@ def test_a_cell_says_how_much_and_whether_it_fits(kind: str, words: str) -> None
     memory = fit.tables(report(cell(kind)))[0]
     assert memory.headers == ("method", "batch_size", "H100 (79.0 GiB)")
     assert memory.rows == (("lora", "4", f"30.0 GiB {words}"),)
+
+
+def test_compiled_code_that_runs_out_of_memory_on_an_emulated_gpu_has_no_figure_but_an_answer() -> None:
+    unknown = cell("does-not-fit", prediction=None, needed_bytes=None, emulated=emulated(79 * GiB, fits=False))
+    told = report(unknown)
+    assert fit.tables(told)[0].rows == (("lora", "4", "does not fit"),)
+    assert "1 combination ran on emulated GPUs (CUDA 13.0)" in "\n".join(fit.notes(told))
 
 
 def test_the_common_knobs_are_told_above_the_table() -> None:

@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,11 @@ def _fork(source: ForkServer, rank: int = 0, seconds: float = 30, task: Task = T
     return source.fork(task, Path("case"), rank, environment, seconds)
 
 
-def _children() -> list[int]:
-    return [child.pid for child in psutil.Process().children()]
+@pytest.fixture
+def children() -> Callable[[], list[int]]:
+    """Those of the test: in this process tests of others may have run, whose sources live on."""
+    before = set(psutil.Process().children())
+    return lambda: [child.pid for child in psutil.Process().children() if child not in before]
 
 
 def test_a_worker_is_forked_as_wished_and_its_end_is_told(wishes: Path, source: ForkServer) -> None:
@@ -109,21 +112,23 @@ def _serving(source: ForkServer, **fields: Any) -> int:
     return parent
 
 
-def test_a_source_serves_as_long_as_it_lives(wishes: Path, source: ForkServer) -> None:
+def test_a_source_serves_as_long_as_it_lives(wishes: Path, source: ForkServer, children: Callable[[], list[int]]) -> None:
     first = _serving(source)
     assert _serving(source) == first
     os.kill(first, signal.SIGKILL)
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     assert _serving(source) != first
-    assert first not in _children()
+    assert first not in children()
 
 
-def test_each_environment_has_a_source_of_its_own_and_few_are_kept(wishes: Path, source: ForkServer) -> None:
+def test_each_environment_has_a_source_of_its_own_and_few_are_kept(
+    wishes: Path, source: ForkServer, children: Callable[[], list[int]]
+) -> None:
     first, second, third = (_serving(source, A=value) for value in "123")
     assert _serving(source, A="1") == first
-    assert _children() == [first, second, third]
+    assert children() == [first, second, third]
     fourth = _serving(source, A="4")
-    assert _children() == [first, third, fourth], "the one that was not used for longest has ended"
+    assert children() == [first, third, fourth], "the one that was not used for longest has ended"
 
 
 OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="a.py::b", method="custom"))
@@ -149,26 +154,30 @@ def test_a_source_has_the_limits_and_the_cores_of_the_test(
     assert _serving(source) != first
 
 
-def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes: Path, source: ForkServer) -> None:
+def test_what_must_not_be_forked_gets_a_fresh_interpreter(
+    wishes: Path, source: ForkServer, children: Callable[[], list[int]]
+) -> None:
     for task in (TASK, OWN):
         assert _fork(source, task=msgspec.structs.replace(task, device_type="cuda")) is None
-    assert _children() == []
+    assert children() == []
 
 
 @pytest.mark.parametrize(("rank", "seconds"), [(REFUSES, 30), (DIES, 30), (HANGS, 0.3)])
-def test_a_source_that_does_not_fork_is_given_up(wishes: Path, source: ForkServer, rank: int, seconds: float) -> None:
+def test_a_source_that_does_not_fork_is_given_up(
+    wishes: Path, source: ForkServer, rank: int, seconds: float, children: Callable[[], list[int]]
+) -> None:
     before = os.listdir("/proc/self/fd")
     began = time.monotonic()
     assert _fork(source, rank, seconds) is None
     assert time.monotonic() - began < 60
-    assert _children() == []
+    assert children() == []
     assert os.listdir("/proc/self/fd") == before
     assert _fork(source) is not None, "the next gets another"
 
 
-def test_a_worker_ends_with_its_source(wishes: Path, source: ForkServer) -> None:
+def test_a_worker_ends_with_its_source(wishes: Path, source: ForkServer, children: Callable[[], list[int]]) -> None:
     worker = _fork(source, STAYS)
-    (pid,) = _children()
+    (pid,) = children()
     os.kill(pid, signal.SIGKILL)
     worker.wait()
     assert worker.poll() == -signal.SIGKILL

@@ -42,6 +42,7 @@ def test_cases_come_by_their_predicted_memory() -> None:
     assert names.index("llama-3.1-8b-lora-bf16]") < names.index("llama-3.1-8b-full-bf16]")
 
 
+@pytest.mark.slow
 def test_a_session_on_the_cpu_records_case_after_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole of it, but for the cases' processes: those are of a suite that trains in an instant."""
     pytest.importorskip("torch", reason="the cases train")

@@ -17,7 +17,7 @@ from pytest_gputrain.report.html import page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")]
 
 BASELINES = Path(__file__).parents[2] / "baselines"
 PHONE = {"width": 360, "height": 740}

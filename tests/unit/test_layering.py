@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,31 @@ def test_imports_go_down_the_packages() -> None:
     height = {layer: at for at, layer in enumerate(reversed(LAYERS))}
     height[""] = len(LAYERS)
     assert [edge for edge in INSIDE if height[_layer(edge.imported)] > height[_layer(edge.importer)]] == []
+
+
+def _reach(arrows: dict[str, set[str]], package: str) -> set[str]:
+    return {reached for target in arrows[package] for reached in ({target} | _reach(arrows, target))}
+
+
+def test_the_drawing_of_the_packages_has_the_arrows_of_the_code() -> None:
+    """Those that follow from others are left out, and every import follows from the arrows."""
+    imports = {layer: {_layer(e.imported) for e in INSIDE if _layer(e.importer) == layer} - {layer} for layer in LAYERS}
+    direct = {
+        layer: {found for found in imported if all(found not in _reach(imports, other) for other in imported)}
+        for layer, imported in imports.items()
+    }
+    drawing = (ROOT.parent / "docs" / "architecture.md").read_text().split("```mermaid\nflowchart TD\n")[1].split("```")[0]
+    drawn: dict[str, set[str]] = {layer: set() for layer in LAYERS}
+    for line in drawing.splitlines():
+        importer, _, imported = line.strip().partition(" --> ")
+        drawn[importer] = set(imported.split(" & "))
+    assert drawn == direct
+
+
+def test_the_page_of_the_architecture_names_files_that_exist() -> None:
+    named = re.findall(r"`([a-z_]+/[\w/]+\.py)`", (ROOT.parent / "docs" / "architecture.md").read_text())
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).is_file() and not (ROOT.parent / name).is_file()] == []
 
 
 def test_the_public_names_come_from_the_lowest_packages() -> None:

@@ -90,6 +90,7 @@ def test_it_trains(method, knobs):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs",
     [

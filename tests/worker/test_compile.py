@@ -40,6 +40,7 @@ def _as_new():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "checkpointing"), [("full", 0.5), ("lora", False), ("lora", True)])
 def test_compiled_blocks_train_as_they_do_otherwise(method, checkpointing):
     case = LLAMA.replace(method=method, activation_checkpointing=checkpointing)
@@ -51,6 +52,7 @@ def test_compiled_blocks_train_as_they_do_otherwise(method, checkpointing):
     assert compiled.warmup_seconds[0] > 2 * compiled.median_step_seconds  # seconds against hundredths
 
 
+@pytest.mark.slow
 def test_alike_blocks_are_compiled_once_and_nothing_falls_back():
     torch._dynamo.utils.counters.clear()
     measured(LLAMA.replace(model="llama-3.1-70b", compile="default"))  # of three tiny blocks

@@ -16,6 +16,7 @@ from pytest_gputrain.worker.measuring import build
 from pytest_gputrain.worker.run import SEED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for _, case in CASES], ids=str)
 def test_a_step_holds_as_much_while_its_flops_are_counted(case):
     load(case)

@@ -98,6 +98,7 @@ def test_steps_are_a_multiple_of_the_processes():
     assert [timed_steps(Case(steps=10, loader_workers=workers)) for workers in (0, 1, 4, 16)] == [10, 10, 12, 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     "case",

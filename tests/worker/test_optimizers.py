@@ -44,6 +44,7 @@ def test_adafactor_keeps_rows_and_columns():
         assert "exp_avg" not in state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OTHERS)
 @pytest.mark.parametrize("knobs", [{}, {"precision": "fp32"}, {"master_weights": True}, {"method": "qlora"}], ids=str)
 def test_a_prediction_counts_them_in_every_phase(optimizer, knobs):
@@ -58,6 +59,7 @@ def test_they_train_under_autocast_with_clipped_gradients(optimizer, precision):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_paged_states_are_not_of_the_device():
     whole, paged = (predicted(LLAMA.replace(optimizer=name), H100, scale="full") for name in OTHERS[:2])
     elements = 8_030_261_248 - 65 * 4096  # all but the norms, whose weights have less than 100,000 each

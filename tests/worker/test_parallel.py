@@ -161,6 +161,7 @@ def test_own_code_of_two_processes_can_talk(faults, leftovers):
     assert leftovers.all() == []
 
 
+@pytest.mark.slow
 def test_a_straggler_is_told_though_all_steps_take_as_long(faults):
     reply = faults("straggles")
     assert isinstance(reply, Measurement), reply
@@ -174,6 +175,7 @@ def test_a_straggler_is_told_though_all_steps_take_as_long(faults):
     assert spread.lag_seconds == pytest.approx(0.1, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
@@ -190,6 +192,7 @@ def test_one_rank_s_end_ends_the_case_with_its_own_reason(faults, leftovers, nam
     assert leftovers.all() == []
 
 
+@pytest.mark.slow
 def test_a_hang_shows_where_every_rank_stands(faults, leftovers):
     reply = faults("hangs", timeout_seconds=25)
     assert isinstance(reply, TimedOut), reply

@@ -13,6 +13,8 @@ import pytest
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
+from pytest_gputrain.execution import emulated
+from pytest_gputrain.hardware.emulation.libraries import read_torch
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -52,6 +54,7 @@ def cells(answered: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {(c["case"]["method"], c["case"].get("batch_size", 1), c["gpu"]): c for c in answered["cells"]}
 
 
+@pytest.mark.slow
 def test_a_grid_of_a_config_is_predicted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     answered = answer(
         "small/config.json", "--method=full,lora", "--batch=1,4", "--sequence=512", "--gpu=h100,rtx_4090", "--only-cells"
@@ -78,6 +81,7 @@ def test_the_sum_of_what_is_at_the_peak_is_the_peak_of_its_phase() -> None:
     assert prediction["peak_bytes_by_origin"]["build"] >= prediction["model_bytes"]
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     common = ("small", "--method=full", "--gpu=t4", "--precision=fp32", "--set=sequence_length=4096")
     (largest,) = answer(*common)["largest"]
@@ -87,6 +91,7 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     assert [cell["fit"] == "fits" for cell in around["cells"]] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_change_makes_the_smallest_unfit_batch_fit(capsys: pytest.CaptureFixture[str]) -> None:
     answered = answer("small", "--method=full", "--gpu=t4", "--precision=fp32", "--sequence=4096", "--batch=16,32")
     first, second = answered["cells"]
@@ -174,6 +179,35 @@ def test_bad_input_is_one_sentence_and_status_2(
     assert out == ""
     assert sentence in err
     assert err.count("\n") == 1
+
+
+def test_emulation_needs_the_cuda_build_of_torch_and_says_so_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_cuda() -> None:
+        read_torch(Path("torch"))
+
+    Path("torch").mkdir()
+    Path("torch/version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    monkeypatch.setattr(emulated.libraries, "find_torch", no_cuda)
+    assert main(["predict", "small", "--gpu=h100", "--emulate"]) == 2
+    told = capsys.readouterr().err
+    assert "is no CUDA build; install one" in told
+    assert told.count("\n") == 1
+
+
+def test_the_loss_is_that_of_transformers_unless_another_is_named() -> None:
+    words = ("small", "--gpu=h100", "--method=lora", "--only-cells")
+    (as_transformers,) = answer(*words)["cells"]
+    (in_own_type,) = answer(*words, "--set=loss=logits")["cells"]
+    assert as_transformers["case"]["loss"] == "fp32"
+    assert as_transformers["needed_bytes"] > in_own_type["needed_bytes"]
+
+
+def test_qlora_is_judged_by_its_training_and_not_by_a_build_in_full_width() -> None:
+    (cell,) = answer("llama-3.1-8b", "--gpu=rtx_4090", "--method=qlora", "--checkpointing=true", "--only-cells")["cells"]
+    assert cell["fit"] == "fits"
+    assert cell["needed_bytes"] < 13 * GiB, "the weights alone are 15 GiB in 16 bits"
 
 
 def test_a_sequence_longer_than_the_table_of_positions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,6 +216,7 @@ def _hold_odd_blocks(setup):
     return step
 
 
+@pytest.mark.slow
 def test_the_same_in_every_process():
     task = Task(case=LLAMA.replace(method="lora"), scale="tiny", device_type="cpu", root=".", target=H100)
     first, second = (launcher.predict(task, timeout_seconds=120) for _ in range(2))

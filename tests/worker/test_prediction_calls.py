@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,6 +139,7 @@ def test_no_compiler_is_loaded():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
+@pytest.mark.slow
 def test_own_code_waits_for_no_library_that_it_may_not_use():
     code = (
         "import sys; from pytest_gputrain import Case; from pytest_gputrain.worker.libraries import load; "

@@ -92,6 +92,7 @@ def depths(monkeypatch):
 PHI = next(case for case in CASES if case.model == "phi-3-mini-128k")
 
 
+@pytest.mark.slow
 def test_a_prediction_runs_shallow_models_only_and_is_the_whole_ones(depths):
     prediction = predict(task_of(PHI), Progress(None))
     assert depths == [2, 3, 4]

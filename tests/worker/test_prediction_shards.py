@@ -74,6 +74,7 @@ def predicted(case, target=CPU, **options):
     return reply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suite", "case"), ONE_OF_EACH, ids=str)
 def test_as_recorded(suite, case):
     run = STORE.get("cpu", suite, key_of(case, "tiny")).runs[-1]
@@ -141,6 +142,7 @@ def test_what_fsdp_offloads_is_on_the_host():
     assert here.host_bytes < 1024, "numbers only"
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_each_stage_of_zero_needs_less_for_the_update():
     case = LLAMA.replace(gpus=8, precision="fp16-amp")  # which no CPU could train

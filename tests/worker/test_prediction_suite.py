@@ -66,6 +66,7 @@ def predicted(case, target=CPU, scale="tiny"):
 first = functools.cache(predicted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suite", "case"), CASES, ids=str)
 def test_as_recorded(suite, case):
     recorded = STORE.get("cpu", suite, key_of(case, "tiny")).runs[-1]
@@ -79,6 +80,7 @@ def test_as_recorded(suite, case):
     assert prediction.parameters == architectures()[case.model].trained_part.parameters.get("tiny", prediction.parameters)
 
 
+@pytest.mark.slow
 def test_no_case_leaves_a_trace_in_the_next():
     """In the same process, in another order, and between predictions by the other rules."""
     alone = [first(case) for case in ONE_OF_EACH_FAMILY]

@@ -142,6 +142,7 @@ def test_several_processes_have_the_figures_of_fresh_interpreters(run):
     assert forked.losses == fresh.losses
 
 
+@pytest.mark.slow
 def test_a_prediction_is_that_of_a_fresh_interpreter(run, preloaded, tmp_path):
     task = Task(case=MINE, scale="full", device_type="cpu", root=str(tmp_path), target=target_of("h100"))
     fresh, first, second = (
@@ -208,6 +209,7 @@ def test_a_process_that_asked_a_driver_is_not_forked(monkeypatch, file, asked):
     assert preload._holds_gpu() is asked
 
 
+@pytest.mark.slow
 def test_imports_start_no_thread_and_ask_no_driver():
     code = (
         "import os; from pytest_gputrain import Case; from pytest_gputrain.worker.libraries import load; "

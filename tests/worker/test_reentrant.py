@@ -59,6 +59,7 @@ def test_every_model_with_blocks_is_among_the_quick_ones_by_its_family():
     assert set(SOME) <= set(RECOMPUTING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "method"), SOME)
 def test_a_prediction_is_what_a_worker_counts(model, method):
     compare(both(model, method, precision="bf16-amp" if method == "lora" else "bf16")[1])

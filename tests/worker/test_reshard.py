@@ -10,6 +10,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 CASE = LLAMA.replace(model="llama-3.1-70b", parallel="fsdp", gpus=2, steps=2)  # of three tiny blocks
 
 
+@pytest.mark.slow
 def test_at_full_size_all_blocks_are_there_after_forward():
     case = LLAMA.replace(precision="bf16", parallel="fsdp", gpus=8)
     default, kept, let_go = (

@@ -25,6 +25,7 @@ METHODS = ("full", "lora", "qlora")
 LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=2, warmup=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EXAMPLES, ids=str)
 def test_every_model_trains_by_every_method(case):
     reply = measured(case.replace(activation_checkpointing=bool(architectures()[case.model].blocks), steps=2, warmup=1))

@@ -202,6 +202,7 @@ PREDICTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PREDICTED, ids=str)
 def test_prediction_is_what_is_measured(case):
     case = case.replace(steps=2, warmup=1)

@@ -98,6 +98,7 @@ def _run(folder: Path, text: str, *arguments: str) -> tuple[int, list[Any]]:
     return done.returncode, [json.loads(path.read_bytes()) for path in state.iterdir()]
 
 
+@pytest.mark.slow
 def test_updates_of_the_busiest_optimizer_are_steps(tmp_path: Path) -> None:
     status, (recorded,) = _run(tmp_path, LOOP)
     assert status == 0

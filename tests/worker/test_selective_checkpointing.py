@@ -41,6 +41,7 @@ def test_what_is_kept_is_not_computed_again():
     assert recomputed(LLAMA.replace(**PRODUCTS)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["pangu-350m", "bert-large", "sd3", "sd-1.5", "flux.1-dev", "qwen2-vl-2b", "transformer-big"]
 )
@@ -55,6 +56,7 @@ def test_products_with_packed_weights_are_kept_too():
     assert recomputed(case.replace(**PRODUCTS)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, 0.5])
 def test_less_is_held_than_without_recomputation(share):
     case = LLAMA.replace(batch_size=16)
@@ -66,6 +68,7 @@ def test_less_is_held_than_without_recomputation(share):
     assert len(set(peaks)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [ATTENTION, PRODUCTS], ids=str)
 @pytest.mark.parametrize(
     "knobs",

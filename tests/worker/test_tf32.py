@@ -63,6 +63,7 @@ def test_rates_are_those_of_data_sheets():
     assert rates["mi300x"] is None
 
 
+@pytest.mark.slow
 def test_the_least_time_and_the_utilization_are_by_its_rate():
     a100 = target_of("a100")
     targets = {None: a100, True: allowing_tf32(a100)}

@@ -96,6 +96,7 @@ def test_full_size_build_has_the_published_parameter_count(name):
     assert round(stored / 1e9, digits) == billions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND, ids=kind_of)
 def test_published_models_train_and_are_predicted_to_the_byte(name, method):
@@ -104,6 +105,7 @@ def test_published_models_train_and_are_predicted_to_the_byte(name, method):
     compare(published_case(name, method))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_configs_train_and_are_predicted_to_the_byte(kind, method):
@@ -122,6 +124,7 @@ def compare(case):
     assert (prediction.parameters, prediction.trainable_parameters) == (reply.parameters, reply.trainable_parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("class_name", facts.denoisers())
 def test_the_config_of_every_class_of_denoisers_trains(class_name):
     like = facts.denoisers()[class_name]
@@ -182,6 +185,22 @@ def test_qlora_packs_all_linear_layers_whatever_is_adapted():
     packed = {name.split(".")[-1] for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
     assert {"fc1", "fc2", "out_proj", "k_proj"} <= packed
     assert "lm_head" not in packed
+
+
+def test_keys_that_a_class_derives_of_others_are_left_to_it():
+    # As transformers writes them: an infinite number has a form of its own in JSON.
+    config = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "num_heads": 8,
+        "head_dim": 64,
+        "n_groups": 1,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+        "layer_types": ["mamba", "mamba"],
+    }
+    declare("mamba2#test", {"model_type": "mamba2", **config})
+    assert architecture_of("mamba2#test").trained_part.facts("tiny")["num_hidden_layers"] == 2
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ def test_every_step_trains_on_the_same_noise_and_time(name):
     assert torch.equal(workload.loss(inputs), workload.loss(inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", VIDEO)
 @pytest.mark.parametrize("precision", PRECISIONS)

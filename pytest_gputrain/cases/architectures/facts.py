@@ -75,6 +75,8 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Paths of the lists of blocks that activation checkpointing recomputes, in the order in which they run."""
     step: dict[str, Any] = {}
     """Facts of the training step that the family's module reads."""
+    loss: Literal["fp32", "logits"] = "logits"
+    """Of a language model whose case does not say."""
     parts: dict[str, Part]
     """The first is what trains; the others run in the forward pass, frozen."""
 
@@ -156,6 +158,7 @@ def configured(
         trainable={"full": {}, "lora": {}, "qlora": {}},
         lora=lora or Lora(rank=8, alpha=8, dropout=0.0, targets=()),
         blocks=("",),
+        loss="fp32",  # as transformers computes it, whose users this model has
         parts={"model": part},
     )
 

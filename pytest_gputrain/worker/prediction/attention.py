@@ -49,7 +49,9 @@ def chooser(target: Target) -> Callable[..., Tensor]:
         grouped = enable_gqa and key.shape[1] != query.shape[1]
         result: tuple[Tensor, ...]
         recorded = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
-        if prefers_cudnn and fused and half and not dropout_p and width == height <= 256 and not width % 8:
+        learned = attn_mask is not None and attn_mask.requires_grad  # of which cuDNN's kernel has no gradient
+        cudnn = prefers_cudnn and fused and half and not dropout_p and not learned
+        if cudnn and width == height <= 256 and not width % 8:
             bias = None if attn_mask is None else _added(attn_mask, query.dtype)
             if bias is not None:
                 bias = bias.expand(*query.shape[:3], key.shape[2])

@@ -88,6 +88,7 @@ class PredictionRun:
             workspace_bytes=target.workspace_bytes,
             peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
             bandwidth=target.bandwidth,
+            sums_in_place=cuda,
         )
         self._group = Group(size=task.processes, servers=task.servers, simulated=True)
 

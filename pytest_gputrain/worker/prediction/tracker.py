@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gputrain.worker.allocations import resizes_noted_by, wraps
 from pytest_gputrain.worker.flops import recomputation_counted_by
 from pytest_gputrain.worker.phases import Phases
+from pytest_gputrain.worker.prediction.accumulation import ADD, ADD_IN_PLACE, holders_of_first, is_in_place
 from pytest_gputrain.worker.prediction.layouts import Layout
 from pytest_gputrain.worker.prediction.operators import Operator, Operators, Temporaries, tensors_in
 from pytest_gputrain.worker.prediction.shapes import Call, Shapes, forget_shape
@@ -60,6 +61,7 @@ class Tracker(TorchDispatchMode):
         workspace_bytes: what the first matrix product of a thread takes for good; the backward pass has its own thread.
         peak_flops: FLOP/s by dtype; an empty one leaves the roofline at zero.
         bandwidth: bytes per second.
+        sums_in_place: whether autograd adds up gradients in place, as it does where no mode looks on.
 
     Attributes:
         trace: of the device's memory.
@@ -77,6 +79,7 @@ class Tracker(TorchDispatchMode):
         workspace_bytes: int = 0,
         peak_flops: dict[torch.dtype, float] | None = None,
         bandwidth: float | None = None,
+        sums_in_place: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
@@ -86,6 +89,7 @@ class Tracker(TorchDispatchMode):
         self._operators = Operators(layouts or {}, temporaries or {})
         self._shapes = Shapes()
         self._rounding = rounding
+        self._holders = holders_of_first() if sums_in_place else None
         self._begin()
 
     def _begin(self) -> None:
@@ -123,6 +127,8 @@ class Tracker(TorchDispatchMode):
         if types != _FAKES and wraps(types):
             return self._on_parts(func, args, kwargs or {}) if _is_elementwise_on_lists(func) else NotImplemented
         kwargs = kwargs or {}
+        if func is ADD and self._holders is not None and is_in_place(args, kwargs, self._holders):
+            func = ADD_IN_PLACE
         operator = self._operators[func]
         self._phases.follow()
         if operator.multiplies and self._workspace_bytes:

@@ -73,12 +73,18 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     for key in _REQUIRED:
         if not {key, config_class.attribute_map.get(key, key)} & given.keys():
             raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
+    given = {
+        key: value
+        for key, value in config_class._decode_special_floats(given).items()
+        if not _is_computed(config_class, key)
+    }
     config = _built(name, lambda: config_class(**copy.deepcopy(given)))
     layers_key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     layers: int = config.num_hidden_layers
     # What the class adds by itself is a part of the facts where the rest depends on it.
     facts = {**given, layers_key: layers, "vocab_size": config.vocab_size}
-    if isinstance(per_layer := getattr(config, "layer_types", None), list):
+    per_layer = None if _is_computed(config_class, "layer_types") else getattr(config, "layer_types", None)
+    if isinstance(per_layer, list):
         facts["layer_types"] = list(per_layer)
     completed = msgspec.structs.replace(part, model_class=model_class, config_class=config_class.__name__, config=facts)
     model = _on_meta(name, completed)
@@ -96,6 +102,13 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         blocks=(path,),
         idle={"full": _IDLE, "tiny": _IDLE},
     )
+
+
+def _is_computed(config_class: type, key: str) -> bool:
+    """Tell whether a class derives a key of others, and takes no value for it, though it may write one."""
+    names: dict[str, str] = getattr(config_class, "attribute_map", {})
+    found = getattr(config_class, names.get(key, key), None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _denoiser(name: str, architecture: Architecture) -> Architecture:

@@ -30,6 +30,7 @@ class LanguageModel(Workload):
     def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
         super().__init__(architecture, case, scale)
         self._labels: Tensor | None = None
+        self._loss = case.loss or architecture.loss
         if case.attention:
             model: Any = self.model
             model.set_attn_implementation(named_attention(case.attention))
@@ -82,7 +83,7 @@ class LanguageModel(Workload):
             return next_token_loss(self.model(inputs["input_ids"]), inputs["labels"])
         model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
         logits: Tensor = self.model(**model_inputs, use_cache=False).logits
-        return logits if self.case.loss_chunks > 1 else LOSSES[self.case.loss](logits, inputs["labels"])
+        return logits if self.case.loss_chunks > 1 else LOSSES[self._loss](logits, inputs["labels"])
 
     def _loss_in_place_of_logits(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """The model's head and the loss, over one chunk of the tokens after the other; backward makes the logits anew.
@@ -102,7 +103,7 @@ class LanguageModel(Workload):
         def sum_of_losses(part: Tensor, labels: Tensor) -> Tensor:
             # No mean: a chunk of padding alone has none.
             logits = head(part)
-            logits = logits.float() if self.case.loss == "fp32" else logits
+            logits = logits.float() if self._loss == "fp32" else logits
             return functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
         return total_loss
@@ -145,5 +146,5 @@ def transformers_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-LOSSES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {"": next_token_loss, "fp32": transformers_loss}
-"""By the case's ``loss``."""
+LOSSES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {"logits": next_token_loss, "fp32": transformers_loss}
+"""By the case's ``loss``, or that of its architecture."""

@@ -84,7 +84,7 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
         value = full(key)
         if _is_count(value) and value > most:
             tiny[names.get(key, key)] = most
-    heads = config.num_attention_heads
+    heads: int = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     key_heads = {key: full(key) for key in _KEY_HEADS if _is_count(full(key))}
     for key, count in key_heads.items():
         tiny[names.get(key, key)] = HEADS if count == heads else min(count, 2)

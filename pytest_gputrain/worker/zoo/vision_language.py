@@ -66,7 +66,9 @@ class VisionLanguageModel(Workload):
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Cross entropy of the tokens that follow the image."""
         model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        return LOSSES[self.case.loss](self.model(**model_inputs, use_cache=False).logits, inputs["labels"])
+        return LOSSES[self.case.loss or self.architecture.loss](
+            self.model(**model_inputs, use_cache=False).logits, inputs["labels"]
+        )
 
     def _image(self, scale: Scale) -> Image:
         part = self.architecture.trained_part

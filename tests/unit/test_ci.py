@@ -1,0 +1,136 @@
+"""Tests what CI runs, and what is told of a part that cannot be installed, fails or takes too long."""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+
+import ci
+import psutil
+import pytest
+
+RAY = ci.Part("ray", 12)
+SKIPS = "SKIPPED [2] tests/gpu/test_on_gpu.py:40: needs a GPU, found cpu\n"
+
+
+def runs(*outcomes: ci.Ran) -> ci.Runner:
+    due = list(outcomes)
+
+    def run(command: Sequence[str], minutes: float) -> ci.Ran:
+        return due.pop(0)
+
+    return run
+
+
+def ran(*lines: str, status: int | None = 0) -> ci.Ran:
+    return ci.Ran(status, lines)
+
+
+def test_every_environment_is_a_part() -> None:
+    tox = configparser.ConfigParser()
+    tox.read(ci.ROOT / "tox.ini")
+    quick = {name.strip() for name in tox["tox"]["env_list"].split(",")}
+    environments = {name.removeprefix("testenv:") for name in tox.sections() if name.startswith("testenv:")}
+    assert environments - quick - {"pictures"} == {part.name for part in ci.PARTS} - {ci.QUICK}, "pictures checks nothing"
+    assert ci.PARTS[0].name == ci.QUICK
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "skipped"),
+    [
+        ([ran(), ran(SKIPS, SKIPS)], "passed", ("4 of tests/gpu/test_on_gpu.py: needs a GPU, found cpu",)),
+        ([ran(), ran("1 failed\n", status=1)], "failed", ()),
+        ([ran(), ran(status=None)], "failed, as its time was over", ()),
+        (
+            [ran("ERROR: No matching distribution found for ray>=2.40\n", "ray: exit 1\n", status=1)],
+            "skipped",
+            ("all of it: cannot be installed: ERROR: No matching distribution found for ray>=2.40",),
+        ),
+        ([ran(status=None)], "skipped", ("all of it: cannot be installed: its installation took too long",)),
+    ],
+)
+def test_what_became_of_a_part_is_told(outcomes: list[ci.Ran], status: str, skipped: tuple[str, ...]) -> None:
+    outcome = ci.outcome(RAY, "tox", runs(*outcomes), minutes_left=60)
+    assert (outcome.status, outcome.skipped) == (status, skipped)
+
+
+def test_a_part_that_too_little_time_is_left_for_is_skipped() -> None:
+    outcome = ci.outcome(RAY, "tox", runs(), minutes_left=3)
+    assert outcome.status == "skipped"
+    assert outcome.skipped == ("all of it: 3 of 90 minutes are left, too few",)
+
+
+def test_the_readme_s_command_is_a_part_that_must_be_installed() -> None:
+    outcome = ci.outcome(ci.PARTS[0], "tox", runs(ran("ERROR: no network\n", status=1)), minutes_left=90)
+    assert outcome.status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("apt_get", "user", "outcomes", "why"),
+    [
+        (None, 0, [], "there is no apt-get"),
+        ("/usr/bin/apt-get", 1000, [], "apt-get needs root"),
+        (
+            "/usr/bin/apt-get",
+            0,
+            [ran(), ran("E: Unable to locate package x\n", status=100)],
+            "E: Unable to locate package x",
+        ),
+    ],
+)
+def test_a_package_of_debian_that_cannot_be_installed_is_told(
+    monkeypatch: pytest.MonkeyPatch, apt_get: str | None, user: int, outcomes: list[ci.Ran], why: str
+) -> None:
+    monkeypatch.setattr(ci.shutil, "which", lambda program, path=None: apt_get if program == "apt-get" else None)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    part = ci.Part("slow", 40, {"no-such-program": "x"})
+    assert ci.missing_programs(part, runs(*outcomes), 1) == (f"what needs x: cannot be installed: {why}",)
+
+
+def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd: pytest.CaptureFixture[str]) -> None:
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    started = time.monotonic()
+    outcome = ci.run([sys.executable, "-c", parent], minutes=2 / 60)
+    assert outcome.status is None
+    assert time.monotonic() - started < 60
+    (pid,) = (int(line) for line in outcome.lines)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(timeout=60)
+
+
+def test_what_a_command_prints_is_shown_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    outcome = ci.run([sys.executable, "-c", "print('kept'); raise SystemExit(3)"], minutes=1)
+    assert outcome == ci.Ran(3, ("kept\n",))
+    assert "kept\n" in capfd.readouterr().out
+
+
+def test_the_last_lines_name_every_part_and_every_skip() -> None:
+    outcomes = [ci.Outcome("slow", "passed", 12.34, ("what needs munge: no",)), ci.Outcome("ray", "failed", 1.0, ())]
+    assert ci.told(outcomes).splitlines()[-4:] == [
+        "what CI ran:",
+        "  slow: passed after 12.3 minutes",
+        "    skipped: what needs munge: no",
+        "  ray: failed after 1.0 minutes",
+    ]
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ci.main(["fast"])
+    assert "there is no part fast; the parts are quick," in capsys.readouterr().err
+
+
+def test_the_oldest_versions_are_those_that_are_allowed() -> None:
+    project = tomllib.loads((ci.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    floors = dict(each.split(">=") for each in [*project["dependencies"], *extras["suite"], *extras["report"]])
+    lines = (ci.ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for name, floor in floors.items():
+        assert f"{pinned[name]}.".startswith(f"{floor}."), name

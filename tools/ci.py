@@ -1,0 +1,215 @@
+"""Runs what CI runs: the README's test command, and then each part that takes longer or needs more to be installed.
+
+    .ci/run                  everything, at most 90 minutes
+    .ci/run slow oldest      these parts alone
+
+A test that fails, or a part that takes longer than it may, fails the run. What cannot be installed (no network, no root, no
+mirror of Debian's packages) is skipped. The last lines name each part, each skip and its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).parent.parent
+ALL_MINUTES: Final = 90.0
+INSTALL_MINUTES: Final = 12.0
+
+# As `pytest -rs` prints it; with a name of the environment before it where several run at once.
+_SKIPPED: Final = re.compile(r"SKIPPED \[(\d+)\] (?P<place>[^:]+)(?::\d+)?: (?P<reason>.*)")
+_ERROR: Final = re.compile(r"error[: ]|^E: |no space left|timed out", re.IGNORECASE)
+
+
+class Part(NamedTuple):
+    """An environment of tox.ini, or those of the README's command."""
+
+    name: str
+    minutes: float
+    """How long its tests may take: about three times what they take on two quiet cores."""
+    programs: Mapping[str, str] = {}
+    """Debian's packages, by the program of each that the tests look for."""
+
+
+QUICK: Final = "quick"
+PARTS: Final = (
+    Part(QUICK, 25),
+    Part("bare", 8),
+    Part("package", 8),
+    Part(
+        "slow",
+        40,
+        {"chromium": "chromium", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
+    ),
+    Part("predictions", 10),
+    Part("ray", 12),
+    Part("emulated", 40, {"cc": "gcc"}),
+    Part("oldest", 20),
+    Part("newest", 20),
+)
+
+
+class Ran(NamedTuple):
+    """What became of a command."""
+
+    status: int | None
+    """None where its time was over."""
+    lines: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """The last line that tells of an error."""
+        told = [line.strip() for line in self.lines if line.strip()]
+        return next((line for line in reversed(told) if _ERROR.search(line)), told[-1] if told else "nothing was printed")
+
+
+class Outcome(NamedTuple):
+    """What became of a part."""
+
+    name: str
+    status: str
+    minutes: float
+    skipped: tuple[str, ...]
+    """What of it did not run, each with its reason."""
+
+
+Runner = Callable[[Sequence[str], float], Ran]
+
+
+def run(command: Sequence[str], minutes: float) -> Ran:
+    """Runs a command, shows and keeps what it prints, and ends it with all of its processes when its time is over."""
+    print("+", *command, flush=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(max(minutes, 0) * 60, end)
+    timer.start()
+    lines = []
+    try:
+        with process.stdout:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
+        status = process.wait()
+    finally:
+        timer.cancel()
+    return Ran(None if over.is_set() else status, tuple(lines))
+
+
+def missing_programs(part: Part, run: Runner, minutes: float) -> tuple[str, ...]:
+    """Installs Debian's packages that the part lacks, and says why where they cannot be."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    lacking = {program: package for program, package in part.programs.items() if not shutil.which(program, path=path)}
+    if not lacking:
+        return ()
+    packages = sorted(set(lacking.values()))
+    if not shutil.which("apt-get"):
+        why = "there is no apt-get"
+    elif os.geteuid() != 0:
+        why = "apt-get needs root"
+    else:
+        # One by one: Slurm is no reason to do without a browser.
+        run(("apt-get", "update", "-qq"), minutes)
+        ran = [run(("apt-get", "install", "-qq", "-y", "--no-install-recommends", package), minutes) for package in packages]
+        if all(each.status == 0 for each in ran):
+            return ()
+        packages = [package for package, each in zip(packages, ran, strict=True) if each.status != 0]
+        why = next(each.reason for each in ran if each.status != 0)
+    return (f"what needs {', '.join(packages)}: cannot be installed: {why}",)
+
+
+def skipped_tests(lines: Sequence[str]) -> tuple[str, ...]:
+    """What pytest skipped: how many, by file and reason."""
+    found: Counter[tuple[str, str]] = Counter()
+    for line in lines:
+        if match := _SKIPPED.search(line):
+            found[match["place"], match["reason"].strip()] += int(match[1])
+    return tuple(f"{count} of {place}: {reason}" for (place, reason), count in sorted(found.items()))
+
+
+def outcome(part: Part, tox: str, run: Runner, minutes_left: float) -> Outcome:
+    """Runs a part in what is left of the time for all."""
+    started = time.monotonic()
+
+    def ended(status: str, *skipped: str) -> Outcome:
+        return Outcome(part.name, status, (time.monotonic() - started) / 60, skipped)
+
+    if minutes_left < part.minutes / 3:
+        return ended("skipped", f"all of it: {minutes_left:.0f} of {ALL_MINUTES:.0f} minutes are left, too few")
+    if part.name == QUICK:
+        ran = run((tox, "run-parallel", "--parallel-live"), part.minutes)
+        return ended(_status(ran), *skipped_tests(ran.lines))
+    without = missing_programs(part, run, INSTALL_MINUTES)
+    installed = run((tox, "run", "-e", part.name, "--notest"), min(INSTALL_MINUTES, minutes_left))
+    if installed.status != 0:
+        why = "its installation took too long" if installed.status is None else installed.reason
+        return ended("skipped", f"all of it: cannot be installed: {why}")
+    left = minutes_left - (time.monotonic() - started) / 60
+    ran = run((tox, "run", "-e", part.name, "--skip-pkg-install"), min(part.minutes, left))
+    # Several environments hold the CUDA build of torch, of 3 GB and more.
+    shutil.rmtree(ROOT / ".tox" / part.name, ignore_errors=True)
+    return ended(_status(ran), *without, *skipped_tests(ran.lines))
+
+
+def _status(ran: Ran) -> str:
+    return {0: "passed", None: "failed, as its time was over"}.get(ran.status, "failed")
+
+
+def told(outcomes: Sequence[Outcome]) -> str:
+    """The last lines of the run."""
+    lines = ["", "what CI ran:"]
+    for each in outcomes:
+        lines.append(f"  {each.name}: {each.status} after {each.minutes:.1f} minutes")
+        lines += [f"    skipped: {reason}" for reason in each.skipped]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(names)}; all of them by default")
+    wanted = parser.parse_args(arguments).parts or names
+    if unknown := sorted(set(wanted) - set(names)):
+        parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(names)}")
+    started = time.monotonic()
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        python = f"{folder}/bin/python"
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "tox"], check=True)
+        for part in PARTS:
+            if part.name in wanted:
+                outcomes.append(outcome(part, f"{folder}/bin/tox", run, ALL_MINUTES - (time.monotonic() - started) / 60))
+                if part.name == QUICK and outcomes[-1].status != "passed":
+                    break
+    print(told(outcomes), flush=True)
+    return int(any(each.status.startswith("failed") for each in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
