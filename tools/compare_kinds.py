@@ -44,6 +44,7 @@ This page is written by `python tools/compare_kinds.py --write` from the recorde
 and allocator. Memory is in GiB: allocated / reserved at the peak. Published figures are memory in use on the device:
 reserved memory and CUDA's context. The goal for allocated memory is 0.1 % between the two kinds for eager cases of one GPU,
 and 1 % for cases of several GPUs. A table has the cases that are published and those that are more than 0.1 % apart.
+Published rows of PanGu with offload were measured with an older DeepSpeed, and took more: [why](deepspeed-zero.md).
 """
 _EQUAL: Final = 0.000005
 EAGER_GOAL: Final = 0.001

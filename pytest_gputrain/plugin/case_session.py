@@ -187,7 +187,9 @@ class CaseSession:
         if self._progress_line is None:
             capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
             uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
-            self._progress_line = ProgressLine(self.config.get_terminal_writer().fullwidth, uncaptured)
+            settings = self.runner.settings
+            kind = "emulated" if settings.emulate else "predicted" if settings.predict else ""
+            self._progress_line = ProgressLine(self.config.get_terminal_writer().fullwidth, uncaptured, kind)
         self._progress_line.show(case, event, run)
 
     def complete(self) -> None:

@@ -36,10 +36,14 @@ class ProgressLine:
     Args:
         width: columns of the terminal.
         uncaptured: makes a context in which ``sys.stdout`` is the terminal.
+        kind: of the figures to come, where they are no measurements: ``emulated`` or ``predicted``.
     """
 
-    def __init__(self, width: int, uncaptured: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, width: int, uncaptured: Callable[[], contextlib.AbstractContextManager[None]], kind: str = ""
+    ) -> None:
         self._width = width
+        self._kind = kind
         self._uncaptured = uncaptured
         self._drawn_at = 0.0
 
@@ -48,7 +52,7 @@ class ProgressLine:
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_EVERY_SECONDS:
             self._drawn_at = now
-            self._write(f"{_BEGIN}{describe(case, event, run)[: self._width - 1]}{_END}")
+            self._write(f"{_BEGIN}{describe(case, event, run, self._kind)[: self._width - 1]}{_END}")
 
     def clear(self) -> None:
         """Remove the line from the terminal."""
@@ -62,9 +66,9 @@ class ProgressLine:
             sys.stdout.flush()
 
 
-def describe(case: Case, event: Event, run: int = 1) -> str:
+def describe(case: Case, event: Event, run: int = 1, kind: str = "") -> str:
     """``llama-3.1-8b-lora-bf16  run 2  step 3/10  0.42 s/step  35.6 GiB``."""
-    parts = [str(case)] if run == 1 else [str(case), f"run {run}"]
+    parts = [str(case), *([kind] if kind else []), *([f"run {run}"] if run > 1 else [])]
     if event.phase == "measure":
         parts.append(f"step {event.step or 0}/{case.steps}")
     else:

@@ -131,6 +131,36 @@ def test_checks_for_nan_do_not_fire(emulate):
     assert process["unknown_reads"] == []
 
 
+def test_distributions_take_unknown_parameters_and_refuse_wrong_ones(emulate):
+    printed, _, _ = emulate("""
+        import torch
+
+        scores = torch.randn(128, 512, device="cuda")
+        torch.distributions.Normal(scores, scores.exp()).log_prob(scores)
+        torch.distributions.Categorical(probs=scores.softmax(-1)).sample()
+        torch.distributions.MultivariateNormal(torch.zeros(512, device="cuda"), scores.T @ scores).rsample()
+        try:
+            torch.distributions.Normal(torch.zeros(2, device="cuda"), torch.tensor([-1.0, 1.0], device="cuda"))
+        except ValueError:
+            print("refused")
+    """)
+    assert printed.split() == ["refused"]
+
+
+def test_factors_of_unknown_matrices_are_no_errors(emulate):
+    printed, _, _ = emulate("""
+        import torch
+
+        matrix = torch.randn(512, 512, device="cuda")
+        torch.linalg.cholesky(matrix), torch.linalg.inv(matrix), torch.linalg.solve(matrix, matrix)
+        try:
+            torch.linalg.inv(torch.zeros(3, 3, device="cuda"))
+        except torch.linalg.LinAlgError:
+            print("singular")
+    """)
+    assert printed.split() == ["singular"]
+
+
 def test_the_loss_scale_stays(emulate):
     out, _, _ = emulate("""
         import torch

@@ -152,6 +152,15 @@ def test_the_step_is_shown_on_a_line_of_its_own_and_gone_at_the_end(
 
 
 @pytest.mark.slow
+def test_a_prediction_is_told_as_one(project: Project) -> None:
+    project.write(test_slow_code=SLOW.format(before=1))
+    _, screens = _run_on_terminal(project, 60, "--gpu-predict", "--gpu-platform=h100")
+    shown = [row for rows in screens for row in rows if row.startswith("slow-fp32  ")]
+    assert shown
+    assert all(row.startswith("slow-fp32  predicted  ") for row in shown)
+
+
+@pytest.mark.slow
 def test_a_case_that_fails_leaves_no_live_line(project: Project) -> None:
     project.write(test_slow_code=SLOW.format(before=1).replace("time.sleep(0.15)", "time.sleep(0.15) or 1 / 0"))
     _, screens = _run_on_terminal(project, 60, "--no-header", status=1)

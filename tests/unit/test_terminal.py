@@ -333,6 +333,11 @@ def test_live_line_tells_case_phase_and_figures(event: Event, text: str) -> None
     assert describe(CASE, event) == f"llama-3.1-8b-lora-bf16  {text}"
 
 
+def test_live_line_tells_what_is_no_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    ProgressLine(80, nullcontext, "emulated").show(CASE, Event(phase="measure", step=3, allocated_bytes=GiB))
+    assert "llama-3.1-8b-lora-bf16  emulated  step 3/10  1.00 GiB" in capsys.readouterr().out
+
+
 @given(values_of(Event))
 def test_any_event_can_be_described(event: Event) -> None:
     assert describe(CASE, event).startswith(str(CASE))

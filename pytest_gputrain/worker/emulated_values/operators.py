@@ -57,6 +57,9 @@ _SAME_FOR_ALL: Final = frozenset((
 """Reductions of equal elements to an element that equals them."""
 
 
+_FOR_ALL_DEVICES: Final = frozenset({"aten::copy_", "aten::_is_all_true"})
+"""Replaced, and have no kernel of CUDA's own."""
+
 _WITHOUT_PYTHON: Final = frozenset({"aten::pow.Tensor_Tensor_out"})
 """Operators that torch itself calls with a number that lies on the GPU, for which Python has no type."""
 
@@ -89,7 +92,7 @@ class Operators:
 
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
-        names = {"aten::copy_", *torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")}
+        names = {*_FOR_ALL_DEVICES, *torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that operators are replaced
             self._replacing = True
@@ -119,6 +122,8 @@ class Operators:
             return self._read_scalar(_original(qualified))
         if base == "copy_":
             return self._copy(_original(qualified))
+        if base == "_is_all_true":
+            return self._holds(_original(qualified))
         if base == "_amp_foreach_non_finite_check_and_unscale_":
             return self._unscale(_original(qualified))
         if base in _VIEWS or (not written and base.startswith(_LARGE)):
@@ -230,6 +235,17 @@ class Operators:
                     self.reads.note("a number for the host")
                 return number
             return on_host(tensor).item() if known.value is None else known.value.item()
+
+        return run
+
+    def _holds(self, original: _Kernel) -> _Kernel:
+        """Take as true what torch.distributions demands of values that nobody knows."""
+
+        def run(keys: Any, condition: Tensor) -> Tensor:
+            output: Tensor = original(keys, condition)
+            if self.contents.find(output) is None:
+                self.values.fill(output, torch.tensor(True))
+            return output
 
         return run
 
