@@ -106,7 +106,7 @@ def test_the_accuracy_of_predictions_is_that_of_the_recorded_figures() -> None:
     assert compare_kinds.PAGE.read_text() == compare_kinds.page(platforms, folder), "run tools/compare_kinds.py --write"
     every = [row for platform in platforms for row in compare_kinds.rows(platform, folder)]
     assert sum(row.error is not None for row in every) > 80
-    # With fp16 or bf16 by autocast a cast of PanGu's weights is freed 112 MiB earlier than predicted.
+    # These two are 0.23 % apart, for a reason that is not known yet.
     assert {str(row.case) for row in every if row.missed or row.disagree} <= {
         "pangu-2.6b-full-bf16-amp",
         "pangu-2.6b-full-fp16-amp",
