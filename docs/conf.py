@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,14 @@ def accept_what_exists(app: Sphinx, environment: Any, node: Element, content: El
     return content
 
 
+def copy_pictures(app: Sphinx, error: Exception | None) -> None:
+    """Copy the pictures to where the pages, and the README among them, look for them in HTML of their own."""
+    for folder in ("pictures", "docs/pictures"):
+        shutil.copytree(Path(__file__).parent / "pictures", app.outdir / folder, dirs_exist_ok=True)
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("build-finished", copy_pictures)
     app.add_lexer("mermaid", TextLexer)  # which code hosts draw
     app.connect("source-read", complete_pages)
     app.connect("autodoc-process-docstring", read_google_style)
