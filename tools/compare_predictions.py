@@ -34,7 +34,7 @@ TABLES: Final = Path(__file__).resolve().parent.parent / "baselines" / "publishe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a document does not say, but its program or its other figures do; docs/predict.md has the evidence."""
+    """What a document does not say, but its program or its other figures do; docs/prediction-accuracy.md has the evidence."""
 
     read_as: str
     context_bytes: int
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", default=list(CONDITIONS), metavar="TABLE", help=f"of {', '.join(CONDITIONS)}")
     parser.add_argument("--platform", default="", help="rows of one platform only")
     parser.add_argument("--only", default="", help="rows whose id has this in it")
-    parser.add_argument("--markdown", action="store_true", help="as in docs/predict.md")
+    parser.add_argument("--markdown", action="store_true", help="as in docs/prediction-accuracy.md")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.tables if name not in CONDITIONS]
     if unknown:

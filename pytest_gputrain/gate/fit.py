@@ -12,7 +12,7 @@ from pytest_gputrain.records import Case, EmulatedRun, Prediction, Target
 from pytest_gputrain.records.fit import Fit
 
 ERROR: Final = 0.04
-"""Of a prediction. Published peaks of cases on one GPU lay within 3.7 % of theirs (docs/predict.md)."""
+"""Of a prediction. Published peaks of cases on one GPU lay within 3.7 % of theirs (docs/prediction-accuracy.md)."""
 
 _GUESSES: Final = 5
 """Batches that are guessed from a line, before the search goes on by halves."""

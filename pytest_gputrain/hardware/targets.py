@@ -12,7 +12,7 @@ from pytest_gputrain.utils.units import MiB
 
 CONTEXT_BYTES: Final = 600 * MiB
 """The driver's context with the kernels that a step loads, on CUDA 12: what nvidia-smi shows of a process beyond the memory
-that torch holds. See docs/predict.md."""
+that torch holds. See docs/prediction-accuracy.md."""
 
 _LARGE_WORKSPACE: Final = 32 * MiB
 _SMALL_WORKSPACE: Final = 2 * 4096 * 1024 + 8 * 16 * 1024

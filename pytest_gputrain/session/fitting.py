@@ -32,7 +32,7 @@ MOST_BATCH: Final = 1024
 
 _IMPORT_SECONDS: Final = 5.0
 _SHALLOW_SECONDS: Final = 1.7
-"""Of a model of which three shallow ones are predicted instead (docs/predict.md)."""
+"""Of a model of which three shallow ones are predicted instead (docs/predicted-cases.md)."""
 _BLOCK_SECONDS: Final = 0.15
 """Of a block of any other, on top of a second."""
 _UNKNOWN_BLOCKS: Final = 40

@@ -14,8 +14,11 @@ from documents import PAGES, ROOT, blocks, workflow_steps
 
 from pytest_gputrain.report.export.formats import FORMATS
 
-WORKFLOWS = [workflow for workflow in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "jobs" in workflow]
-STEPS = list(workflow_steps("docs/ci.md"))
+PAGES_OF_CI = ("docs/ci.md", "docs/ci-gpu.md")
+WORKFLOWS = [
+    workflow for page in PAGES_OF_CI for workflow in map(yaml.safe_load, blocks(page, "yaml")) if "jobs" in workflow
+]
+STEPS = [step for page in PAGES_OF_CI for step in workflow_steps(page)]
 
 
 def test_there_is_a_workflow_with_a_gpu_and_one_without() -> None:

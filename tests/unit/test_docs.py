@@ -51,7 +51,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 def test_links_were_found() -> None:
     assert "gate.md#limits" in set(links(DOCS / "api.md"))
-    assert "ab-in-one-job" in anchors(DOCS / "gate.md")
+    assert "ab-in-one-job" in anchors(DOCS / "gate-statistics.md")
 
 
 def test_the_index_has_every_page_once() -> None:
@@ -64,6 +64,13 @@ def test_contributors_are_led_to_files_that_exist() -> None:
     named = re.findall(r"`((?:\.\w+|\w+)/[\w./-]*)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 40
     assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "pytest_gputrain" / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in ("api.md", "CHANGELOG.md")], ids=lambda page: page.name
+)
+def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
+    assert page.read_text().count("\n") <= 200
 
 
 def test_every_fault_names_tests_that_exist() -> None:
