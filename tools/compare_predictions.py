@@ -34,7 +34,7 @@ TABLES: Final = Path(__file__).resolve().parent.parent / "baselines" / "publishe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a document does not say, but its program or its other figures do; docs/prediction-accuracy.md has the evidence."""
+    """What a document leaves out, but its program or its other figures say; docs/prediction-accuracy.md has the evidence."""
 
     read_as: str
     context_bytes: int
