@@ -1,27 +1,43 @@
-"""Tests what the README declares; test_documented_commands.py runs its commands and programs."""
+"""Tests what the README and docs/options.md declare; test_documented_commands.py runs their commands and programs."""
 
 import re
 
 from documents import PAGES, blocks
 
-BLOCKS = blocks("README.md", "python")
+README = PAGES["README.md"]
 
 
-def test_there_are_a_benchmark_file_and_own_code():
-    assert len(BLOCKS) == 2
+def test_the_readme_is_short():
+    assert README.count("\n") <= 120
 
 
-def test_the_benchmark_file_declares_its_cases(project):
-    project.write(test_readme_benchmark=BLOCKS[0])
-    project.run("-m", "h100", "--gpu-platform=cpu").assert_outcomes(skipped=6)
+def test_the_readme_says_what_its_program_takes_and_how_its_broken_program_fails(project):
+    (program,) = blocks("README.md", "python")
+    project.write(test_training=program)
+    recorded = project.spawn("--gpu-baseline-update", "--gpu-platform=cpu")
+    recorded.assert_outcomes(passed=1)
+    (shown,) = re.findall(r"^train  .* recorded$", README, re.MULTILINE)
+    time = re.compile(r"\d+(\.\d+)? m?s")
+    rows = [" ".join(time.sub("", row).split()) for row in recorded.outlines if row.startswith("train ")]
+    assert rows == [" ".join(time.sub("", shown).split())]
+
+    broken = program.replace("(model(batch) - batch)", "(model(batch) - batch).double()")
+    assert broken != program
+    project.write(test_training=broken)
+    failed = project.spawn("--gpu-platform=cpu")
+    failed.assert_outcomes(failed=1)
+    (sentence,) = blocks("README.md", "text")
+    told = " ".join(sentence.split()).replace("benchmarks/", "")
+    assert any(told in line for line in failed.outlines), failed.stdout.str()
 
 
 def test_the_tables_list_exactly_the_options_and_the_settings_of_the_ini_file():
     from pytest_gputrain.plugin.options import OPTIONS
 
-    section = PAGES["README.md"].partition("\n## Options\n")[2].partition("\n### ")[0]
     names = [
-        re.findall(r"`((?:--)?gpu[\w-]+)", row.split(" | ")[0]) for row in section.splitlines() if row.startswith("| `")
+        re.findall(r"`((?:--)?gpu[\w-]+)", row.split(" | ")[0])
+        for row in PAGES["docs/options.md"].splitlines()
+        if row.startswith("| `")
     ]
     listed = [name for row in names for name in row]
     assert sorted(listed) == sorted(option.ini if option.ini_only else option.flag for option in OPTIONS)

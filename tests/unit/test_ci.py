@@ -62,7 +62,7 @@ def test_what_became_of_a_part_is_told(outcomes: list[ci.Ran], status: str, skip
 def test_a_part_that_too_little_time_is_left_for_is_skipped() -> None:
     outcome = ci.outcome(RAY, "tox", runs(), minutes_left=3)
     assert outcome.status == "skipped"
-    assert outcome.skipped == ("all of it: 3 of 90 minutes are left, too few",)
+    assert outcome.skipped == ("all of it: 3 of 80 minutes are left, too few",)
 
 
 def test_the_readme_s_command_is_a_part_that_must_be_installed() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import api_tables
+import compare_kinds
 import pytest
 
 import pytest_gputrain
@@ -97,6 +98,19 @@ def test_the_tables_of_the_api_are_those_of_the_code() -> None:
     page = (DOCS / "api.md").read_text()
     assert api_tables.filled(page) == page, "run tools/api_tables.py"
     assert all(f"\n| `{field}` | " in page for field in Case.__struct_fields__)
+
+
+def test_the_accuracy_of_predictions_is_that_of_the_recorded_figures() -> None:
+    folder = compare_kinds.BASELINES
+    platforms = compare_kinds.emulated_platforms(folder)
+    assert compare_kinds.PAGE.read_text() == compare_kinds.page(platforms, folder), "run tools/compare_kinds.py --write"
+    every = [row for platform in platforms for row in compare_kinds.rows(platform, folder)]
+    assert sum(row.error is not None for row in every) > 80
+    # These two are 0.23 % apart, for a reason that is not known yet.
+    assert {str(row.case) for row in every if row.missed or row.disagree} <= {
+        "pangu-2.6b-full-bf16-amp",
+        "pangu-2.6b-full-fp16-amp",
+    }
 
 
 def test_the_api_has_every_word_fixture_and_marker_in_tables() -> None:

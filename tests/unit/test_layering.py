@@ -18,6 +18,7 @@ import pytest_gputrain
 
 PACKAGE = "pytest_gputrain"
 ROOT = Path(pytest_gputrain.__file__).parent
+REPOSITORY = Path(__file__).parents[2]
 
 LAYERS = (
     "cli",
@@ -133,7 +134,7 @@ def test_the_drawing_of_the_packages_has_the_arrows_of_the_code() -> None:
         layer: {found for found in imported if all(found not in _reach(imports, other) for other in imported)}
         for layer, imported in imports.items()
     }
-    drawing = (ROOT.parent / "docs" / "architecture.md").read_text().split("```mermaid\nflowchart TD\n")[1].split("```")[0]
+    drawing = (REPOSITORY / "docs" / "architecture.md").read_text().split("```mermaid\nflowchart TD\n")[1].split("```")[0]
     drawn: dict[str, set[str]] = {layer: set() for layer in LAYERS}
     for line in drawing.splitlines():
         importer, _, imported = line.strip().partition(" --> ")
@@ -142,9 +143,9 @@ def test_the_drawing_of_the_packages_has_the_arrows_of_the_code() -> None:
 
 
 def test_the_page_of_the_architecture_names_files_that_exist() -> None:
-    named = re.findall(r"`([a-z_]+/[\w/]+\.py)`", (ROOT.parent / "docs" / "architecture.md").read_text())
+    named = re.findall(r"`([a-z_]+/[\w/]+\.py)`", (REPOSITORY / "docs" / "architecture.md").read_text())
     assert len(named) > 10
-    assert [name for name in named if not (ROOT / name).is_file() and not (ROOT.parent / name).is_file()] == []
+    assert [name for name in named if not (ROOT / name).is_file() and not (REPOSITORY / name).is_file()] == []
 
 
 def test_the_public_names_come_from_the_lowest_packages() -> None:
