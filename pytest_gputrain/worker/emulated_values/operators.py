@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from . import rules
+from . import collectives, rules
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
 from .hooks import follow_libraries, follow_triton
@@ -114,6 +114,8 @@ class Operators:
             self._libraries[namespace].impl(name, run, "CUDA", with_keyset=True, allow_override=True)
 
     def _replacement(self, operator: Any, qualified: str, base: str, name: str, written: list[int]) -> _Kernel | None:
+        if qualified.startswith("c10d::"):
+            return collectives.followed(self.contents, operator, _original(qualified))
         if not qualified.startswith("aten::"):
             return self._custom(operator, _original(qualified), written) if written else None
         if qualified in _WITHOUT_PYTHON:
