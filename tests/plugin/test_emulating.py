@@ -59,7 +59,7 @@ def pytest_configure(config):
 
     patch = pytest.MonkeyPatch()
     patch.setattr(emulated.libraries, "find_torch", lambda: None)
-    patch.setattr(emulated.EmulatingExecutor, "_environment", lambda self, gpus: {})
+    patch.setattr(emulated.EmulatingExecutor, "environment", lambda self, gpus: {})
     patch.setattr(emulated, "lease_emulated", contextlib.nullcontext)
     patch.setattr(launcher, "emulate", emulate)
     config.add_cleanup(patch.undo)
