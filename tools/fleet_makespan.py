@@ -266,7 +266,7 @@ def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
     yield row("500 cases of 1 to 8 nodes", 500, 10, widths=WIDTHS)
     yield row("10,000 cases", 10_000, 10)
     yield row("10,000 cases of 1 to 8 nodes", 10_000, 10, widths=WIDTHS)
-    yield row("500 cases, 11 % in doubt", 500, 10, fleet=Fleet(doubt="at once"))
+    yield row("500 cases, 11 % in doubt", 500, 20, fleet=Fleet(doubt="at once"))
     yield row("10,000 cases, 11 % in doubt", 10_000, 10, fleet=Fleet(doubt="at once"))
     yield row("500 cases, five runs of each", 500, 10, runs=5)
     yield row("500 cases, a fifth of them unknown", 500, None, forecast=0.8)
