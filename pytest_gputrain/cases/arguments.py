@@ -49,7 +49,7 @@ def _foreign(value: object, place: str) -> Iterator[tuple[str, object]]:
 
 
 def _described(value: object) -> str:
-    """``a Tensor``, ``the function tokenizer`` or ``nan``."""
+    """Describe an argument: ``a Tensor``, ``the function tokenizer`` or ``nan``."""
     if inspect.isroutine(value) or inspect.isclass(value):
         kind = "class" if inspect.isclass(value) else "function"
         name = getattr(value, "__name__", "")

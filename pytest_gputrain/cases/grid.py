@@ -14,7 +14,7 @@ _FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code", "args"}
 
 
 def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable[Any]) -> list[Case]:
-    """The product of ``axes`` over ``base``, last axis fastest.
+    """Return the product of ``axes`` over ``base``, last axis fastest.
 
     Every axis is a field of `Case` with its values. Axes other than model, method, precision and parallel appear in the
     ids (``...-batch_size=32``), because they tell the cases apart. ``platforms`` is no axis: all cases get all of them::

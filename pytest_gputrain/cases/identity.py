@@ -13,14 +13,14 @@ ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 
 
 def differences(case: Case, other: Case) -> str:
-    """``batch_size 2 -> 4, optimizer adamw -> adamw-fused`` for the fields of identity in which two cases differ."""
+    """Name the fields of identity in which two cases differ: ``batch_size 2 -> 4, optimizer adamw -> adamw-fused``."""
     before, after = case.identity(), other.identity()
     names = [name for name in Case.__struct_fields__ if before.get(name) != after.get(name)]
     return ", ".join(f"{name} {getattr(case, name)} -> {getattr(other, name)}" for name in names)
 
 
 def same_id(suite: str, first: Case, second: Case) -> str:
-    """The sentence for two different cases with one id."""
+    """Return the sentence for two different cases with one id."""
     return (
         f"two different cases of the suite {suite} have the id {second} ({differences(first, second)}): they would share "
         "one baseline; vary the difference in a grid, which puts it into the ids, or name one by model=..."
@@ -33,7 +33,7 @@ def key_of(case: Case, scale: Scale) -> str:
 
 
 def identity_of(task: Task, inline: bool = False) -> bytes:
-    """The bytes that tell a task from those that measure something else, or in another environment."""
+    """Return the bytes that tell a task from tasks that measure something else, or in another environment."""
     case = task.case
     asked = (case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, task.growth_bytes, inline)
     return msgspec.json.encode(asked)

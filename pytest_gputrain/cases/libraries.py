@@ -16,7 +16,8 @@ LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", 
 
 
 def libraries(case: Case) -> tuple[str, ...]:
-    """Training libraries whose code decides what the case allocates and computes; for own code, which nobody knows, all."""
+    """Return the training libraries whose code decides what the case allocates and computes; all of them for own code, which
+    nobody knows."""
     if case.code:
         return LIBRARIES
     used = {"torch", *(part.library for part in architectures()[case.model].parts.values())}
@@ -28,7 +29,8 @@ def libraries(case: Case) -> tuple[str, ...]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed training libraries: which ones a case imports depends on how its process was started."""
+    """Return the versions of the installed training libraries: which ones a case imports depends on how its process was
+    started."""
     from importlib import metadata
 
     installed = {}
@@ -39,14 +41,15 @@ def versions() -> dict[str, str]:
 
 
 def library_versions(case: Case) -> dict[str, str]:
-    """Version of each of the case's libraries that is installed, without local label (``+cu130``), which tells the hardware
-    they were built for."""
+    """Return the version of each of the case's libraries that is installed, without local label (``+cu130``), which tells
+    the hardware they were built for."""
     installed = {name: _installed(name) for name in libraries(case)}
     return {name: version for name, version in installed.items() if version is not None}
 
 
 def packages_of(case: Case) -> dict[str, str]:
-    """Versions of the libraries that decided what the case did in this process: of own code those imported, no kernels'."""
+    """Return the versions of the libraries that decided what the case did in this process: of own code those imported, no
+    kernels'."""
     return {
         name: version
         for name, version in library_versions(case).items()
@@ -56,7 +59,7 @@ def packages_of(case: Case) -> dict[str, str]:
 
 @functools.cache
 def _installed(name: str) -> str | None:
-    """Its version. Reading one takes 7 ms, and a run asks several times for each case."""
+    """Return a package's version. Reading one takes 7 ms, and a run asks several times for each case."""
     from importlib import metadata
 
     with contextlib.suppress(metadata.PackageNotFoundError):

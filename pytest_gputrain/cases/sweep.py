@@ -38,7 +38,7 @@ _KINDS: Final[dict[Any, str]] = {
 
 
 def parse_axes(text: str, markers: Sequence[str]) -> Axes:
-    """The knobs of ``text``, one ``KNOB=A,B,C`` a line; blank lines count for nothing.
+    """Parse the knobs of ``text``, one ``KNOB=A,B,C`` a line; blank lines count for nothing.
 
     Args:
         markers: the platform markers of the catalog, which lies in a higher package.
@@ -65,8 +65,10 @@ def parse_axes(text: str, markers: Sequence[str]) -> Axes:
 
 
 def _platform(text: str, markers: Sequence[str]) -> str:
-    """Raises:
-    ValueError: the catalog has no such marker.
+    """Check that the catalog has the marker.
+
+    Raises:
+        ValueError: the catalog has no such marker.
     """
     if text not in markers:
         raise ValueError(f"the platform {text!r} is unknown{did_you_mean(text, markers)}; known: {', '.join(markers)}")
@@ -74,8 +76,10 @@ def _platform(text: str, markers: Sequence[str]) -> str:
 
 
 def _value(knob: str, text: str) -> Any:
-    """Raises:
-    ValueError: the text is no value of the knob.
+    """Parse the text of a knob's value.
+
+    Raises:
+        ValueError: the text is no value of the knob.
     """
     choices: Iterable[str] | None = architectures() if knob == "model" else VOCABULARY.get(knob)
     if name := renamed(knob, text):
@@ -94,18 +98,18 @@ def _value(knob: str, text: str) -> Any:
 
 
 def combinations(axes: Axes) -> list[dict[str, Any]]:
-    """The product of the axes, last one fastest."""
+    """Return the product of the axes, last one fastest."""
     names = [knob for knob, _ in axes]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
 
 
 def shown(knobs: Mapping[str, Any]) -> str:
-    """``batch_size=4-cpu_offload=true``, as ids show knobs."""
+    """Return the knobs as ids show them: ``batch_size=4-cpu_offload=true``."""
     return "-".join(f"{knob}={'+'.join(value) if knob == PLATFORMS else knob_text(value)}" for knob, value in knobs.items())
 
 
 def override(case: Case, knobs: Mapping[str, Any]) -> Case:
-    """``case`` with other values for some knobs.
+    """Return ``case`` with other values for some knobs.
 
     Those that change appear in its id, so that each has its own baseline; platforms do not, since they change no figure.
     """

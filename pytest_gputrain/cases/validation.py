@@ -119,13 +119,14 @@ _NOT_OF_OWN_CODE: Final = {
 
 
 def renamed(field: str, word: object) -> str:
-    """``the precision 'fp16', which is called 'fp16-amp' (...)`` for a word that has another name; empty for any other."""
+    """Describe a word that has another name: ``the precision 'fp16', which is called 'fp16-amp' (...)``; empty for any
+    other."""
     description = _RENAMED.get((field, word)) if isinstance(word, str) else None
     return f"the {field} {word!r}, which {description}" if description else ""
 
 
 def problem(case: Case, markers: Sequence[str]) -> str | None:
-    """The first thing that makes ``case`` impossible to run, as one sentence with its remedy; None for a sound case.
+    """Find the first thing that makes ``case`` impossible to run, as one sentence with its remedy; None for a sound case.
 
     Args:
         markers: the platform markers of the catalog, which lies in a higher package.
@@ -188,7 +189,7 @@ _TYPES: Final = {
 
 
 def _wrong_type(case: Case, error: str) -> str:
-    """``has steps='ten'; it must be a whole number``, of what msgspec says of it."""
+    """Say what msgspec says of a wrong type: ``has steps='ten'; it must be a whole number``."""
     found = re.fullmatch(r"Expected `([^`]*)`, got `[^`]*` - at `\$\.(\w+)(\S*)`", error)
     if found is None:
         return f"has a field of the wrong type: {error}"
@@ -198,7 +199,7 @@ def _wrong_type(case: Case, error: str) -> str:
 
 
 def bad_number(case: Case) -> str | None:
-    """The first number of ``case`` that cannot be, as the rest of a sentence."""
+    """Find the first number of ``case`` that cannot be, as the rest of a sentence."""
     least = {
         "gpus": 1,
         "servers": 0,
@@ -233,7 +234,7 @@ def bad_number(case: Case) -> str | None:
 
 
 def _bad_model(case: Case) -> str | None:
-    """What the case's model does not have or lacks."""
+    """Say what the case's model does not have or lacks."""
     architecture = architectures()[case.model]
     if case.method not in architecture.trainable:
         methods = ", ".join(architecture.trainable)

@@ -107,7 +107,7 @@ def _environ(root: Path, tree: Path) -> dict[str, str]:
 
 
 def uncommitted(folder: Path) -> bool:
-    """Whether tracked files differ from the commit that is checked out."""
+    """Tell whether tracked files differ from the commit that is checked out."""
     return bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
 
 

@@ -68,7 +68,7 @@ def _of_store(before: SuiteStore[Any, Any], now: SuiteStore[Any, Any]) -> Iterat
 
 
 def _of_tables(before: Path, now: Path) -> Iterator[Changed]:
-    """Published figures are copied from their documents, so any change of a row is told."""
+    """Describe changes of published tables. Their figures are copied from documents, so any change of a row is told."""
     for path in sorted(before.glob("*.json")):
         file = f"{published.FOLDER}/{path.name}"
         try:

@@ -132,8 +132,10 @@ def _without_tests(folder: Path) -> Iterator[Problem]:
 
 
 def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Problem]:
-    """Raises:
-    BaselineError: the file is not sound.
+    """Check the file as the kind that its folder says.
+
+    Raises:
+        BaselineError: the file is not sound.
     """
     match folders:
         case [published.FOLDER]:
@@ -183,9 +185,11 @@ def _damage(path: Path) -> list[Problem]:
 
 
 def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[Problem]:
-    """Raises:
-    BaselineError: the file is not sound.
-    OSError: the file cannot be read.
+    """Check the entries of a file.
+
+    Raises:
+        BaselineError: the file is not sound.
+        OSError: the file cannot be read.
     """
     text = path.read_text()
     for key, record in store.suite(device, path.stem).items():
@@ -196,7 +200,7 @@ def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[P
 
 
 def _is_name(key: str, case: Case) -> bool:
-    """Whether ``key`` is the id of ``case`` with any of its knobs named.
+    """Tell whether ``key`` is the id of ``case`` with any of its knobs named.
 
     How many steps were run may be in the id, but is not kept with the case.
     """
@@ -214,8 +218,10 @@ def _is_name(key: str, case: Case) -> bool:
 
 
 def _form(path: Path, expected: bytes) -> Iterator[Problem]:
-    """Raises:
-    OSError: the file cannot be read.
+    """Compare a file with what writing it again would give.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     present = path.read_bytes()
     if present == expected:

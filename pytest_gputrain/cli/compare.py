@@ -59,8 +59,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _tolerance(path: Path, report: Report) -> Tolerance:
-    """Raises:
-    BaselineError: the report does not say what passes.
+    """Read from the report what passes.
+
+    Raises:
+        BaselineError: the report does not say what passes.
     """
     try:
         return tolerance_of(report.settings)

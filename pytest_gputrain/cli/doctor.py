@@ -231,7 +231,8 @@ def _visible(gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def torch_build() -> Torch | None:
-    """The build of torch that is installed beside this package, read from its file of versions; None where there is none."""
+    """Find the build of torch that is installed beside this package, read from its file of versions; None where there is
+    none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -284,7 +285,7 @@ def _torch_for_amd(torch: Torch, found: str) -> Check:
 
 
 def _cuda_of_driver() -> tuple[int, int] | None:
-    """The newest release of CUDA that the NVIDIA driver supports; None where it does not tell."""
+    """Return the newest release of CUDA that the NVIDIA driver supports; None where it does not tell."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -336,6 +337,6 @@ def _installed(distribution: str) -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor release; empty where a version does not begin so."""
+    """Return the major and the minor release; empty where a version does not begin so."""
     parts = version.split(".")[:2]
     return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdigit() for part in parts) else ()

@@ -166,7 +166,7 @@ def _use(state: Path) -> Iterator[DeviceUse]:
 
 
 def _told(report: Emulation) -> Iterator[str]:
-    """The report as lines."""
+    """Render the report as lines."""
     if not report.use:
         yield (
             f"{shlex.join(report.command)} never used the GPU, so there are no figures; it may choose its device by an "
@@ -194,7 +194,7 @@ _peak: Final = operator.attrgetter("peak_bytes")
 
 
 def _told_of(use: DeviceUse, process: EmulatedProcess | None, report: Emulation, *, whole: bool) -> Iterator[str]:
-    """What a process took of a GPU; the tensors at the peak only for the one that took most."""
+    """Describe what a process took of a GPU; the tensors at the peak only for the one that took most."""
     if len(report.use) > 1:
         rank = f", rank {process.rank}" if process is not None and process.rank else ""
         yield f"process {use.process}{rank} on GPU {use.gpu}"

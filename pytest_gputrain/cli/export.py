@@ -124,8 +124,10 @@ def _read(options: argparse.Namespace) -> list[Report]:
 
 
 def _chosen(tables: Sequence[PublishedTable], names: Sequence[str]) -> Sequence[PublishedTable]:
-    """Raises:
-    ValueError: a table is not known.
+    """Choose the tables that the user named.
+
+    Raises:
+        ValueError: a table is not known.
     """
     tables_by_name = {table.name: table for table in tables}
     for name in names:

@@ -123,7 +123,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _model(name: str) -> Case:
-    """The case of a model of the zoo, or of a config that is a file, in a folder, or in the cache of the hub.
+    """Make the case of a model of the zoo, or of a config that is a file, in a folder, or in the cache of the hub.
 
     Raises:
         ValueError: there is no such model; one sentence.
@@ -148,8 +148,10 @@ def _model(name: str) -> Case:
 
 
 def _gpus(text: str) -> list[str]:
-    """Raises:
-    ValueError: the catalog lacks one.
+    """Look up the GPUs that the user named.
+
+    Raises:
+        ValueError: the catalog lacks one.
     """
     markers = list(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
     for marker in markers:
@@ -163,7 +165,7 @@ def _gpus(text: str) -> list[str]:
 
 
 def _knobs(options: argparse.Namespace, base: Case) -> str:
-    """All knobs as `sweep.parse_axes` takes them."""
+    """Collect all knobs as `sweep.parse_axes` takes them."""
     architecture = architectures()[base.model]
     methods = [method for method in _METHODS if method in architecture.trainable] or [*architecture.trainable]
     lines = [f"{knob}={values}" for knob, _ in _KNOBS.values() if (values := getattr(options, knob)) is not None]
@@ -181,9 +183,11 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
 def _answer(
     options: argparse.Namespace, model: str, cases: list[Case], gpus: list[str], axes: dict[str, tuple[Any, ...]]
 ) -> FitReport:
-    """Raises:
-    ValueError: none of the combinations can be, or none has a prediction.
-    CannotEmulate: that is asked for, and a GPU cannot be emulated here.
+    """Predict, or emulate, all combinations.
+
+    Raises:
+        ValueError: none of the combinations can be, or none has a prediction.
+        CannotEmulate: that is asked for, and a GPU cannot be emulated here.
     """
     emulated = EmulatedFitting(gpus, Path.cwd(), _TIMEOUT_SECONDS, os.environ) if options.emulate else None
     asked, left_out = possible(cases, gpus)
@@ -228,7 +232,7 @@ def _answer(
 
 
 def _telling(axes: dict[str, tuple[Any, ...]]) -> tuple[str, ...]:
-    """The knobs that tell cells apart, the batch last."""
+    """Find the knobs that tell cells apart, the batch last."""
     several = [knob for knob, values in axes.items() if len(values) > 1 and knob != "batch_size"]
     return (*(several or ["method"]), "batch_size")
 
@@ -240,7 +244,7 @@ def _cache_folder() -> Path:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on the terminal, if standard error is one."""
+    """Show a bar on the terminal, if standard error is one."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return

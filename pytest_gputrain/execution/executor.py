@@ -54,7 +54,8 @@ class Executor(abc.ABC, Generic[ReplyT]):
         """
 
     def host_of(self, task: Task) -> Host:
-        """The machine of the first run of the task that is there; before it, the one that cases are selected for."""
+        """Return the machine of the task's first run that has arrived; before that, the machine that cases are selected
+        for."""
         return self.host
 
     def want(self, wanted: Iterable[WantedRuns]) -> None:
@@ -65,7 +66,7 @@ class Executor(abc.ABC, Generic[ReplyT]):
         return iter(())
 
     def arrived(self, task: Task) -> list[ReplyT | None]:
-        """What came of runs of the task that no test has asked for, up to the first of which that is not known.
+        """Return what came of runs of the task that no test has asked for, up to the first whose outcome is unknown.
 
         None of a run that its machine refused.
         """
@@ -82,7 +83,7 @@ class Executor(abc.ABC, Generic[ReplyT]):
 
 
 def conditions_of(settings: Settings) -> Conditions:
-    """The options that decide how a case runs, wherever it does."""
+    """Return the options that decide how a case runs, wherever it does."""
     return Conditions(
         platform=settings.platform,
         gpu_ids=settings.gpu_ids,
@@ -94,8 +95,10 @@ def conditions_of(settings: Settings) -> Conditions:
 
 
 def refuse_other_device(case: Case, first: Host, other: Host) -> None:
-    """Raises:
-    BadCase: the machines are different ones, and their figures say nothing of each other.
+    """Refuse to compare runs of two machines that are not alike.
+
+    Raises:
+        BadCase: the machines are different ones, and their figures say nothing of each other.
     """
     if first.device != other.device:
         raise BadCase(

@@ -196,7 +196,7 @@ def _lease(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
 
 
 def _process_tree() -> set[int]:
-    """This process and those below it; under xdist those of all its workers, which measure inline cases at times."""
+    """Return this process and those below it; under xdist those of all its workers, which measure inline cases at times."""
     import psutil
 
     own = psutil.Process()

@@ -70,8 +70,10 @@ class ResumedReport:
 
     @classmethod
     def read(cls, path: Path, settings: Settings) -> ResumedReport:
-        """Raises:
-        BaselineError: the file is no report, or its figures are not those that this run would measure.
+        """Read the report that this run resumes.
+
+        Raises:
+            BaselineError: the file is no report, or its figures are not those that this run would measure.
         """
         try:
             report = read_report(path)
@@ -82,7 +84,7 @@ class ResumedReport:
         return cls(path, report)
 
     def of(self, task: Task, *, inline: bool, host: Host) -> ResumedReplies:
-        """Replies of the case that stand for as many fresh processes; those of the test that has most.
+        """Return replies of the case that stand for as many fresh processes: those of the test that has most.
 
         Args:
             host: the machine that would run it; one without a name may turn out to be any device of its platform.
@@ -103,7 +105,8 @@ class ResumedReport:
         )
 
     def beyond(self, results: Iterable[Result]) -> Iterator[Result]:
-        """What the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses nothing."""
+        """Return what the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses
+        nothing."""
         there = {_result_key(result) for result in results}
         for result in self.report.results:
             if _result_key(result) in there:
@@ -124,12 +127,12 @@ def _result_key(result: Result) -> tuple[str, str, str, str]:
 
 
 def _processes_and_nodes(environment: Environment) -> tuple[int, int]:
-    """Processes and nodes."""
+    """Return the numbers of processes and of nodes."""
     return environment.device_count, len(environment.hosts) or 1
 
 
 def _resumed_replies(result: Measured, report: Report) -> ResumedReplies:
-    """The result's replies up to the first without figures."""
+    """Return the result's replies up to the first without figures."""
     replies = list(itertools.takewhile(_has_figures, result.replies))
     alone = itertools.takewhile(
         lambda seconds: seconds is not None, (getattr(reply, "one_worker_seconds", None) for reply in replies)
@@ -151,12 +154,12 @@ def _resumed_replies(result: Measured, report: Report) -> ResumedReplies:
 
 
 def _has_figures(reply: Reply) -> bool:
-    """Whether it measured or ran out of memory, and tells where: a worker that the kernel killed may not."""
+    """Tell whether it measured or ran out of memory, and tells where: a worker that the kernel killed may not."""
     return isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None
 
 
 def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
-    """What would make its figures a lie, were they given for this run's."""
+    """Say why the report's figures would be false if they were given for this run's."""
     now = RunInfo.begin(settings.root, settings.written)
     there, here = report.commit.removesuffix("+dirty"), now.commit.removesuffix("+dirty")
     if there and here and there != here:

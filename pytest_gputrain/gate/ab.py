@@ -40,7 +40,7 @@ _Key = tuple[str, str]
 
 
 def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
-    """What passes, from a report's settings.
+    """Read what passes from a report's settings.
 
     Raises:
         KeyError, TypeError, ValueError: they do not say so.
@@ -77,13 +77,13 @@ def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> S
 
 
 def missing(base: Sequence[Report], head: Sequence[Report]) -> list[tuple[str, int]]:
-    """Cases that head has in fewer rounds than base, and in how many."""
+    """Return the cases that head has in fewer rounds than base, and in how many."""
     before, after = (Counter(key for report in reports for key in by_case(report)) for reports in (base, head))
     return [(key, after[suite, key]) for (suite, key), rounds in before.items() if after[suite, key] < rounds]
 
 
 def _over_rounds(results: Sequence[Result]) -> Result:
-    """The last result, with medians over the rounds that measured; what has no median is that of the last round."""
+    """Take the last result, with medians over the rounds that measured; what has no median is that of the last round."""
     measured = [result for result in results if result.summary is not None]
     if not measured:
         return results[-1]
@@ -136,7 +136,7 @@ def told_of_base(text: str) -> str:
 
 
 def by_case(report: Report) -> dict[_Key, Measured | Predicted | Emulated]:
-    """The first result of each case: another test may have measured it again, or asked for its figures.
+    """Return the first result of each case: another test may have measured it again, or asked for its figures.
 
     A test that has changed nothing in the environment comes before one that has.
     """
@@ -163,7 +163,7 @@ def _baseline(
 
 
 def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseline | None, list[Result]]:
-    """Both sides without what their rounds have in common, where every round has figures of both."""
+    """Return both sides without what their rounds have in common, where every round has figures of both."""
     runs = baseline.runs if baseline else ()
     replies = [reply for result in results for reply in result.replies]
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
@@ -184,7 +184,7 @@ def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseli
 
 
 def _with_median(run: _Run, seconds: float) -> _Run:
-    """The run as if its median step took so long."""
+    """Return the run as if its median step took so long."""
     factor, alone = seconds / statistics.median(run.step_seconds), run.one_worker_seconds
     return msgspec.structs.replace(
         run,

@@ -56,7 +56,7 @@ class Levels:
 
 
 def levels(figures: Sequence[float] | Array, prior: float = PRIOR_SD) -> Levels:
-    """The levels of ``figures``, which are in order of time; without any change one.
+    """Find the levels of ``figures``, which are in order of time; one level where nothing changed.
 
     Args:
         prior: s0, the noise that is expected before any is seen, as a share: `LEAST_SD` for exact counts.
@@ -118,7 +118,7 @@ def _cut(segment: Array, cost: float) -> tuple[int, ...]:
 
 
 def _settled(logs: Array, edges: list[int], cost: float) -> list[int]:
-    """The edges of levels, each at its best place between its neighbours, without those that do not pay there."""
+    """Move each edge of a level to its best place between its neighbours, and drop those that do not pay there."""
     while True:
         gains = []
         for index in range(1, len(edges) - 1):
@@ -134,7 +134,7 @@ def _settled(logs: Array, edges: list[int], cost: float) -> list[int]:
 
 
 def _one_cut(sums: Array, least: int = LEAST_LENGTH) -> tuple[float, int]:
-    """The largest gain of a single cut, and where."""
+    """Find the largest gain of a single cut, and where it is."""
     size = len(sums) - 1
     lengths = np.arange(least, size - least + 1)
     gains = sums[least : size - least + 1] ** 2 * size / (lengths * (size - lengths))
@@ -143,7 +143,7 @@ def _one_cut(sums: Array, least: int = LEAST_LENGTH) -> tuple[float, int]:
 
 
 def _summed(segment: Array) -> Array:
-    """Sums of the first 0, 1, 2, ... winsorised distances, without what their mean explains."""
+    """Return the sums of the first 0, 1, 2, ... winsorised distances, without what their mean explains."""
     distances = np.clip(segment - _median(segment), -WINSOR, WINSOR)
     sums = np.concatenate(([0.0], np.cumsum(distances)))
     return np.asarray(sums - np.arange(len(sums)) * (sums[-1] / len(segment)))

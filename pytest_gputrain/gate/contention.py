@@ -40,7 +40,7 @@ def _describe_holder(holder: Holder) -> str:
 
 
 def holders_of(run: Measurement) -> tuple[Holder, ...]:
-    """The processes that were on the GPUs of a run, before it or meanwhile."""
+    """Return the processes that were on the GPUs of a run, before it or meanwhile."""
     return (*run.holders, *(run.telemetry.others if run.telemetry else ()))
 
 
@@ -96,7 +96,7 @@ def describe_memory_shortage(reply: OutOfMemory, runs: Sequence[BaselineRun]) ->
 
 
 def why_not_recorded(replies: Sequence[Measurement | OutOfMemory], baseline: Baseline | None) -> str:
-    """Why the runs of a case become no baseline; empty where they do.
+    """Say why the runs of a case become no baseline; empty where they do.
 
     What runs out of memory does only if it never fits by itself, and a time only if nobody else was on the GPUs.
     """

@@ -58,12 +58,12 @@ def judge(case: Case, run: EmulatedRun, recorded: RecordedRuns | None, title: st
 
 
 def what_does_not_fit(run: EmulatedRun, title: str, what: str = "does not fit") -> str:
-    """``does not fit H100 (79.1 GiB): CUDA out of memory. ...``, to follow the case in a sentence."""
+    """Say what does not fit, to follow the case in a sentence: ``does not fit H100 (79.1 GiB): CUDA out of memory. ...``."""
     return f"{what} {title} ({format_bytes(run.device_memory_bytes)}): {run.refused.rstrip('.')}"
 
 
 def _nearest(recorded: RecordedRuns, run: EmulatedRun) -> EmulatedRun:
-    """The recorded run whose libraries are most alike, and of several the latest."""
+    """Return the recorded run whose libraries are most alike, and of several the latest."""
     return max(reversed(recorded.runs), key=lambda candidate: len(candidate.packages.items() & run.packages.items()))
 
 

@@ -19,7 +19,8 @@ _GUESSES: Final = 5
 
 
 def fit_of(prediction: Prediction, at: Callable[[int], Prediction]) -> Fit:
-    """Whether the case fits the GPU that it was predicted for, and whether an error of the prediction would turn that.
+    """Tell whether the case fits the GPU that it was predicted for, and whether an error of the prediction would change
+    that.
 
     Near its capacity the allocator gives cached memory back, so what a case holds without limit is not what it needs. It is
     predicted again for a GPU of a little more, or less, memory, unless its figures tell already.
@@ -39,7 +40,8 @@ def fit_of(prediction: Prediction, at: Callable[[int], Prediction]) -> Fit:
 
 
 def fit_of_emulated(run: EmulatedRun, target: Target, predicted: Fit | None) -> Fit:
-    """Whether a case fits that ran on an emulated GPU: sure is what the prediction says, too, or what is far from the limit.
+    """Tell whether a case fits that ran on an emulated GPU. The answer is sure where the prediction agrees, or far from the
+    limit.
 
     Args:
         predicted: None where there is no prediction, as of compiled code.
@@ -52,12 +54,13 @@ def fit_of_emulated(run: EmulatedRun, target: Target, predicted: Fit | None) -> 
 
 
 def tight(memory_bytes: int) -> int:
-    """How much memory a case may need of a GPU that it surely fits."""
+    """Tell how much memory a case may need of a GPU that it surely fits."""
     return int(memory_bytes / (1 + ERROR))
 
 
 def loads_in_parts(case: Case) -> bool:
-    """Whether a case of this project builds a whole model in full width on a GPU, where programs load one part at a time.
+    """Tell whether a case of this project builds a whole model in full width on a GPU, where programs load one part at a
+    time.
 
     Under FSDP they load the parts that stay on the GPU. For QLoRA transformers packs each weight in 4 bits as it loads it.
     What the build takes says nothing of them.
@@ -66,7 +69,7 @@ def loads_in_parts(case: Case) -> bool:
 
 
 def of_training(prediction: Prediction, target: Target) -> Prediction:
-    """The prediction as if the model was loaded in parts: it is judged by what training takes, without limit.
+    """Return the prediction as if the model was loaded in parts: it is judged by what training takes, without limit.
 
     Args:
         prediction: for the target, or one that has no limit.
@@ -91,7 +94,7 @@ class Need(NamedTuple):
 
 
 def largest_batch(need: Callable[[int], Need], known: Mapping[int, Need], capacity: int, most: int) -> int:
-    """The largest batch that fits, 0 for none, by few predictions: memory grows with the batch nearly along a line.
+    """Find the largest batch that fits, 0 for none, by few predictions: memory grows with the batch nearly along a line.
 
     Args:
         need: predicts a batch.
@@ -114,7 +117,7 @@ def largest_batch(need: Callable[[int], Need], known: Mapping[int, Need], capaci
 
 
 def _on_line(tries: Mapping[int, Need], good: int, bad: int, capacity: int) -> int | None:
-    """The batch whose memory is the capacity on the line through the two batches nearest to it; None without two."""
+    """Find the batch whose memory is the capacity on the line through the two batches nearest to it; None without two."""
     beside = sorted(tries, key=lambda batch: min(abs(batch - good), abs(batch - bad)))[:2]
     if len(beside) < 2:
         return None

@@ -62,7 +62,8 @@ class Criteria:
         return regression.first_ratio(self.case, replies, self.baseline, self.tolerance)
 
     def next_runs(self, have: int) -> int:
-        """Fresh processes that it takes in all if ``have`` of them leave it in doubt: enough of them that they can agree."""
+        """Return how many fresh processes it takes in all if ``have`` of them leave the case in doubt: enough that they can
+        agree."""
         return min(max(AGREEING, have + 1), self.most)
 
 

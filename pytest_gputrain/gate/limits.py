@@ -106,7 +106,7 @@ def _value(cap: Cap, reply: Measurement) -> float:
 
 
 def _why_not_judged(cap: Cap, case: Case, reply: Measurement, scale: Scale, cpu_time: bool) -> str:
-    """Why a limit says nothing of what was measured; empty where it does. Own code has the size that it has."""
+    """Say why a limit says nothing of what was measured; empty where it does. Own code has the size that it has."""
     if reason := _why_not_of_this_scale(case, scale):
         return reason
     if cap.metric == "step_seconds" and reply.environment.device_type == "cpu" and not cpu_time:
@@ -119,7 +119,7 @@ def _why_not_of_this_scale(case: Case, scale: Scale) -> str:
 
 
 def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict, ...]) -> Verdict | None:
-    """``verdict`` with what the limits add to it; None for a case without either."""
+    """Return ``verdict`` with what the limits add to it; None for a case without either."""
     if not limits:
         return verdict
     over = " and ".join(_describe(limit) for limit in limits if limit.status == "over-limit")

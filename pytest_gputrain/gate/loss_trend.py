@@ -77,7 +77,7 @@ _MAD_TO_SIGMA: Final = 1.4826
 def trend(
     losses: Sequence[float], *, precision: str = "fp32", reference: Sequence[float] = (), finite: bool = True
 ) -> Trend:
-    """What the curve does. Does not depend on the unit of the loss.
+    """Describe what the curve does. The result does not depend on the unit of the loss.
 
     Args:
         losses: at least `LEAST_STEPS`, or as many as there were before one was not finite.
@@ -108,7 +108,8 @@ def trend(
 
 
 def gap(losses: Sequence[float], reference: Sequence[float]) -> float | None:
-    """How far above ``reference`` the curve ends: the difference of their last levels as a share of the reference's first.
+    """Return how far above ``reference`` the curve ends: the difference of their last levels as a share of the reference's
+    first.
 
     A share of where fp32 begins, not of where it ends: a case of one batch ends near zero, where shares mean nothing. None
     where either is shorter than `LEAST_STEPS`, or where the reference begins at zero.
@@ -120,13 +121,13 @@ def gap(losses: Sequence[float], reference: Sequence[float]) -> float | None:
 
 
 def _fifths(losses: Sequence[float]) -> list[Sequence[float]]:
-    """Five parts of one length; what does not divide is left out before the last."""
+    """Cut a curve into five parts of one length; what does not divide is left out before the last."""
     size = len(losses) // 5
     return [losses[size * part : size * (part + 1)] for part in range(4)] + [losses[-size:]]
 
 
 def _halved(fifth: Sequence[float], *, from_start: bool) -> Iterator[Sequence[float]]:
-    """The fifth, its outermost half, half of that, and so on."""
+    """Return the fifth, its outermost half, half of that, and so on."""
     yield fifth
     size = len(fifth) // 2
     while size >= _LEAST_LOSSES:
@@ -135,23 +136,23 @@ def _halved(fifth: Sequence[float], *, from_start: bool) -> Iterator[Sequence[fl
 
 
 def _level(losses: Sequence[float]) -> float:
-    """The lower median: of four losses, three must be high for it to be, where noise has heavy tails."""
+    """Return the lower median: of four losses, three must be high for it to be, where noise has heavy tails."""
     return statistics.median_low(losses)
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Standard deviation of what is not trend: second differences have six times its variance."""
+    """Return the standard deviation of what is not trend: second differences have six times its variance."""
     bends = (abs(a - 2 * b + c) for a, b, c in zip(losses, losses[1:], losses[2:], strict=False))
     return _MAD_TO_SIGMA / math.sqrt(6) * statistics.median(bends)
 
 
 def _coarseness(losses: Sequence[float]) -> float:
-    """The smallest change between neighbours, 0 for a constant."""
+    """Return the smallest change between neighbours, 0 for a constant."""
     return min((abs(b - a) for a, b in itertools.pairwise(losses) if a != b), default=0.0)
 
 
 def describe_failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
-    """The sentence for precisions that gave no curve, None where all did that could.
+    """Return the sentence for precisions that gave no curve, None where all did that could.
 
     Running out of memory in another precision than the case's own is no failure: fp32 takes twice the memory of bf16.
     """
@@ -165,7 +166,7 @@ def describe_failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | Non
 
 
 def describe_divergence(case: Case, curves: Sequence[LossCurve]) -> str | None:
-    """The sentence for precisions in which the case diverges while it does not in fp32; None where there are none.
+    """Return the sentence for precisions in which the case diverges while it does not in fp32; None where there are none.
 
     Where fp32 diverges too, the recipe does and no precision is to blame: that is told, but fails no test, unless the case
     as declared leaves the finite numbers.

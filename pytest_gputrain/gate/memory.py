@@ -149,12 +149,12 @@ def describe_missing_phases(metrics: Sequence[MetricVerdict], status: Status) ->
 
 
 def is_memory_metric(metric: MetricVerdict) -> bool:
-    """Whether `describe_memory` describes the metric."""
+    """Tell whether `describe_memory` describes the metric."""
     return metric.metric == "peak_allocated_bytes" or metric.metric in PHASES
 
 
 def phase_prefix(metric: MetricVerdict) -> str:
-    """``forward ``, to begin the note of a phase with; empty for a metric of no phase."""
+    """Return ``forward ``, to begin the note of a phase with; empty for a metric of no phase."""
     phase = PHASES.get(metric.metric)
     return f"{phase} " if phase else ""
 
@@ -179,7 +179,7 @@ def describe_memory(metrics: Sequence[MetricVerdict], measured: Measurement, fit
 
 
 def _highest(fitted: Sequence[BaselineRun], phase: TrainingPhase) -> BaselineRun:
-    """The run of a baseline whose peak is the limit's."""
+    """Return the run of a baseline whose peak is the limit's."""
     return max(fitted, key=lambda run: run.phase_peak_bytes.get(phase, -1))
 
 
@@ -200,7 +200,7 @@ def main_phase(
 
 
 def describe_other_phases(main: MetricVerdict, metrics: Sequence[MetricVerdict]) -> str:
-    """``, and more in backward and optimizer``: name the changed phases beside the one that is described in full."""
+    """Name the changed phases beside the one that is described in full: ``, and more in backward and optimizer``."""
     by_word: dict[str, list[TrainingPhase]] = {}
     for metric in metrics:
         if metric is not main:
@@ -209,7 +209,7 @@ def describe_other_phases(main: MetricVerdict, metrics: Sequence[MetricVerdict])
 
 
 def describe_phase(metric: MetricVerdict) -> str:
-    """``needs 12.0 MiB (50.0 %) more in forward, 36.0 MiB against 24.0 MiB allocated``."""
+    """Describe a phase: ``needs 12.0 MiB (50.0 %) more in forward, 36.0 MiB against 24.0 MiB allocated``."""
     value, baseline = _value_and_baseline(metric)
     share = f" ({format_percent(abs(value / baseline - 1), signed=False)})" if baseline else ""
     size, ends = format_bytes(abs(value - baseline)), (format_bytes(value), format_bytes(baseline))
@@ -245,7 +245,8 @@ def describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPha
 
 
 def tensor(row: LiveTensor) -> str:
-    """``14.0 GiB (224 x bfloat16[4096, 4096] by mm in backward at train.py:41)``, shorter where it is one or nameless."""
+    """Describe tensors: ``14.0 GiB (224 x bfloat16[4096, 4096] by mm in backward at train.py:41)``, shorter where it is one
+    or nameless."""
     times = f"{row.count} x " if row.count > 1 else ""
     shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype
     more = len(row.lines) - _MOST_LINES_SHOWN
@@ -255,7 +256,7 @@ def tensor(row: LiveTensor) -> str:
 
 
 def in_phase(phase: TrainingPhase) -> str:
-    """``in forward``."""
+    """Return ``in forward``."""
     return "between backward passes" if phase == "between" else f"in {phase}"
 
 

@@ -184,7 +184,7 @@ def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], vari
 
 
 def describe_process_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
-    """How many processes a baseline was recorded with, where that is not as here; empty where it is."""
+    """Say how many processes a baseline was recorded with, where that is not as here; empty where it is."""
     counts = {run.environment.device_count for run in fitted} - {here.device_count}
     return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
 

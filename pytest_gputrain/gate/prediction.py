@@ -86,14 +86,14 @@ def judge(case: Case, prediction: Prediction, recorded: Recorded | None, toleran
 
 
 def _nearest(recorded: Recorded, prediction: Prediction) -> Prediction:
-    """The recorded prediction whose libraries are most alike, and of several the latest."""
+    """Return the recorded prediction whose libraries are most alike, and of several the latest."""
     return max(
         reversed(recorded.predictions), key=lambda candidate: len(candidate.packages.items() & prediction.packages.items())
     )
 
 
 def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not fit") -> str:
-    """``does not fit H100 (79.1 GiB): ...``, to follow the case in a sentence."""
+    """Say what does not fit, to follow the case in a sentence: ``does not fit H100 (79.1 GiB): ...``."""
     target, refused = prediction.target, prediction.refused
     assert target.memory_bytes is not None
     assert refused is not None
@@ -109,7 +109,7 @@ def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not 
 
 
 def needed_bytes(prediction: Prediction) -> int:
-    """How much of the platform's memory the case needs, building included."""
+    """Tell how much of the platform's memory the case needs, building included."""
     held = prediction.peak_reserved_bytes or 0
     return max(held, *prediction.phase_peak_bytes.values(), 0) + prediction.target.context_bytes
 

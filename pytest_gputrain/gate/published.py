@@ -73,7 +73,7 @@ def judge_published(
 
 
 def why_not_comparable(case: Case, row: Published | None, scale: Scale, elsewhere: Sequence[str] = ()) -> str:
-    """Why figures of ``case`` mean nothing beside ``row``; empty where they do."""
+    """Say why figures of ``case`` mean nothing beside ``row``; empty where they do."""
     if scale == "tiny":
         return "published figures are of the full model, this is the tiny scale"
     if row is None:
@@ -94,7 +94,8 @@ class StepSeconds(NamedTuple):
 
 
 def step_seconds(case: Case, figures: Figures) -> StepSeconds | None:
-    """The seconds of one micro-batch on every GPU, from whatever speed the table prints; None where it prints none."""
+    """Return the seconds of one micro-batch on every GPU, from whatever speed the table prints; None where it prints
+    none."""
     if figures.step_seconds:
         printed = figures.step_seconds
         return StepSeconds(printed.least, printed.middle, printed.most)
@@ -144,7 +145,7 @@ def _time(
 
 
 def _seconds(case: Case, run: Measurement, figures: Figures) -> float | None:
-    """A run's seconds of one micro-batch: with its share of the update, unless the table gives those of a step."""
+    """Return a run's seconds of one micro-batch: with its share of the update, unless the table gives those of a step."""
     if figures.step_seconds or case.gradient_accumulation == 1:
         return run.median_step_seconds
     seconds = run.update_seconds(case.gradient_accumulation)

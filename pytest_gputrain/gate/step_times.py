@@ -86,7 +86,7 @@ def decide(
     most: int = MOST_RUNS,
     shift: float = 0.0,
 ) -> Decision:
-    """What ``new`` runs (seconds, one per fresh process, at least one) mean against ``base`` (likewise).
+    """Decide what ``new`` runs (seconds, one per fresh process, at least one) mean against ``base`` (likewise).
 
     Args:
         tolerance: slowdown that always passes, as a share.
@@ -171,7 +171,7 @@ def _sd(base_logs: Sequence[float], centre: float, new_logs: Sequence[float], pr
 
 
 def suite_prior(baselines: Sequence[Sequence[float]]) -> float:
-    """s0 from the cases of a suite, each with the seconds of its baseline's runs.
+    """Estimate s0 from the cases of a suite, each with the seconds of its baseline's runs.
 
     From ten cases of two runs and more on, the median of their standard deviations; it is 1 - 1 / 4K of the true one, about.
     """
@@ -187,7 +187,8 @@ def suite_shift(first: Sequence[float]) -> float | None:
 
 
 def levelled(base: Sequence[float], head: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Both sides of an A/B comparison without what the two processes of a round have in common, which is the machine's.
+    """Return both sides of an A/B comparison without what the two processes of a round have in common, which is the
+    machine's.
 
         d_j    = log head_j - log base_j;   D = median(d_j);   m = mean of all logarithms
         base_j = m - D / 2 - (d_j - D) / sqrt 2
@@ -209,7 +210,7 @@ def levelled(base: Sequence[float], head: Sequence[float]) -> tuple[list[float],
 
 
 def exceeds(values: Sequence[float], limit: float, most: int = AGREEING) -> bool | None:
-    """Whether a figure is above ``limit`` in every one of three processes; None where too few were asked to tell.
+    """Tell whether a figure is above ``limit`` in every one of three processes; None where too few were asked to tell.
 
     Of more processes than three, in more than half of them: one that needs less must not clear all others.
 
@@ -225,7 +226,7 @@ def exceeds(values: Sequence[float], limit: float, most: int = AGREEING) -> bool
 
 
 def runs_out(out: int, runs: int, most: int = AGREEING) -> bool | None:
-    """Whether a case that fitted runs out of memory: in two of three processes; None where that is not decided.
+    """Tell whether a case that fitted runs out of memory: in two of three processes; None where that is not decided.
 
     Args:
         out: of ``runs``, those that ran out.

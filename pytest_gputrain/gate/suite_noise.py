@@ -42,7 +42,7 @@ class SuiteNoise:
 
 
 def prior_of(baselines: Iterable[Baseline]) -> float:
-    """Standard deviation between processes that a case of a suite is expected to have.
+    """Return the standard deviation between processes that a case of a suite is expected to have.
 
     Args:
         baselines: of the suite on a device.
@@ -57,7 +57,7 @@ def prior_of(baselines: Iterable[Baseline]) -> float:
 
 
 def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]:
-    """Whether cases that were judged regressed all together; and a sentence, where there is one."""
+    """Tell whether cases that were judged regressed all together, with a sentence where there is one."""
     noise = SuiteNoise()
     for result in results:
         metric = result.verdict.metric("step_seconds") if result.verdict else None

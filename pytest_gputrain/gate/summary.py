@@ -54,7 +54,7 @@ def _middle(values: Iterable[float | None]) -> float | None:
 
 
 def _gpu_figures(measured: Sequence[Measurement]) -> dict[str, Any]:
-    """The figures of a summary that come from telemetry of the GPUs."""
+    """Return the figures of a summary that come from telemetry of the GPUs."""
     samples = [run.telemetry for run in measured if run.telemetry is not None]
     clocks = [telemetry.clock_mhz for telemetry in samples if telemetry.clock_mhz is not None]
     joules = _middle(run.joules_per_step for run in measured)
@@ -76,7 +76,7 @@ def failure_of(result: Result) -> str | None:
 
 
 def detail_of(result: Result) -> str:
-    """The traceback, stacks or stderr of a case that failed, without the middle of a long one; empty for others."""
+    """Return the traceback, stacks or stderr of a case that failed, without the middle of a long one; empty for others."""
     for reply in result.replies:
         detail: str = getattr(reply, "detail", "")
         if detail:

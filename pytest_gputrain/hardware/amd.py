@@ -82,7 +82,7 @@ class Amd:
             )
 
     def left_out(self) -> tuple[str, ...]:
-        """A sentence for each GPU that the library lists, but this process may not use."""
+        """Return a sentence for each GPU that the library lists, but this process may not use."""
         with _lock:
             self._devices_by_uuid()
             return tuple(self._left_out)
@@ -121,12 +121,13 @@ class Amd:
         )
 
     def _slot(self, handle: Any) -> str | None:
-        """Domain, bus and device on PCI, which the parts of a GPU share; their functions may be numbers of parts."""
+        """Return the domain, bus and device on PCI, which the parts of a GPU share; their functions may be numbers of
+        parts."""
         address = self._ask("amdsmi_get_gpu_device_bdf", handle)
         return None if address is None else str(address).rpartition(".")[0]
 
     def _is_usable(self, handle: Any) -> bool:
-        """Whether this process may open the GPU: the library lists those of other containers as well."""
+        """Tell whether this process may open the GPU: the library lists those of other containers as well."""
         node = None if getattr(self._library, "is_replay", False) else self._render_node(handle)
         if node is None:
             return True
@@ -141,7 +142,8 @@ class Amd:
         return True
 
     def _render_node(self, handle: Any) -> Path | None:
-        """None where neither the library (before ROCm 6.4) nor the kernel tells, as of most parts of a GPU."""
+        """Find the render node; None where neither the library (before ROCm 6.4) nor the kernel tells, as of most parts of a
+        GPU."""
         number = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "drm_render")
         if number is not None:
             return RENDER_NODES / f"renderD{number}"
@@ -150,7 +152,7 @@ class Amd:
         return RENDER_NODES / nodes[0].name if len(nodes) == 1 else None
 
     def _number(self, handle: Any, at: int) -> int:
-        """What HIP sorts by; ``at`` where neither the library (before ROCm 6.4) nor the kernel tells."""
+        """Return what HIP sorts by; ``at`` where neither the library (before ROCm 6.4) nor the kernel tells."""
         hip = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_id")
         node = self._value(self._ask("amdsmi_get_gpu_kfd_info", handle), "node_id") if hip is None else None
         return int(hip if hip is not None else node if node is not None else at)
@@ -181,7 +183,8 @@ class Amd:
         return str(market_name or self._value(self._ask("amdsmi_get_gpu_board_info", handle), "product_name") or "")
 
     def _uuid(self, handle: Any) -> str:
-        """ROCm's, which is made of the serial number, or nothing; amd-smi's own has another form that no variable takes."""
+        """Return ROCm's UUID, which is made of the serial number, or nothing; amd-smi's own has another form that no
+        variable takes."""
         hip_uuid = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_uuid")
         if hip_uuid:
             return str(hip_uuid)
@@ -234,7 +237,7 @@ class Amd:
         )
 
     def _violations(self, gpu: Gpu, handle: Any) -> Any:
-        """Asked once a second: the library sleeps for a tenth of one in it."""
+        """Read the violations. They are asked for once a second: the library sleeps for a tenth of one in it."""
         now = time.monotonic()
         asked_at, violations = self._violations_read.get(gpu.uuid, (-math.inf, None))
         if now - asked_at >= _VIOLATIONS_SECONDS:
@@ -243,7 +246,7 @@ class Amd:
         return violations
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """The paths as ``amd-smi topology`` names them: ``XGMI``, ``PCIE``."""
+        """Return the paths as ``amd-smi topology`` names them: ``XGMI``, ``PCIE``."""
         with _lock:
             handles = [self._device_of(gpu).handle for gpu in gpus]
             return tuple(
@@ -267,7 +270,7 @@ class Amd:
         return device
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """What a function says; None where the binding, the driver or the hardware has no such thing."""
+        """Ask a function of the library; None where the binding, the driver or the hardware has no such thing."""
         function = getattr(self._library, name, None)
         if function is None:
             return None
@@ -278,7 +281,7 @@ class Amd:
         return None if answer == _NOT_AVAILABLE else answer
 
     def _value(self, answer: Any, key: str) -> Any:
-        """A value of a dictionary that may be missing, or say ``N/A``."""
+        """Return a value of a dictionary that may be missing, or say ``N/A``."""
         value = answer.get(key) if isinstance(answer, dict) else None
         return None if value == _NOT_AVAILABLE else value
 
@@ -287,17 +290,17 @@ class Amd:
 
 
 def load() -> Any:
-    """The library's binding; None where there is no driver, or the binding cannot be imported (`binding_fault`)."""
+    """Load the library's binding; None where there is no driver, or the binding cannot be imported (`binding_fault`)."""
     return _imported()[0]
 
 
 def binding_fault() -> str:
-    """Why the binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no driver."""
+    """Say why the binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no driver."""
     return _imported()[1]
 
 
 def rocm_version() -> str:
-    """ROCm's on this machine, such as ``6.4.3``; empty where it does not lie in its usual place."""
+    """Return the version of ROCm on this machine, such as ``6.4.3``; empty where it does not lie in its usual place."""
     with contextlib.suppress(OSError):
         return (_rocm() / ".info" / "version").read_text().strip().partition("-")[0]
     return ""
@@ -308,7 +311,7 @@ def _rocm() -> Path:
 
 
 def _imported() -> tuple[Any, str]:
-    """Without ROCm the binding prints, and raises whatever comes to its mind: KeyError, OSError, AttributeError."""
+    """Import the binding. Without ROCm it prints, and raises many kinds of errors: KeyError, OSError, AttributeError."""
     if sys.modules.get("amdsmi") is None and not DEVICE_FILE.exists():
         return None, ""
     try:
@@ -341,7 +344,7 @@ def _remedy_for(error: OSError, node: Path) -> str:
 
 
 def group_of(node: Path) -> str:
-    """The group that may open a file; AMD's usual one where it cannot be told."""
+    """Return the group that may open a file; AMD's usual one where it cannot be told."""
     try:
         return grp.getgrgid(node.stat().st_gid).gr_name
     except (OSError, KeyError):
@@ -350,7 +353,7 @@ def group_of(node: Path) -> str:
 
 @contextlib.contextmanager
 def opened() -> Iterator[Amd | None]:
-    """The driver; None on a machine without one, or without the binding.
+    """Open the driver; None on a machine without one, or without the binding.
 
     Raises:
         HardwareError: the driver is there but does not answer, now or while it is open.

@@ -61,11 +61,11 @@ class Platform:
         return None if bf16 is None else bf16 / 2
 
     def lacks(self, precision: str) -> bool:
-        """Whether the hardware has no such arithmetic."""
+        """Tell whether the hardware has no such arithmetic."""
         return precision.startswith("bf16") and self.capability < (8, 0)
 
     def is_such(self, name: str, memory_bytes: int, compute_units: int | None) -> bool:
-        """Whether a device that its driver describes so can be this one."""
+        """Tell whether a device that its driver describes so can be this one."""
         share = memory_bytes / self.memory_bytes
         return (
             re.fullmatch(self.pattern, name.strip(), re.IGNORECASE) is not None
@@ -131,8 +131,8 @@ MARKERS: Final = (*PLATFORMS, CPU)
 
 @functools.cache
 def marker_of(device_name: str, memory_bytes: int = 0, compute_units: int | None = None) -> str | None:
-    """The catalog marker of a device by what its driver says, None for a device that the catalog lacks, or that may be
-    several.
+    """Return the catalog marker of a device by what its driver says, None for a device that the catalog lacks, or that may
+    be several.
 
     Args:
         memory_bytes: 0 where it is not told.
@@ -145,12 +145,12 @@ def marker_of(device_name: str, memory_bytes: int = 0, compute_units: int | None
 
 
 def slug(device_name: str) -> str:
-    """The name as a folder's: ``NVIDIA H100 80GB HBM3`` becomes ``nvidia-h100-80gb-hbm3``."""
+    """Return the name as a folder's: ``NVIDIA H100 80GB HBM3`` becomes ``nvidia-h100-80gb-hbm3``."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") or "unknown"
 
 
 def peak_flops(marker: str | None, precision: str, *, tf32: bool = False) -> float | None:
-    """FLOP/s a case of this precision could reach on one such device; None where it is not known."""
+    """Return the FLOP/s that a case of this precision could reach on one such device; None where it is not known."""
     platform = PLATFORMS.get(marker or "")
     if platform is None:
         return None

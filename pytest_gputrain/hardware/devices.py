@@ -68,16 +68,17 @@ class Driver(Protocol):
     """A vendor's library, opened. Its errors come out as `HardwareError`; what a GPU does not support is None."""
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Every GPU, or part of one, in the order of `Gpu.index`."""
+        """Return every GPU, or part of one, in the order of `Gpu.index`."""
 
     def occupancy(self, gpu: Gpu) -> Occupancy:
-        """What is on a GPU now, processes of this one included."""
+        """Return what is on a GPU now, processes of this one included."""
 
     def read(self, gpu: Gpu) -> Reading:
-        """How a GPU is now."""
+        """Tell how a GPU is now."""
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """A row for each of several GPUs, in their order, of its paths to all: ``X`` to itself, ``N/A`` for unknown."""
+        """Return a row for each of several GPUs, in their order, of its paths to all: ``X`` to itself, ``N/A`` for
+        unknown."""
 
 
 SELF = "X"

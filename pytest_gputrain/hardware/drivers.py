@@ -32,7 +32,7 @@ _OPENERS: Final = {"nvidia": nvidia.opened, "amd": amd.opened}
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU of this machine, NVIDIA's first; those that do not answer with their `Gpu.fault`.
+    """Return every GPU of this machine, NVIDIA's first; those that do not answer with their `Gpu.fault`.
 
     Raises:
         HardwareError: a driver is there but does not answer.
@@ -45,12 +45,12 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def may_be_unseen() -> bool:
-    """Whether this machine could have GPUs that `gpus` does not list, found out without opening a driver."""
+    """Tell whether this machine could have GPUs that `gpus` does not list, found out without opening a driver."""
     return bool(nvidia_binding_fault()) or amd.DEVICE_FILE.exists()
 
 
 def unseen() -> str:
-    """Why GPUs that the kernel has are not among `gpus`, and the remedies; empty where there are no others.
+    """Say why GPUs that the kernel has are not among `gpus`, and the remedies; empty where there are no others.
 
     Raises:
         HardwareError: a driver is there but does not answer.
@@ -62,7 +62,8 @@ def unseen() -> str:
 
 
 def nvidia_binding_fault() -> str:
-    """Why NVML's binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no driver."""
+    """Say why NVML's binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no
+    driver."""
     files = sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))
     try:
         import pynvml  # noqa: F401
@@ -73,7 +74,7 @@ def nvidia_binding_fault() -> str:
 
 @contextlib.contextmanager
 def driver(vendor: Vendor) -> Iterator[Driver | None]:
-    """The driver of a vendor; None where it is gone.
+    """Return the driver of a vendor; None where it is gone.
 
     Raises:
         HardwareError: it does not answer, now or while it is open.
@@ -83,7 +84,7 @@ def driver(vendor: Vendor) -> Iterator[Driver | None]:
 
 
 def paths(gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-    """How the GPUs of a case reach each other, a row for each; empty for one GPU, which reaches none.
+    """Tell how the GPUs of a case reach each other, a row for each; empty for one GPU, which reaches none.
 
     Raises:
         HardwareError: the driver does not answer at all.
@@ -132,7 +133,7 @@ def other_processes(holders: Iterable[Holder], own: Collection[int]) -> list[Hol
 
 
 def _is_idle(holder: Holder) -> bool:
-    """Whether it has so little memory that nothing trains in it: a monitor, or somebody who computes on another GPU."""
+    """Tell whether it has so little memory that nothing trains in it: a monitor, or somebody who computes on another GPU."""
     return holder.bytes is not None and holder.bytes < _IDLE_BYTES
 
 
@@ -148,7 +149,8 @@ def _with_name(holder: Holder) -> Holder:
 
 
 def _numbers_are_ours() -> bool:
-    """Whether a process has the number here that drivers tell: not in a container, nor of a machine that is replayed."""
+    """Tell whether a process has the number here that drivers tell: not in a container, nor of a machine that is
+    replayed."""
     if any(getattr(sys.modules.get(library), "is_replay", False) for library in ("pynvml", "amdsmi")):
         return False
     try:

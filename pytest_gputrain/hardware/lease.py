@@ -77,7 +77,7 @@ def lease_emulated(folder: Path | None = None) -> Iterator[None]:
 
 
 def emulated_gpus() -> int:
-    """How many emulated GPUs this host has: each trains in a process with a core and some memory of its own."""
+    """Return how many emulated GPUs this host has: each trains in a process with a core and some memory of its own."""
     return max(1, min(len(usable_cores()), usable_memory_bytes() // EMULATED_HOST_BYTES))
 
 
@@ -153,7 +153,7 @@ def _make_common(folder: Path) -> None:
 
 
 def _lock(path: Path, *, wait: bool = False) -> int | None:
-    """The open and locked file; None where another holds it and ``wait`` is not asked for. A link is not followed."""
+    """Open and lock the file; None where another holds it and ``wait`` is not asked for. A link is not followed."""
     import fcntl
 
     try:

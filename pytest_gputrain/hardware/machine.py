@@ -84,7 +84,7 @@ def detect(
 
 
 def marker_of(gpu: Gpu) -> str | None:
-    """The catalog marker of a GPU; None for one that the catalog lacks."""
+    """Return the catalog marker of a GPU; None for one that the catalog lacks."""
     return catalog.marker_of(gpu.name, gpu.memory_bytes, gpu.compute_units)
 
 
@@ -103,7 +103,7 @@ def _find(gpus: Sequence[Gpu], silent: Sequence[Gpu], wanted: str) -> Gpu:
 
 
 def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The GPUs that the runtimes of their vendors would show.
+    """Return the GPUs that the runtimes of their vendors would show.
 
     Args:
         silent: those of NVIDIA that their driver does not describe.
@@ -131,8 +131,10 @@ def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, s
 
 
 def _refuse_ambiguous(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, str]) -> None:
-    """Raises:
-    HardwareError: no GPU answers, or ``CUDA_VISIBLE_DEVICES`` has numbers by which CUDA may mean other GPUs than NVML.
+    """Refuse GPUs that cannot be told apart.
+
+    Raises:
+        HardwareError: no GPU answers, or ``CUDA_VISIBLE_DEVICES`` has numbers by which CUDA may mean other GPUs than NVML.
     """
     variable = environ.get("CUDA_VISIBLE_DEVICES")
     if silent and not gpus and not _says_none(variable):
@@ -156,8 +158,8 @@ def _refuse_ambiguous(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mappi
 
 
 def _lent_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs of the Slurm step or job that this process is in: Slurm sets ``CUDA_VISIBLE_DEVICES`` only in what it starts
-    itself, not in a shell that joins the job.
+    """Return the GPUs of the Slurm step or job that this process is in: Slurm sets ``CUDA_VISIBLE_DEVICES`` only in what it
+    starts itself, not in a shell that joins the job.
 
     Raises:
         HardwareError: none of them is here.
@@ -176,7 +178,7 @@ def _lent_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
 
 
 def _visible_by(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers: Mapping[str, int]) -> list[Gpu]:
-    """The GPUs that a variable shows, up to its first entry that names none (the runtimes stop there too).
+    """Return the GPUs that a variable shows, up to its first entry that names none (the runtimes stop there too).
 
     Args:
         numbers: by UUID, what the variable calls them.
@@ -196,12 +198,12 @@ def _visible_by(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers:
 
 
 def _says_none(variable: str | None) -> bool:
-    """Whether a variable that chooses GPUs chooses none."""
+    """Tell whether a variable that chooses GPUs chooses none."""
     return variable is not None and variable.split(",")[0].strip() in ("", "-1", "NoDevFiles")
 
 
 def _match(gpus: Sequence[Gpu], name: str, numbers: Mapping[str, int]) -> Gpu | None:
-    """The GPU of that number, the first of its parts, or the one whose UUID is or, as that of no other, begins so."""
+    """Find the GPU of that number, the first of its parts, or the one whose UUID is or, as that of no other, begins so."""
     for gpu in gpus:
         if name in (str(numbers[gpu.uuid]), gpu.uuid):
             return gpu

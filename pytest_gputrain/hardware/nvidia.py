@@ -74,7 +74,7 @@ class Nvidia:
         return tuple(listed)
 
     def _each(self) -> Iterator[tuple[int, Any, str]]:
-        """Index and handle of every GPU, or the fault that it has instead of one."""
+        """Yield the index and the handle of every GPU, or the fault that it has instead of one."""
         for index in range(self._nvml.nvmlDeviceGetCount()):
             handle, fault = None, ""
             try:
@@ -86,7 +86,7 @@ class Nvidia:
             yield index, handle, fault
 
     def _described(self, index: int, handle: Any, driver: str) -> list[Gpu]:
-        """A GPU, or the parts of one that is partitioned."""
+        """Describe a GPU, or the parts of one that is partitioned."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
         partitioned = bool(mode and mode[0])  # it may have no part yet, and is no device then
         limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
@@ -109,7 +109,7 @@ class Nvidia:
         return described
 
     def _parts(self, handle: Any) -> list[Any]:
-        """The MIG devices of a GPU that is partitioned."""
+        """Return the MIG devices of a GPU that is partitioned."""
         most = self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
         parts = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, at) for at in range(most))
         return [part for part in parts if part is not None]
@@ -146,8 +146,8 @@ class Nvidia:
         )
 
     def _power(self, handle: Any) -> int | None:
-        """Milliwatts now. Drivers before 530 have only their own figure, which is a mean of the last second on Ampere and
-        newer, but not on A100."""
+        """Read the milliwatts now. Drivers before 530 have only their own figure, which is a mean of the last second on
+        Ampere and newer, but not on A100."""
         values = self._ask("nvmlDeviceGetFieldValues", handle, [_POWER_INSTANT])
         if values and values[0].nvmlReturn == 0:
             return int(values[0].value.uiVal)
@@ -155,7 +155,7 @@ class Nvidia:
         return milliwatts
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """The paths as ``nvidia-smi topo -m`` names them.
+        """Return the paths as ``nvidia-smi topo -m`` names them.
 
         ``NV4`` stands for four NVLinks, direct or through NVSwitches, else where on PCIe two meet.
         """
@@ -172,7 +172,7 @@ class Nvidia:
         return self._nvml.nvmlDeviceGetHandleByIndex(gpu.index)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """What a function says; None where the binding, the driver or the hardware has no such thing."""
+        """Ask a function of the library; None where the binding, the driver or the hardware has no such thing."""
         function: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if function is None:
             return None
@@ -232,7 +232,7 @@ def _same_address(address: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def opened() -> Iterator[Nvidia | None]:
-    """The driver; None on a machine without one.
+    """Open the driver; None on a machine without one.
 
     Raises:
         HardwareError: the driver is there but does not answer, now or while it is open.

@@ -91,7 +91,7 @@ class Recorder:
         return {"fields": {name: self._to_json(item) for name, item in vars(value).items()}}
 
     def _handle(self, value: Any) -> int:
-        """The number of a handle; those that point to the same address have the same."""
+        """Return the number of a handle; those that point to the same address have the same."""
         addresses = [_address(handle) for handle in self._handles]
         if _address(value) not in addresses:
             self._handles.append(value)
@@ -252,7 +252,7 @@ def _handle_to_json(value: Any) -> Any:
 
 
 def _to_objects(value: Any) -> Any:
-    """The inverse of `Recorder._to_json`, with fields as attributes."""
+    """Return the inverse of `Recorder._to_json`, with fields as attributes."""
     if isinstance(value, list):
         return [_to_objects(item) for item in value]
     if not isinstance(value, dict):

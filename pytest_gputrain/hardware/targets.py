@@ -19,7 +19,7 @@ _SMALL_WORKSPACE: Final = 2 * 4096 * 1024 + 8 * 16 * 1024
 
 
 def target_of(marker: str) -> Target:
-    """The device with that marker, with the defaults of the installed libraries.
+    """Return the device with that marker, with the defaults of the installed libraries.
 
     Raises:
         KeyError: the catalog has no such marker.
@@ -42,7 +42,7 @@ def target_of(marker: str) -> Target:
 
 
 def allowing_tf32(target: Target) -> Target:
-    """The target of a case that computes its fp32 in TF32."""
+    """Return the target of a case that computes its fp32 in TF32."""
     rate = PLATFORMS[target.marker].tf32_flops if target.marker in PLATFORMS else None
     peaks = {name: peak for name, peak in target.peak_flops.items() if name != "fp32"}
     return msgspec.structs.replace(target, peak_flops=peaks if rate is None else {"fp32": rate, **peaks})

@@ -48,11 +48,11 @@ class Sysfs:
         return Place(text_of(device / "local_cpulist"), int(node) if node.isdecimal() else None)  # -1 for none
 
     def cards(self) -> dict[str, str]:
-        """The PCI addresses of network cards, by name: of those that have RDMA or, where none has, of all."""
+        """Return the PCI addresses of network cards, by name: of those that have RDMA or, where none has, of all."""
         return dict(self._cards("infiniband")) or dict(self._cards("net"))
 
     def path(self, address: str, other: str) -> str:
-        """What is between two devices on PCIe, ``N/A`` where it is not known."""
+        """Return what is between two devices on PCIe, ``N/A`` where it is not known."""
         ways = self._way(address), self._way(other)
         if not all(ways):
             return UNKNOWN
@@ -67,7 +67,8 @@ class Sysfs:
         return "PIX" if max(map(len, ways)) - common <= 2 else "PXB"
 
     def _way(self, address: str) -> list[str]:
-        """The host bridge, the bridges and the device, from the processor on; empty for an address that is not there."""
+        """Return the host bridge, the bridges and the device, from the processor on; empty for an address that is not
+        there."""
         device = self._root / "bus" / "pci" / "devices" / address
         if not address or not device.exists():
             return []

@@ -82,7 +82,7 @@ class Watch:
         self._enough.set()
 
     def telemetry(self) -> Telemetry | None:
-        """The telemetry of the timed steps; None where they were not seen, or were over too soon."""
+        """Return the telemetry of the timed steps; None where they were not seen, or were over too soon."""
         if self._begin is None or self._end is None:
             return None
         return between(self._samples, self._begin, self._end)
@@ -116,7 +116,7 @@ def between(samples: Sequence[Sample], begin: float, end: float) -> Telemetry | 
 
 @contextlib.contextmanager
 def watching(gpus: Sequence[Gpu], own: Callable[[], set[int]]) -> Iterator[Watch]:
-    """A watch of ``gpus``, from now to the end of the block; of none, or without a driver, one that sees nothing.
+    """Watch ``gpus`` from now to the end of the block; without GPUs or a driver, the watch sees nothing.
 
     Args:
         own: processes that are none of a stranger, asked now and then.
@@ -150,20 +150,20 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _total(values: Iterator[float | None]) -> float | None:
-    """The sum over all GPUs; None where the figure of one is not known."""
+    """Return the sum over all GPUs; None where the figure of one is not known."""
     figures = list(values)
     return None if None in figures else sum(value for value in figures if value is not None)
 
 
 def _energy(samples: Sequence[Sample], gpu: int, begin: float, end: float) -> float | None:
-    """Joules between two moments, from a counter that was read around them."""
+    """Return the joules between two moments, from a counter that was read around them."""
     read = [(sample.at, joules) for sample in samples if (joules := sample.readings[gpu].energy_joules) is not None]
     at_begin, at_end = _at(read, begin), _at(read, end)
     return None if at_begin is None or at_end is None or at_end < at_begin else at_end - at_begin
 
 
 def _at(read: Sequence[tuple[float, float]], moment: float) -> float | None:
-    """The counter at a moment, on a line between the readings before and after it."""
+    """Return the counter at a moment, on a line between the readings before and after it."""
     for (before, low), (after, high) in itertools.pairwise(read):
         if before <= moment <= after:
             return low + (high - low) * (moment - before) / (after - before) if after > before else low
@@ -171,7 +171,7 @@ def _at(read: Sequence[tuple[float, float]], moment: float) -> float | None:
 
 
 def _throttled(samples: Sequence[Sample], gpus: range) -> dict[str, float] | None:
-    """Share of the readings by reason, of the GPU that has most; None where no driver tells."""
+    """Return the share of the readings by reason, of the GPU that has most; None where no driver tells."""
     shares: dict[str, float] = {}
     any_reported = False
     for gpu in gpus:

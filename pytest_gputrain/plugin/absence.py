@@ -152,7 +152,8 @@ def _described(found: Sequence[_Unclaimed]) -> str:
 
 
 def _asks_for_every_case(settings: Settings) -> bool:
-    """Whether the tests of this run ask for the cases that they have baselines for, rather than for others of their own."""
+    """Tell whether the tests of this run ask for the cases that they have baselines for, rather than for others of their
+    own."""
     if settings.sweep or settings.find_batch or settings.loss_steps is not None or settings.baseline != "measured":
         return False
     return settings.steps is None and settings.warmup is None  # which a case may have in its id

@@ -344,8 +344,10 @@ class CaseSession:
 
 
 def _settings(config: pytest.Config) -> Settings:
-    """Raises:
-    ValueError: a value of an option is wrong, or two contradict each other.
+    """Read the settings from the options.
+
+    Raises:
+        ValueError: a value of an option is wrong, or two contradict each other.
     """
     settings = read(
         {option.name: config.getoption(option.flag) for option in OPTIONS if not option.ini_only},
@@ -366,8 +368,10 @@ def _settings(config: pytest.Config) -> Settings:
 
 
 def _check_installed() -> None:
-    """Raises:
-    ValueError: what an HTML report needs is not installed; reported now rather than after hours.
+    """Check early, rather than after hours, that what the options need is installed.
+
+    Raises:
+        ValueError: what an HTML report needs is not installed; reported now rather than after hours.
     """
     from pytest_gputrain.report.html import page
 
@@ -414,8 +418,10 @@ def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecas
 
 
 def _predicting_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> PredictingExecutor:
-    """Raises:
-    ValueError: no platform is named, or several are.
+    """Make what predicts cases for the platform.
+
+    Raises:
+        ValueError: no platform is named, or several are.
     """
     platform = _only_platform(config, settings, "--gpu-predict predicts for")
     cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
@@ -428,17 +434,21 @@ def _predicting_executor(config: pytest.Config, settings: Settings, environment:
 
 
 def _emulating_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> EmulatingExecutor:
-    """Raises:
-    ValueError: no platform is named, or several are.
-    CannotEmulate: it is none that can be emulated with what is installed.
+    """Make what runs cases on an emulated GPU of the platform.
+
+    Raises:
+        ValueError: no platform is named, or several are.
+        CannotEmulate: it is none that can be emulated with what is installed.
     """
     platform = _only_platform(config, settings, "--gpu-emulate emulates")
     return EmulatingExecutor(platform, settings.timeout_seconds, environment.began, _fork_server(settings))
 
 
 def _only_platform(config: pytest.Config, settings: Settings, what: str) -> str:
-    """Raises:
-    ValueError: no platform is named, or several are.
+    """Return the one platform that the options name.
+
+    Raises:
+        ValueError: no platform is named, or several are.
     """
     platforms = _platforms(config, settings)
     if len(platforms) != 1:
@@ -450,7 +460,7 @@ def _only_platform(config: pytest.Config, settings: Settings, what: str) -> str:
 
 
 def _cases_of(item: pytest.Item) -> list[Case]:
-    """The cases that a test is parametrized with and will ask for."""
+    """Return the cases that a test is parametrized with and will ask for."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or not has_cases(item):
         return []
@@ -459,7 +469,7 @@ def _cases_of(item: pytest.Item) -> list[Case]:
 
 
 def _with_knobs(item: pytest.Item, case: Case, knobs: Mapping[str, Any]) -> Case:
-    """The case as a test will ask for it."""
+    """Return the case as a test will ask for it."""
     case = sweep.override(case, knobs)
     try:
         return with_model(case, item.path.parent)

@@ -35,7 +35,7 @@ def outcome_of_skip(item: pytest.Item, error: BaseException | None) -> Outcome:
 
 
 def _is_marked(item: pytest.Item) -> bool:
-    """Whether a mark in the code skips the test, rather than one that a plugin or a conftest adds for an option."""
+    """Tell whether a mark in the code skips the test, rather than one that a plugin or a conftest adds for an option."""
     written = [
         *getattr(getattr(item, "obj", None), "pytestmark", ()),
         *getattr(getattr(item, "callspec", None), "marks", ()),

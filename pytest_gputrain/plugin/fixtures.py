@@ -84,7 +84,7 @@ class GpuTrain:
         inline: bool = False,
         **knobs: Any,
     ) -> Measurement | Prediction | EmulatedRun:
-        """The figures of a case, or of a function that builds a step, without judging them.
+        """Measure a case, or a function that builds a step, without judging the figures.
 
         Args:
             what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a
@@ -131,7 +131,7 @@ class GpuTrain:
         inline: bool = False,
         **knobs: Any,
     ) -> Result:
-        """`measure`, and judge against the stored baseline: a regression fails the test with one sentence.
+        """Measure like `measure`, and judge against the stored baseline: a regression fails the test with one sentence.
 
         Args:
             scaling: judge the scaling efficiency of a case of several GPUs, too: its throughput over that of as many single
@@ -150,7 +150,7 @@ class GpuTrain:
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
 
     def check_script(self, script: str | Path, *arguments: str, **knobs: Any) -> Result:
-        """`check` what a script takes of a GPU that runs as its command line would, in a process of its own.
+        """Check, like `check`, what a script takes of a GPU that runs as its command line would, in a process of its own.
 
         On a real GPU or under ``--gpu-emulate``. A script that ends with another exit status than 0 fails the test.
 

@@ -89,7 +89,8 @@ def _refuse_unknown_settings(config: pytest.Config) -> None:
 
 @pytest.fixture
 def gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Knobs that replace those of the test's cases: one combination of ``--gpu-set``, by which the plugin parametrizes."""
+    """Return the knobs that replace those of the test's cases: one combination of ``--gpu-set``, by which the plugin
+    parametrizes."""
     if request.config.stash[_PLUGIN].cases.runner.settings.sweep:
         pytest.fail(
             "--gpu-set cannot reach a test that asks for gputrain while it runs; name it as an argument", pytrace=False
@@ -99,7 +100,7 @@ def gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def gputrain(request: pytest.FixtureRequest, gputrain_knobs: dict[str, Any]) -> GpuTrain:
-    """Measures training cases in processes of their own and judges them against stored baselines."""
+    """Measure training cases in processes of their own and judge them against stored baselines."""
     item = request.node
     assert isinstance(item, pytest.Item)
     return item.config.stash[_PLUGIN].cases.gputrain(item, gputrain_knobs)
@@ -107,7 +108,7 @@ def gputrain(request: pytest.FixtureRequest, gputrain_knobs: dict[str, Any]) -> 
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    """A GPU for this test alone, across xdist workers and pytest runs of this host; skips where there is none."""
+    """Lease a GPU to this test alone, across xdist workers and pytest runs of this host; skip where there is none."""
     yield from request.config.stash[_PLUGIN].cases.gpu()
 
 

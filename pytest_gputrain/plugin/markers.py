@@ -104,7 +104,8 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def _refuse_misspelt(item: pytest.Item) -> None:
-    """A limit that nobody reads would pass for one that holds; pytest only warns of unknown markers."""
+    """Refuse misspelt markers. A limit that nobody reads would pass for one that holds; pytest only warns of unknown
+    markers."""
     registered = {line.partition(":")[0].partition("(")[0].strip() for line in item.config.getini("markers")}
     for mark in item.iter_markers():
         hint = did_you_mean(mark.name, (LIMIT, TOLERANCE)) if mark.name.startswith("gpu") else ""

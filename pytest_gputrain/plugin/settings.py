@@ -104,8 +104,10 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
 
 
 def _refuse_outputs(values: Mapping[str, Any]) -> None:
-    """Raises:
-    ValueError: two options name one file, or one names a file that no run writes.
+    """Refuse outputs that cannot all be written.
+
+    Raises:
+        ValueError: two options name one file, or one names a file that no run writes.
     """
     flags: dict[Path, str] = {}
     for name in OUTPUTS:
@@ -122,8 +124,10 @@ def _refuse_outputs(values: Mapping[str, Any]) -> None:
 
 
 def _refuse_to_prune(values: Mapping[str, Any]) -> None:
-    """Raises:
-    ValueError: baselines are to be removed that no test asks for, and tests are to ask for other cases than their own.
+    """Refuse to remove baselines on the word of tests that ask for other cases than their own.
+
+    Raises:
+        ValueError: baselines are to be removed that no test asks for, and tests are to ask for other cases than their own.
     """
     against = {
         "--gpu-set": values["set"],
@@ -138,8 +142,10 @@ def _refuse_to_prune(values: Mapping[str, Any]) -> None:
 
 
 def prepare_outputs(settings: Settings) -> None:
-    """Raises:
-    ValueError: a file that the run is to write cannot be written; its folder has been made otherwise.
+    """Make the folders of the files that the run is to write.
+
+    Raises:
+        ValueError: a file that the run is to write cannot be written; its folder has been made otherwise.
     """
     for name, path in settings.outputs.items():
         try:
@@ -149,8 +155,10 @@ def prepare_outputs(settings: Settings) -> None:
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:
-    """Raises:
-    ValueError: two of the values cannot both be meant.
+    """Refuse values that contradict each other.
+
+    Raises:
+        ValueError: two of the values cannot both be meant.
     """
     for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
         if asked and values["nodes"] > 1:

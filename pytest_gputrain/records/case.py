@@ -160,7 +160,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         return "-".join(map(str, parts))
 
     def replace(self, **fields: Any) -> Case:
-        """This case with some fields changed; the id does not change for a knob (use `grid` for that)."""
+        """Return this case with some fields changed; the id does not change for a knob (use `grid` for that)."""
         return msgspec.structs.replace(self, **fields)
 
     @property
@@ -170,11 +170,11 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         return width, height
 
     def loaders(self, *, beside_gpu: bool) -> int:
-        """How many processes load for each one that trains: on a CPU, whose cores they share with it, two at most."""
+        """Return how many processes load for each one that trains: on a CPU, whose cores they share with it, two at most."""
         return self.loader_workers if beside_gpu else min(self.loader_workers, 2)
 
     def identity(self) -> dict[str, Any]:
-        """The fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
+        """Return the fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
 
 
@@ -183,7 +183,7 @@ _READABLE: Final = re.compile(r"[\w.,:/=+@-]{1,48}")
 
 
 def _arguments_text(args: str) -> str:
-    """Arguments as ids show them: ``width=64-depth=2``, or ``args=4f8b21c9`` of what is long or hard to read."""
+    """Return the arguments as ids show them: ``width=64-depth=2``, or ``args=4f8b21c9`` of what is long or hard to read."""
     with contextlib.suppress(msgspec.MsgspecError, TypeError):  # of a case that somebody wrote
         given = msgspec.json.decode(args, type=dict[str, Any] | list[str])
         words = [f"{name}={_plain(value)}" for name, value in given.items()] if isinstance(given, dict) else given
@@ -198,7 +198,7 @@ def _plain(value: object) -> str:
 
 
 def knob_text(value: object) -> str:
-    """A knob's value as ids show it."""
+    """Return a knob's value as ids show it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

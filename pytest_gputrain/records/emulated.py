@@ -60,7 +60,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
         return {}
 
     def update_seconds(self, accumulation: int) -> None:
-        """None: a `Measurement` has the seconds of an optimizer update."""
+        """Return None: a `Measurement` has the seconds of an optimizer update."""
 
     def __getattr__(self, name: str) -> None:
         """Give None for a figure that a `Measurement` has and that an emulated GPU has not."""
@@ -95,5 +95,5 @@ class RecordedRuns(Struct, frozen=True, kw_only=True):
     """One for each set of conditions, the latest recorded last."""
 
     def like(self, run: EmulatedRun) -> EmulatedRun | None:
-        """The one under the same conditions as ``run``."""
+        """Return the run under the same conditions as ``run``."""
         return next((candidate for candidate in self.runs if conditions_of(candidate) == conditions_of(run)), None)

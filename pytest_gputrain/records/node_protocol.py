@@ -35,7 +35,7 @@ class Nodes(Struct, frozen=True, kw_only=True):
     """From the start until all nodes must have met."""
 
     def processes_of(self, seat: int) -> int:
-        """Processes of one node; the first ones have one more where they cannot all have as many."""
+        """Return the number of processes of one node; the first ones have one more where they cannot all have as many."""
         return self.processes // self.count + (seat < self.processes % self.count)
 
 
@@ -79,7 +79,7 @@ _Record = TypeVar("_Record", bound=Struct)
 
 
 def node_folder(folder: Path, seat: int) -> Path:
-    """What belongs to one node of the case in ``folder``."""
+    """Return what belongs to one node of the case in ``folder``."""
     return folder / f"node{seat}"
 
 
@@ -95,7 +95,7 @@ def write_record(path: Path, what: Any) -> None:
 
 
 def read_record(path: Path, kind: type[_Record]) -> _Record | None:
-    """The record in ``path``; None while there is none."""
+    """Read the record in ``path``; None while there is none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

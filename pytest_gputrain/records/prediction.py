@@ -147,7 +147,7 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     """Workers and servers that stand for more of them on a CPU; None where those run that the case names."""
 
     def update_seconds(self, accumulation: int) -> None:
-        """None: a `Measurement` has the seconds of an optimizer update."""
+        """Return None: a `Measurement` has the seconds of an optimizer update."""
 
     def __getattr__(self, name: str) -> None:
         """Give None for a figure that a `Measurement` has and that cannot be predicted."""

@@ -16,7 +16,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """One for each set of conditions, the latest recorded last."""
 
     def like(self, prediction: Prediction) -> Prediction | None:
-        """The one under the same conditions as ``prediction``."""
+        """Return the prediction under the same conditions as ``prediction``."""
         return next((candidate for candidate in self.predictions if conditions(candidate) == conditions(prediction)), None)
 
 

@@ -223,7 +223,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
         return self.batch_size / self.median_step_seconds
 
     def update_seconds(self, accumulation: int) -> float | None:
-        """Median seconds of an optimizer update with all its micro-batches; None where no whole one was timed."""
+        """Return the median seconds of an optimizer update with all its micro-batches; None where no whole one was timed."""
         return update_seconds(self.step_seconds, accumulation)
 
     @property
@@ -237,7 +237,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
 
 def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | None:
-    """Median of the sums of ``accumulation`` steps; None where there are fewer."""
+    """Return the median of the sums of ``accumulation`` steps; None where there are fewer."""
     accumulation = max(1, accumulation)  # of a report that somebody wrote
     starts = range(0, len(step_seconds) - accumulation + 1, accumulation)
     return statistics.median(sum(step_seconds[at : at + accumulation]) for at in starts) if starts else None
@@ -316,7 +316,7 @@ Failure = Literal["out_of_memory", "crashed", "timed_out", "lost"]
 
 
 def failure_of(reply: OutOfMemory | Crashed | TimedOut | Lost) -> Failure:
-    """What became of a run without figures, in a word: the tag of the reply in files."""
+    """Name in a word what became of a run without figures: the tag of the reply in files."""
     match reply:
         case OutOfMemory():
             return "out_of_memory"

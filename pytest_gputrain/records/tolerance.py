@@ -23,7 +23,7 @@ class MemoryTolerance:
 
 
 def parse_memory_tolerance(text: str) -> MemoryTolerance:
-    """The tolerance in ``"2%"``, ``"512MiB"`` or ``"2% + 512MiB"``.
+    """Parse the tolerance in ``"2%"``, ``"512MiB"`` or ``"2% + 512MiB"``.
 
     Raises:
         ValueError: none of these.
@@ -37,7 +37,7 @@ def parse_memory_tolerance(text: str) -> MemoryTolerance:
 
 
 def read_memory_tolerance(value: object) -> MemoryTolerance:
-    """The tolerance in what a marker has: bytes as an int, a ratio as a float, or a text for `parse_memory_tolerance`.
+    """Read the tolerance in what a marker has: bytes as an int, a ratio as a float, or a text for `parse_memory_tolerance`.
 
     Raises:
         ValueError: none of these.

@@ -279,7 +279,7 @@ class Collector:
         self.notes.append(sentence + unknown)
 
     def suite_shift(self) -> tuple[bool, str]:
-        """Whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
+        """Tell whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
         if self.settings.baseline_update == "all":
             return False, ""
         return whole_suite(self.results, self.settings.time_tolerance)
@@ -360,7 +360,7 @@ def _utf8(text: str) -> str:
 
 
 def _is_incomplete(result: Result) -> bool:
-    """Whether the case's baseline waits for further runs."""
+    """Tell whether the case's baseline waits for further runs."""
     return isinstance(result, Measured) and result.to_come > 0
 
 

@@ -25,7 +25,7 @@ def table(
     outcome: Callable[[Result], str],
     width: int,
 ) -> Table:
-    """A row for each case: what the allocator handed out and held, the model, FLOPs of a step, whether it fits."""
+    """Render a row for each case: what the allocator handed out and held, the model, FLOPs of a step, whether it fits."""
     figures: dict[str, Callable[[EmulatedRun], str]] = {
         "Allocated": lambda run: format_bytes(run.peak_allocated_bytes) if run.fits else "OOM",
         "Reserved": lambda run: format_bytes(run.peak_reserved_bytes) if run.fits else "",

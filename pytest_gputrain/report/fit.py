@@ -46,7 +46,7 @@ def tables(report: FitReport) -> list[TextTable]:
 
 
 def text(report: FitReport, form: Form) -> str:
-    """The tables and the sentences below them."""
+    """Render the tables and the sentences below them."""
     *others, last = tables(report)
     return render([*others, dataclasses.replace(last, notes=tuple(notes(report)))], form)
 
@@ -59,7 +59,7 @@ def _table(
     knobs: tuple[str, ...] | None = None,
     about: tuple[str, ...] = (),
 ) -> TextTable:
-    """A row for each combination of knobs, a column for each GPU."""
+    """Render a row for each combination of knobs, a column for each GPU."""
     rows = dict.fromkeys(row for row, _ in cells)
     return TextTable(
         title=title,
@@ -78,7 +78,7 @@ def _row(report: FitReport, case: Case) -> tuple[str, ...]:
 
 
 def _common(report: FitReport) -> dict[str, object]:
-    """What all cells have in common, where it is not the default."""
+    """Return what all cells have in common, where it is not the default."""
     if not report.cells:
         return {}
     case, default = report.cells[0].case, Case()
@@ -160,14 +160,15 @@ _SHOWN_SHARE: Final = 0.01
 
 
 def origins(prediction: Prediction) -> list[tuple[str, int]]:
-    """What is at the peak, in words, with its bytes; without what is below a hundredth."""
+    """Describe what is at the peak, with its bytes; without what is below a hundredth."""
     sizes = prediction.peak_bytes_by_origin
     least = _SHOWN_SHARE * sum(sizes.values())
     return [(_ORIGINS[phase], size) for phase, size in sizes.items() if size >= least]
 
 
 def peaks(report: FitReport) -> dict[str, str]:
-    """What is at the peak of each case, on the first GPU: ``in backward: 15.0 GiB weights, ...; largest 7.00 GiB (...)``."""
+    """Describe what is at the peak of each case, on the first GPU: ``in backward: 15.0 GiB weights, ...; largest 7.00 GiB
+    (...)``."""
     found = {}
     for cell in report.cells:
         if cell.prediction is not None and str(cell.case) not in found:

@@ -29,12 +29,12 @@ class Failure(NamedTuple):
 
 
 def wanted() -> bool:
-    """Whether this is a job of GitHub's, where such lines are read."""
+    """Tell whether this is a job of GitHub's, where such lines are read."""
     return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
 def commands(failures: Sequence[Failure]) -> Iterator[str]:
-    """A line for each failure, as far as GitHub shows them; the last then tells of the others."""
+    """Return a line for each failure, as far as GitHub shows them; the last then tells of the others."""
     shown = failures if len(failures) <= MOST else failures[: MOST - 1]
     yield from map(_command, shown)
     if len(shown) < len(failures):

@@ -56,7 +56,7 @@ class _LineIdentity(msgspec.Struct, frozen=True):
 
 
 def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
-    """A line for each case: of the last test that judged it, or else of the last that only measured it.
+    """Return a line for each case: of the last test that judged it, or else of the last that only measured it.
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
@@ -77,7 +77,7 @@ def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> lis
 
 
 def _by_session(result: Declared, session: RunInfo) -> Iterator[tuple[Declared, RunInfo]]:
-    """The runs of a case, each with the session that measured it; the verdict is that of the last."""
+    """Return the runs of a case, each with the session that measured it; the verdict is that of the last."""
     if not isinstance(result, Measured) or not result.resumed:
         yield result, session
         return
@@ -160,7 +160,7 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
 
 @functools.cache
 def _own_version() -> str:
-    """Found once: reading the package's metadata takes longer than all else of a line."""
+    """Find this package's version, once: reading the package's metadata takes longer than all else of a line."""
     return metadata.version("pytest-gputrain")
 
 

@@ -29,7 +29,7 @@ def write(report: Report, path: Path, more_results: Iterable[Result] = ()) -> No
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the report, generated from the records."""
+    """Return the JSON Schema (2020-12) of the report, generated from the records."""
     document = msgspec.json.schema(Report)
     document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     document["title"] = "pytest-gputrain report"
@@ -37,7 +37,7 @@ def schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as published in docs/report.schema.json."""
+    """Return the schema as published in docs/report.schema.json."""
     return msgspec.json.format(msgspec.json.encode(schema(), order="deterministic"), indent=1).decode() + "\n"
 
 

@@ -25,7 +25,8 @@ _SHOWN_TENSORS: Final = 3
 def table(
     results: Sequence[Predicted], names: Callable[[Result], Sequence[str]], verdict: Callable[[Result], Text], width: int
 ) -> Table:
-    """A row for each case: memory as the driver shows it, allocated, FLOPs and the least time of a step, whether it fits."""
+    """Render a row for each case: memory as the driver shows it, allocated, FLOPs and the least time of a step, whether it
+    fits."""
     figures: dict[str, Callable[[Prediction], str]] = {
         "Memory": _memory,
         "Allocated": lambda prediction: format_bytes(prediction.peak_allocated_bytes),

@@ -67,7 +67,7 @@ class ProgressLine:
 
 
 def describe(case: Case, event: Event, run: int = 1, kind: str = "") -> str:
-    """``llama-3.1-8b-lora-bf16  run 2  step 3/10  0.42 s/step  35.6 GiB``."""
+    """Describe progress: ``llama-3.1-8b-lora-bf16  run 2  step 3/10  0.42 s/step  35.6 GiB``."""
     parts = [str(case), *([kind] if kind else []), *([f"run {run}"] if run > 1 else [])]
     if event.phase == "measure":
         parts.append(f"step {event.step or 0}/{case.steps}")

@@ -56,7 +56,7 @@ def _peak(field: str) -> Callable[[Result], float | None]:
 
 
 def update_seconds(result: Result) -> float | None:
-    """The measured time of an optimizer update: the median over the runs of each one's median."""
+    """Return the measured time of an optimizer update: the median over the runs of each one's median."""
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     seconds = [run.update_seconds(result.case.gradient_accumulation) for run in measured]
     measured_seconds = [value for value in seconds if value is not None]
@@ -64,7 +64,8 @@ def update_seconds(result: Result) -> float | None:
 
 
 def _samples_per_second(result: Result, parts: int = 1) -> float | None:
-    """Over whole updates, as tables count: of accumulated micro-batches only some have the optimizer's time."""
+    """Return the samples per second over whole updates, as tables count: of accumulated micro-batches only some have the
+    optimizer's time."""
     seconds, accumulation = update_seconds(result), result.case.gradient_accumulation
     if result.summary is None or seconds is None:
         return None
@@ -92,7 +93,7 @@ def epoch_seconds(case: Case, samples: int, update_seconds: float) -> float:
 
 
 def compared_figures(row: Published, result: Result | None) -> Iterator[ComparedFigure]:
-    """What ``row`` prints, beside what ``result`` measured of it."""
+    """Return what ``row`` prints, beside what ``result`` measured of it."""
     if row.outcome in OUTCOMES:
         yield ComparedFigure("sec/step", "", OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
     for metric in METRICS:
@@ -105,7 +106,7 @@ def compared_figures(row: Published, result: Result | None) -> Iterator[Compared
 
 
 def printed(metric: Metric, figure: Figure) -> str:
-    """A figure with the digits it was published with: ``9-11 s``, ``8.0 GiB``."""
+    """Format a figure with the digits it was published with: ``9-11 s``, ``8.0 GiB``."""
     size, unit = 1.0, " s"
     if metric.field.endswith("_bytes"):
         unit, size = _unit(figure)
@@ -141,14 +142,14 @@ def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) 
 
 
 def outcome(result: Result) -> str:
-    """Why a case has no figures, in a word or two; a prediction alone is none."""
+    """Say in a word or two why a case has no figures; a prediction alone is none."""
     if not result.replies or isinstance(reply := result.replies[-1], Measurement):
         return ""
     return FAILURES["refused" if isinstance(reply, Crashed) and reply.refused else failure_of(reply)]
 
 
 def table(results: Sequence[Measured], verdict: Callable[[Result], Text]) -> Table:
-    """A line for each case with its verdict, below it one for each figure; readable at 80 columns."""
+    """Render a line for each case with its verdict, below it one for each figure; readable at 80 columns."""
     comparison_table = rich_text.table()
     comparison_table.add_column("Case", overflow="fold")
     for header in ("Published", "Measured", "Ratio"):

@@ -24,7 +24,7 @@ def of_kind(results: Sequence[Result], *kinds: type[_Kind]) -> list[_Kind]:
 
 
 def latest(results: Sequence[_Kind]) -> list[_Kind]:
-    """Each case of each device once: the last that was judged, else the last that was measured.
+    """Return each case of each device once: the last that was judged, else the last that was measured.
 
     Those whose test had changed something in the environment come after all others.
     """
@@ -54,7 +54,8 @@ BY_ATTENTION: Final = (
 
 
 def verdict_of(result: Result) -> str:
-    """The verdict, or ``measured``, ``predicted``, ``emulated``, ``failed`` where nobody judged, as tables show it."""
+    """Return the verdict, or ``measured``, ``predicted``, ``emulated``, ``failed`` where nobody judged, as tables show
+    it."""
     verdict: Verdict | None = result.verdict
     if verdict:
         return verdict.status

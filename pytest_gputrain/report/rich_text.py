@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def console(width: int, colour: bool) -> tuple[Console, io.StringIO]:
-    """A console of ``width`` columns and the text that it has written."""
+    """Make a console of ``width`` columns, and return it with the text that it has written."""
     from rich.console import Console
 
     file = io.StringIO()
@@ -60,7 +60,7 @@ _LEAST_CASE: Final = 12
 
 
 def case_table(cases: Sequence[str], figures: Mapping[str, Sequence[str]], verdicts: Sequence[Text], width: int) -> Table:
-    """A table with a row for each case, whose names take as many lines as the figures leave columns for.
+    """Make a table with a row for each case, whose names take as many lines as the figures leave columns for.
 
     Args:
         cases: their names.
@@ -84,7 +84,7 @@ def case_table(cases: Sequence[str], figures: Mapping[str, Sequence[str]], verdi
 
 
 def natural_width(renderable: Table) -> int:
-    """How many columns a table takes that has as many as it likes."""
+    """Tell how many columns a table takes that has as many as it likes."""
     from rich.measure import Measurement
 
     wide, _ = console(10_000, colour=False)
@@ -92,7 +92,7 @@ def natural_width(renderable: Table) -> int:
 
 
 def table(*, gap: int = 1) -> Table:
-    """An empty table without a frame, its columns ``gap`` characters apart."""
+    """Make an empty table without a frame, its columns ``gap`` characters apart."""
     from rich import box
     from rich.table import Table
 

@@ -25,7 +25,7 @@ _OUTCOMES: Final = {**FAILURES, "left_out": "left out", "capped": "capped"}
 
 
 def search_table(results: Sequence[BatchSearch], names: Names) -> Table:
-    """Throughput at batch 1 and at the best one, as published tables give it, and the largest batch that fits."""
+    """Tabulate throughput at batch 1 and at the best one, as published tables give it, and the largest batch that fits."""
     table = _table("Batch 1", "Fastest (batch)", "Largest", "Tries", last="Outcome")
     for result in results:
         search = result.search
@@ -100,7 +100,7 @@ def _trend(curve: LossCurve) -> str:
 
 
 def explain(results: Sequence[Result]) -> list[str]:
-    """Sentences for what the tables cannot show."""
+    """Yield sentences for what the tables cannot show."""
     lines = _counted({result.key: _end_of(result.search) for result in of_kind(results, BatchSearch)})
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for result in of_kind(results, LossStudy):

@@ -45,7 +45,7 @@ _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": "
 
 
 def render(results: Sequence[Result], *, width: int, colour: bool, most: int | None = None) -> str:
-    """A table per suite, device and scale.
+    """Render a table per suite, device and scale.
 
     Args:
         most: rows; of more those that want attention are shown, and how many others there are.
@@ -91,7 +91,7 @@ def _rows(results: Sequence[Result]) -> dict[int, int]:
 
 
 def explain(results: Sequence[Result], *, against_base: bool = False) -> list[str]:
-    """Sentences for what passed or was skipped over without a full comparison; regressions have their failures.
+    """Yield sentences for what passed or was skipped over without a full comparison; regressions have their failures.
 
     Args:
         against_base: the results are compared with those of another version, and not with baselines.
@@ -280,7 +280,7 @@ def _scaling(result: Result) -> str:
 
 
 def change(name: MetricName, result: Result) -> str:
-    """``+0.4 %`` where the metric was compared."""
+    """Return ``+0.4 %`` where the metric was compared."""
     metric = result.verdict.metric(name) if result.verdict else None
     if name == "peak_allocated_bytes" and result.verdict and (metric is None or metric.status != "regressed"):
         # Where only a phase has grown, that is what the verdict is about.

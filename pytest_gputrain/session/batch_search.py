@@ -45,7 +45,7 @@ class _Crash(Exception):
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest batch that fits, 0 for none."""
+    """Return the largest batch that fits, 0 for none."""
     good, bad = 0, 1
     while fits(bad):
         good, bad = bad, min(2 * bad, most)
@@ -64,7 +64,7 @@ def _fastest(tries: dict[int, Try]) -> int | None:
 
 
 def _beside_fastest(tries: dict[int, Try]) -> list[int]:
-    """The middles between the fastest batch and its neighbours that fit."""
+    """Return the middles between the fastest batch and its neighbours that fit."""
     batches = sorted(batch for batch in tries if tries[batch].outcome == "fits")
     fastest = _fastest(tries)
     assert fastest is not None

@@ -26,7 +26,7 @@ _RECORDED_RUNS: Final = 5
 
 
 def records(settings: Settings, *, recorded: bool) -> bool:
-    """Whether an update option wants the figures of a judged case.
+    """Tell whether an update option wants the figures of a judged case.
 
     Args:
         recorded: whether the case has a baseline.
@@ -35,7 +35,7 @@ def records(settings: Settings, *, recorded: bool) -> bool:
 
 
 def is_strict(settings: Settings) -> bool:
-    """Whether a case without a comparable baseline fails."""
+    """Tell whether a case without a comparable baseline fails."""
     if settings.strict is not None:
         return settings.strict
     # By itself only for figures that somebody forgot to record; nobody records published ones.
@@ -43,15 +43,17 @@ def is_strict(settings: Settings) -> bool:
 
 
 def refuse_missing_folder(settings: Settings) -> None:
-    """Raises:
-    BadCase: the folder that the options name is not there. Mistyped, it would make every case new.
+    """Refuse a folder that is not there. A mistyped one would make every case new.
+
+    Raises:
+        BadCase: the folder that the options name is not there. Mistyped, it would make every case new.
     """
     if settings.baseline_dir_named and settings.baseline_update == "no" and not settings.baseline_dir.is_dir():
         raise BadCase(f"the baseline folder {settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
 
 
 def tolerance_of(settings: Settings, terms: Terms) -> Tolerance:
-    """The tolerance of a test: the command line counts before the test's markers, and these before the ini file."""
+    """Return the tolerance of a test: the command line counts before the test's markers, and these before the ini file."""
     time, memory = settings.time_tolerance, settings.memory_tolerance
     if terms.time_tolerance is not None and "time-tolerance" not in settings.typed:
         time = terms.time_tolerance
@@ -77,7 +79,7 @@ class CriteriaLookup:
         self._forecasts: dict[str, Forecast] = {}
 
     def of(self, suite: str, task: Task, host: Host, terms: Terms = NO_TERMS, *, judged: bool = True) -> Criteria:
-        """What a case is held to.
+        """Return what a case is held to.
 
         Args:
             host: machine that runs the task.
@@ -134,7 +136,7 @@ class CriteriaLookup:
         return self._forecasts[platform]
 
     def wanted(self, host: Host, *, records: bool) -> int:
-        """Fresh processes that a case starts with."""
+        """Return how many fresh processes a case starts with."""
         if self.settings.runs is not None:
             return self.settings.runs
         time_counts = host.gpus or self.settings.judge_cpu_time

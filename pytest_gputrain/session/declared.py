@@ -25,8 +25,10 @@ class DeclaredCases:
         return self._cases.setdefault((suite, str(case)), case)
 
     def refuse_same_id(self, suite: str, case: Case) -> None:
-        """Raises:
-        BadCase: the id is another case's.
+        """Refuse a case whose id is another case's.
+
+        Raises:
+            BadCase: the id is another case's.
         """
         first = self.declare(suite, case)
         if first.identity() != case.identity():

@@ -110,8 +110,10 @@ class EmulatingRunner:
         )
 
     def _recorded(self, request: Request, task: Task) -> RecordedRuns | None:
-        """Raises:
-        BadCase: what is recorded cannot be read.
+        """Look up the recorded runs of the case.
+
+        Raises:
+            BadCase: what is recorded cannot be read.
         """
         refuse_missing_folder(self.settings)
         try:

@@ -82,7 +82,7 @@ def _named(cases: Sequence[Case]) -> str:
 
 
 def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> float:
-    """About how long the answer takes, nothing remembered.
+    """Estimate how long the answer takes, nothing remembered.
 
     Args:
         further: whether largest batches and remedies are looked for.

@@ -58,7 +58,8 @@ class Interleaver:
         return len(self._waiting)
 
     def complete(self) -> Iterator[Measured]:
-        """Measure what is to come, one run of each case in turn; after each the case's result with all its runs so far."""
+        """Measure what is to come, one run of each case in turn; yield after each the case's result with all its runs so
+        far."""
         self._executor.only(waiting.task for waiting in self._waiting)
         while self._waiting:
             for waiting in list(self._waiting):

@@ -110,8 +110,10 @@ class PredictingRunner:
         )
 
     def _recorded(self, request: Request, task: Task) -> Recorded | None:
-        """Raises:
-        BadCase: what is recorded cannot be read.
+        """Look up the recorded predictions of the case.
+
+        Raises:
+            BadCase: what is recorded cannot be read.
         """
         refuse_missing_folder(self.settings)
         try:
@@ -125,7 +127,7 @@ class PredictingRunner:
     def _judged(
         self, request: Request, task: Task, prediction: Prediction, recorded: Recorded | None
     ) -> tuple[Verdict, str]:
-        """The verdict, and what helps where it is that the case does not fit."""
+        """Judge the prediction, and say what helps where the case does not fit."""
         case, platform = task.case, catalog.PLATFORMS.get(self._executor.host.platform)
         title = platform.title if platform else self._executor.host.platform
         verdict = judge(case, prediction, recorded, tolerance_of(self.settings, request.terms).memory, title)
@@ -140,7 +142,7 @@ class PredictingRunner:
         return msgspec.structs.replace(verdict, sentence=f"{verdict.sentence}; {helps}"), helps
 
     def _predicted(self, task: Task, changed: Case) -> Prediction | None:
-        """The prediction of a changed case; None where there is none."""
+        """Predict a changed case; None where there is no prediction."""
         try:
             reply = self._reply(self._tasks.make(changed, task.module))
         except BadCase:  # which its file of options for DeepSpeed contradicts

@@ -53,13 +53,14 @@ class Prefetcher:
         self._put_off: dict[bytes, _HostReplies] = {}
 
     def first(self) -> Iterator[WantedRuns]:
-        """The runs that are known from the start."""
+        """Return the runs that are known from the start."""
         runs = self._lookup.wanted(self._host, records=records(self._lookup.settings, recorded=True))
         for expected_tasks in self._expected_tasks.values():
             yield WantedRuns(expected_tasks[0].suite, expected_tasks[0].task, runs)
 
     def further(self, task: Task, replies: Sequence[Reply], host: Host) -> Iterator[WantedRuns]:
-        """The runs that the first replies of a task ask for, and those of tasks that were put off until these were there.
+        """Return the runs that the first replies of a task ask for, and those of tasks that were put off until these were
+        there.
 
         Args:
             replies: with figures; none where there will be none.

@@ -16,7 +16,7 @@ Predict = Callable[[Case], Prediction | None]
 
 
 def remedy(case: Case, prediction: Prediction, predict: Predict) -> str:
-    """A sentence's end: the cheapest change under which the case fits, or that none of those tried is enough.
+    """Return a sentence's end: the cheapest change under which the case fits, or that none of those tried is enough.
 
     Args:
         prediction: of the case, which does not fit.
@@ -43,8 +43,8 @@ _CHUNKS: Final = 16
 
 
 def _changes(case: Case, *, has_logits: bool) -> Iterator[dict[str, Any]]:
-    """Cheapest first: the same arithmetic, that of the head twice, a third more of all, ever smaller batches that fill a GPU
-    less, both.
+    """Yield changes, cheapest first: the same arithmetic, that of the head twice, a third more of all, ever smaller batches
+    that fill a GPU less, both.
 
     Args:
         has_logits: whether any are at the peak.
@@ -68,7 +68,7 @@ def _changes(case: Case, *, has_logits: bool) -> Iterator[dict[str, Any]]:
 
 
 def _hint(case: Case, prediction: Prediction) -> str:
-    """What only a change of code can do."""
+    """Describe what only a change of code can do."""
     words = None if case.code else _vocabulary(case)
     logits = [
         row for row in prediction.largest.get(prediction.peak_phase, ()) if words and row.shape and row.shape[-1] == words

@@ -70,7 +70,7 @@ class Replies:
         return tuple(replies)
 
     def host_of(self, task: Task, inline: bool = False) -> Host:
-        """The machine that the replies of the task are of. Of a fleet it is known when the first is there.
+        """Return the machine that the replies of the task are of. Of a fleet it is known when the first is there.
 
         Raises:
             BadCase: as `take`; or the task is inline, and run elsewhere.
@@ -95,7 +95,7 @@ class Replies:
             self._executor.want([self._lacking(WantedRuns(suite, task, runs, soon))])
 
     def resumed(self, task: Task, inline: bool = False, builder: Any = None) -> ResumedReplies:
-        """The replies that an earlier report has of the task, where one is resumed."""
+        """Return the replies that an earlier report has of the task, where one is resumed."""
         if self._resumed_report is None or builder is not None:
             return ResumedReplies()
         return self._resumed_report.of(task, inline=inline, host=self._executor.host)
@@ -176,10 +176,10 @@ class Replies:
         self._executor.want(map(self._lacking, self._prefetcher.further(task, figures, host)))
 
     def _lacking(self, wanted: WantedRuns) -> WantedRuns:
-        """The runs without those that an earlier report has."""
+        """Return the runs without those that an earlier report has."""
         return wanted._replace(runs=wanted.runs - len(self.resumed(wanted.task).replies))
 
 
 def has_figures(replies: Sequence[Reply]) -> bool:
-    """Whether all of them tell something of the case: it was measured, or it ran out of memory."""
+    """Tell whether all of them tell something of the case: it was measured, or it ran out of memory."""
     return all(isinstance(reply, Measurement | OutOfMemory) for reply in replies)

@@ -42,7 +42,7 @@ class CaseRunner(Protocol):
     settings: Settings
 
     def scale(self) -> Scale:
-        """The scale of the cases.
+        """Return the scale of the cases.
 
         Raises:
             BadCase: the hardware is not what the options ask for.
@@ -74,7 +74,7 @@ class CaseRunner(Protocol):
         """Cases whose baselines wait for further runs."""
 
     def complete(self) -> Iterator[Result]:
-        """Measure what baselines wait for; after each run the case's result with all its runs so far."""
+        """Measure what baselines wait for; yield after each run the case's result with all its runs so far."""
 
     def close(self) -> None:
         """End what was kept running for the cases to come."""

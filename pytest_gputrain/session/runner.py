@@ -117,8 +117,10 @@ class Runner:
         return self.settings.find_batch or self.settings.loss_steps is not None
 
     def _refuse_inline(self, case: Case) -> None:
-        """Raises:
-        BadCase: an inline run of the case cannot have its GPU, or the processes that it or a study takes.
+        """Refuse an inline run that cannot have what it takes.
+
+        Raises:
+            BadCase: an inline run of the case cannot have its GPU, or the processes that it or a study takes.
         """
         if self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
@@ -174,7 +176,7 @@ class Runner:
         return LossStudy(loss_curves=curves, **self._studied(request, task, studied, reply))
 
     def _studied(self, request: Request, task: Task, studied: Task, reply: Reply) -> dict[str, Any]:
-        """The fields of a study, whose figures are those of another task than the case is declared with."""
+        """Return the fields of a study, whose figures are those of another task than the case is declared with."""
         host = self._replies.host_of(studied)
         return {
             **self._common(request, task, host, None),
@@ -184,7 +186,7 @@ class Runner:
         }
 
     def _common(self, request: Request, task: Task, host: Host, verdict: Verdict | None) -> dict[str, Any]:
-        """The fields that all results have."""
+        """Return the fields that all results have."""
         return {
             "nodeid": request.nodeid,
             "suite": request.suite,
@@ -225,7 +227,7 @@ class Runner:
         return Prefetcher(self._lookup, self._expected_tasks(self._expected), self._executor.host)
 
     def _expected_tasks(self, expected: Iterable[ExpectedCase]) -> Iterator[ExpectedTask]:
-        """The tasks of those cases that may run."""
+        """Return the tasks of those cases that may run."""
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
                 refuse_unfit(case, markers, expression, self._executor.host, self.settings)

@@ -31,7 +31,7 @@ class ExpectedCase(NamedTuple):
 
 
 def platforms_of(declared: object) -> tuple[str, ...]:
-    """The markers that a case with these ``platforms`` carries.
+    """Return the markers that a case with these ``platforms`` carries.
 
     Its own and ``cpu``. A case without any is declared for all. So is, in effect, one with a misspelt platform (or with no
     tuple of them): no ``-m`` then passes it over, and it fails there with a sentence instead of silently never running.
@@ -42,14 +42,14 @@ def platforms_of(declared: object) -> tuple[str, ...]:
 
 
 def platforms_named(expression: str) -> list[str]:
-    """Platforms that a ``-m`` expression asks for by name."""
+    """Return the platforms that a ``-m`` expression asks for by name."""
     words = set(_words(expression))
     others = words - _ALL  # which a test may have or not
     return [m for m in MARKERS if m in words and (_holds(expression, {m}) or _holds(expression, {m} | others))]
 
 
 def platforms_missed(expression: str, markers: Collection[str]) -> list[str]:
-    """Platforms whose marker would have selected a test that carries none of them."""
+    """Return the platforms whose marker would have selected a test that carries none of them."""
     if _ALL.intersection(markers) or _holds(expression, markers):
         return []
     return [platform for platform in MARKERS if _holds(expression, {*markers, platform})]
@@ -65,7 +65,7 @@ def _words(expression: str) -> list[str]:
 
 
 def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: int) -> str | None:
-    """Why a test must not run on a machine of ``platform``, None where it may.
+    """Say why a test must not run on a machine of ``platform``, None where it may.
 
     ``-m h100`` selects tests by what they are declared for. A machine that is no H100 satisfies the expression only if it
     still holds when the machine's own platform is the only one the test carries.
@@ -133,7 +133,7 @@ def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
 
 
 def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, all_of_them: bool) -> str | None:
-    """Why a case cannot run on machines of a platform that it is declared for, None where it can.
+    """Say why a case cannot run on machines of a platform that it is declared for, None where it can.
 
     Args:
         gpus: of a machine; 0 for a CPU.
@@ -162,8 +162,8 @@ def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, a
 
 
 def _holds(expression: str, names: Collection[str]) -> bool:
-    """A ``-m`` expression over plain marker names. pytest has refused malformed ones before; those with names that are no
-    Python identifiers, or with arguments, count as satisfied: they are about something else than platforms."""
+    """Evaluate a ``-m`` expression over plain marker names. pytest has refused malformed ones before; those with names that
+    are no Python identifiers, or with arguments, count as satisfied: they are about something else than platforms."""
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError):  # the latter for a null character, before Python 3.12
@@ -172,7 +172,7 @@ def _holds(expression: str, names: Collection[str]) -> bool:
 
 
 def _value(node: ast.expr, names: Collection[str]) -> bool | None:
-    """Kleene's three values: None for what cannot be known, which negation leaves unknown."""
+    """Evaluate by Kleene's three values: None for what cannot be known, which negation leaves unknown."""
     match node:
         case ast.BoolOp():
             values = [_value(value, names) for value in node.values]

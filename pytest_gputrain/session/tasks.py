@@ -43,7 +43,7 @@ class TaskMaker:
         self._emulated = emulated
 
     def scale(self) -> Scale:
-        """The scale of the models."""
+        """Return the scale of the models."""
         if self._settings.scale != "auto":
             return self._settings.scale
         return "full" if self._host().gpus else "tiny"
@@ -54,7 +54,8 @@ class TaskMaker:
         return case.replace(steps=case.steps if steps is None else steps, warmup=case.warmup if warmup is None else warmup)
 
     def processes(self, declared: int) -> int:
-        """How many processes a case takes: on a CPU a parallelism is exercised, not measured, and fewer show as much."""
+        """Return how many processes a case takes: on a CPU a parallelism is exercised, not measured, and fewer show as
+        much."""
         return declared if self._host().gpus else min(declared, self._settings.processes)
 
     def make(
@@ -102,13 +103,13 @@ class TaskMaker:
         return msgspec.structs.replace(task, variables=variables)
 
     def alone(self, task: Task) -> Task:
-        """One worker of the task, to compare several with."""
+        """Make the task of one worker, to compare several with."""
         case = one_worker(task.case)
         processes = self.processes(case.gpus)
         return msgspec.structs.replace(task, case=case, processes=processes, nodes=self._nodes(case))
 
     def _nodes(self, case: Case) -> int:
-        """How many nodes the case takes: as many as have its GPUs, or on a CPU as many as the option allows."""
+        """Return how many nodes the case takes: as many as have its GPUs, or on a CPU as many as the option allows."""
         if gpus_of_host := self._host().gpus:
             return math.ceil(case.gpus / gpus_of_host)
         return 1 if case.servers else min(self._settings.nodes, self.processes(case.gpus))

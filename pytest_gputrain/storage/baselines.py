@@ -95,8 +95,10 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         """How many records an update found in each file with the same judged figures, and left as they were."""
 
     def path(self, device: str, suite: str) -> Path:
-        """Raises:
-        BaselineError: no place in the folder, or none that the suite is found in again.
+        """Return the path of a suite's file in the folder.
+
+        Raises:
+            BaselineError: no place in the folder, or none that the suite is found in again.
         """
         try:
             path = within(self._root, *self.parent, device, f"{suite}.json")
@@ -109,7 +111,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return path
 
     def get(self, device: str, suite: str, key: str) -> _Record | None:
-        """The record of one case, None where there is none.
+        """Return the record of one case, None where there is none.
 
         Raises:
             BaselineError: the file is there but cannot be read.
@@ -117,7 +119,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return self.suite(device, suite).get(key)
 
     def suite(self, device: str, suite: str) -> Mapping[str, _Record]:
-        """All records of a suite by key.
+        """Return all records of a suite by key.
 
         Raises:
             BaselineError: as of `get`.
@@ -127,13 +129,15 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return self._files[device, suite]
 
     def other_devices(self, device: str, suite: str) -> list[str]:
-        """Other devices that have baselines of the suite."""
+        """Return other devices that have baselines of the suite."""
         files = self.folder.glob(f"*/{glob.escape(suite)}.json")
         return sorted(path.parent.name for path in files if path.parent.name != device)
 
     def check_writable(self) -> None:
-        """Raises:
-        BaselineError: nothing can be written below the folder. Better told before hours of measuring than after.
+        """Check that baselines can be written below the folder: before hours of measuring rather than after.
+
+        Raises:
+            BaselineError: nothing can be written below the folder. Better told before hours of measuring than after.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +189,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return path
 
     def rewritten(self, device: str, suite: str) -> bytes:
-        """A file as `update` would write it again.
+        """Return a file as `update` would write it again.
 
         Raises:
             BaselineError: it cannot be read.
@@ -196,15 +200,16 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
     def _record(self, device: str, case: Case, scale: Scale, entries: tuple[_Entry, ...]) -> _Record: ...
     @abstractmethod
     def _entries(self, record: _Record) -> tuple[_Entry, ...]:
-        """The entries that are kept."""
+        """Return the entries that are kept."""
 
     @abstractmethod
     def _shared(self, entry: _Entry) -> Struct:
-        """What the entry shares with others."""
+        """Return what the entry shares with others."""
 
     @abstractmethod
     def _stored(self, entries: Iterable[tuple[str, _Entry]]) -> Any:
-        """Entries as they stand in the file: each without what it shares, but with the reference, which comes before it."""
+        """Return the entries as they stand in the file: each without what it shares, but with the reference, which comes
+        before it."""
 
     @abstractmethod
     def _fields(self, stored: Any, find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -212,10 +217,10 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
 
     @abstractmethod
     def _is_possible(self, entry: _Entry) -> bool:
-        """Whether the figures can be true; counts below zero are found without this."""
+        """Tell whether the figures can be true; counts below zero are found without this."""
 
     def _merged(self, before: _Record | None, new: _Record) -> _Record:
-        """What is stored where there is a record before the new one: that one itself where no judged figure differs."""
+        """Merge the new record into the one that is there, which stays as it is where no judged figure differs."""
         return new
 
     def _load(self, path: Path, device: str) -> dict[str, _Record]:
@@ -262,7 +267,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return self._record(device, case, scale, entries)
 
     def _encode(self, device: str, suite: str, records: Mapping[str, _Record]) -> Iterator[bytes]:
-        """The file in parts, with the text of one case in memory at a time."""
+        """Encode the file in parts, with the text of one case in memory at a time."""
         shared = {_digest(part): part for record in records.values() for part in map(self._shared, self._entries(record))}
         frame = self.file_type(FORMAT, device, suite, {digest: shared[digest] for digest in sorted(shared)}, {})
         cases = (json_text.item(self._stored_case(records[key]), key) for key in sorted(records))
@@ -327,7 +332,8 @@ class BaselineStore(SuiteStore[Baseline, BaselineRun]):
 
 
 def _judged(baseline: Baseline) -> tuple[object, ...]:
-    """What the gate judges by and tells of a baseline; seconds on a CPU only where it has runs enough to judge them."""
+    """Return what the gate judges by and tells of a baseline; seconds on a CPU only where it has runs enough to judge
+    them."""
     on_cpu = all(run.environment.device_type == "cpu" for run in baseline.runs)
     left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "final_loss"}
     # Memory on a CPU does not depend on the host; on a GPU a verdict names what changed there since the baseline.
@@ -344,7 +350,7 @@ def _judged(baseline: Baseline) -> tuple[object, ...]:
 
 
 def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *, again: str) -> _Type:
-    """The record of ``type_`` in a file.
+    """Decode the record of ``type_`` in a file.
 
     Args:
         what: the kind of file, in a sentence.
@@ -384,8 +390,10 @@ def _remedy(error: Exception, remedy: str) -> str:
 
 
 def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., BaselineError]) -> _Type:
-    """Raises:
-    BaselineError: the fields do not make a record of ``type_``, or hold more, which writing it again would lose.
+    """Check that the fields make a record.
+
+    Raises:
+        BaselineError: the fields do not make a record of ``type_``, or hold more, which writing it again would lose.
     """
     try:
         record = msgspec.convert(fields, type_)
@@ -397,7 +405,7 @@ def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., Ba
 
 
 def _lost(before: Any, after: Any) -> str:
-    """A name that stands in the one and not in the other; empty for none."""
+    """Find a name that stands in the one and not in the other; empty for none."""
     if isinstance(before, dict) and isinstance(after, dict):
         if unknown := sorted(before.keys() - after.keys()):
             return str(unknown[0])
@@ -408,7 +416,7 @@ def _lost(before: Any, after: Any) -> str:
 
 
 def _has_negative(value: Any) -> bool:
-    """Whether a count in there is below zero."""
+    """Tell whether a count in there is below zero."""
     if isinstance(value, dict):
         return any(map(_has_negative, value.values()))
     if isinstance(value, list | tuple):

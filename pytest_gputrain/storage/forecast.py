@@ -29,7 +29,7 @@ class Forecast:
         self.platform = platform
 
     def of(self, suite: str, case: Case) -> Prediction | None:
-        """The latest prediction of the case; None where there is none, or none of this very case."""
+        """Return the latest prediction of the case; None where there is none, or none of this very case."""
         if suite in self._unreadable:
             return None
         try:
@@ -64,7 +64,7 @@ class Forecast:
                 tests[position] = test
 
     def _rank(self, suite: str, cases: list[Case]) -> tuple[int, float]:
-        """Sort key of a test: whether it fits, and the least time its steps take."""
+        """Return the sort key of a test: whether it fits, and the least time its steps take."""
         predictions = [self.of(suite, case) for case in cases]
         if any(prediction is not None and prediction.fits is False for prediction in predictions):
             return 2, 0.0

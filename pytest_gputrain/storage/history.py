@@ -62,7 +62,7 @@ def append(path: Path, lines: Iterable[HistoryLine]) -> str:
 
 
 def _torn_end(descriptor: int, size: int) -> bytes:
-    """What follows the last line end."""
+    """Return what follows the last line end."""
     block, end = b"", size
     while end > 0 and b"\n" not in block:
         start = max(0, end - _LONGEST_LINE)

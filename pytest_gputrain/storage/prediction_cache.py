@@ -37,7 +37,7 @@ class PredictionCache:
         self._folder = folder
 
     def get(self, task: Task) -> Prediction | None:
-        """What was predicted for ``task``; None where nothing was, or where it cannot be read."""
+        """Return what was predicted for ``task``; None where nothing was, or where it cannot be read."""
         path = self._path(task)
         if path is None:
             return None
@@ -79,8 +79,8 @@ class PredictionCache:
 
 
 def _are_released(case: Case) -> bool:
-    """Whether the versions of the case's libraries tell their code: not where one is installed from a folder, a commit, or a
-    file that somebody built."""
+    """Tell whether the versions of the case's libraries tell their code: not where one is installed from a folder, a commit,
+    or a file that somebody built."""
     return not any(_is_local(name) for name in library_versions(case))
 
 
@@ -93,14 +93,15 @@ def _is_local(name: str) -> bool:
 
 @functools.cache
 def _files(name: str) -> str:
-    """Digest of the list of a library's files, with their hashes: who builds a wheel anew may leave its version."""
+    """Return the digest of the list of a library's files, with their hashes: who builds a wheel anew may leave its
+    version."""
     listed = metadata.distribution(name).read_text("RECORD") or ""
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
 @functools.cache
 def _own_code() -> str:
-    """Hash of this package's files."""
+    """Return the hash of this package's files."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):

@@ -101,7 +101,7 @@ class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows: tuple[_Row, ...]
 
     def published(self, platform: str | None = None) -> tuple[Published, ...]:
-        """The rows, or those of one platform, in the order of the document."""
+        """Return the rows, or those of one platform, in the order of the document."""
         return tuple(
             Published(
                 table=self.name,
@@ -124,8 +124,10 @@ class PublishedStore:
     """All published tables of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises:
-        BaselineError: a table is damaged, or there is none.
+        """Load the tables.
+
+        Raises:
+            BaselineError: a table is damaged, or there is none.
         """
         self.folder = folder
         self.tables = tuple(load(path) for path in sorted(folder.glob("*.json")))
@@ -144,7 +146,7 @@ class PublishedStore:
 
     @classmethod
     def beside(cls, baseline_dir: Path) -> PublishedStore:
-        """The tables in ``baseline_dir``, and where it has none those that came with this package.
+        """Return the tables in ``baseline_dir``, and where it has none those that came with this package.
 
         Raises:
             BaselineError: as above.
@@ -153,16 +155,16 @@ class PublishedStore:
         return cls(next((folder for folder in folders if folder.is_dir()), folders[0]))
 
     def get(self, platform: str, suite: str, key: str) -> Published | None:
-        """What was published for a case; None where nothing was."""
+        """Return what was published for a case; None where nothing was."""
         return self._rows.get((platform, suite, key))
 
     def platforms_of(self, suite: str, key: str) -> list[str]:
-        """Platforms for which a case was published."""
+        """Return the platforms for which a case was published."""
         return sorted(platform for platform, *suite_and_key in self._rows if suite_and_key == [suite, key])
 
 
 def load(path: Path) -> PublishedTable:
-    """The table in a file.
+    """Load the table in a file.
 
     Raises:
         BaselineError: it is no sound table.

@@ -27,7 +27,7 @@ from pytest_gputrain.storage.baselines import BaselineError, decode
 
 
 def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote") -> Report:
-    """The report in a file.
+    """Read the report in a file.
 
     Raises:
         BaselineError: it cannot be read, or is none of this package.
@@ -45,8 +45,10 @@ class ReportStore:
     """The results of an earlier report, as baselines."""
 
     def __init__(self, path: Path) -> None:
-        """Raises:
-        BaselineError: the file is no report of this package.
+        """Read the report.
+
+        Raises:
+            BaselineError: the file is no report of this package.
         """
         report = read_report(path)
         self.path = path
@@ -63,7 +65,7 @@ class ReportStore:
                 self._variants[result.suite, result.key, result.variables_digest] = baseline
 
     def get(self, device: str, suite: str, key: str, variables_digest: str = "") -> Baseline | None:
-        """The case's figures in the report, whatever device they are of: the judge tells what can be compared.
+        """Return the case's figures in the report, whatever device they are of: the judge tells what can be compared.
 
         Those that a test measured with the same changed variables come first."""
         return self._variants.get((suite, key, variables_digest)) or self.suite(device, suite).get(key)
@@ -73,8 +75,8 @@ class ReportStore:
 
 
 def to_baseline(result: Measured | UnmeasuredResult, *, date: str, session: str, commit: str) -> Baseline:
-    """The figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out), or where nothing was
-    measured.
+    """Return the figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out), or where nothing
+    was measured.
 
     Args:
         date: UTC, ISO 8601; this and the rest of the run whose result it is, which earlier ones may have begun.
@@ -117,10 +119,10 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
 
 
 def _short(seconds: float) -> float:
-    """Six digits: beyond what a clock tells of a step, and readable in a diff."""
+    """Round to six digits: beyond what a clock tells of a step, and readable in a diff."""
     return float(f"{seconds:.6g}")
 
 
 def without_lines(largest: Mapping[TrainingPhase, Sequence[LiveTensor]]) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-    """The rows as baselines keep them."""
+    """Return the rows as baselines keep them."""
     return {phase: tuple(msgspec.structs.replace(row, lines=()) for row in rows) for phase, rows in largest.items()}

@@ -64,7 +64,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a file of a sane size, or of a pipe.
+    """Read the content of a file of a sane size, or of a pipe.
 
     Raises:
         OSError: it cannot be read, is a device, or has no end in sight.
@@ -98,7 +98,7 @@ def prepare(path: Path) -> None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """What is at the end of all links; None for nothing.
+    """Return what is at the end of all links; None for nothing.
 
     Raises:
         OSError: links in a circle, or a file where a folder should be.
@@ -110,7 +110,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _printed_to(status: os.stat_result) -> int | None:
-    """The standard output or error, if it leads to this file: replaced, the file would lose what was printed."""
+    """Return the standard output or error, if it leads to this file: replaced, the file would lose what was printed."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):  # closed
             if os.path.samestat(status, os.fstat(descriptor)):
@@ -191,7 +191,7 @@ _PATIENCE_SECONDS: Final = 60.0
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """A context that one process of this user and host at a time is in, of those that name the same file.
+    """Enter a context that one process of this user and host at a time is in, of those that name the same file.
 
     They must share the folder for temporary files.
 

@@ -61,7 +61,7 @@ class RunInfo:
 
 
 def archive(folder: Path, reference: str) -> bytes:
-    """The files that a commit has in ``folder``, as a tar archive; empty for none.
+    """Return the files that a commit has in ``folder``, as a tar archive; empty for none.
 
     Raises:
         ValueError: there is no such commit, or no repository.
@@ -78,7 +78,7 @@ def archive(folder: Path, reference: str) -> bytes:
 
 
 def files_of_repository(folder: Path) -> list[Path]:
-    """The files of the repository that ``folder`` lies in, without those that it ignores; none outside of one."""
+    """Return the files of the repository that ``folder`` lies in, without those that it ignores; none outside of one."""
     top = _git(folder, "rev-parse", "--show-toplevel")
     listed = _output(Path(top), "ls-files", "-z", "--cached", "--others", "--exclude-standard") if top else None
     paths = (Path(top, os.fsdecode(name)) for name in (listed or b"").split(b"\0") if name)
@@ -86,12 +86,12 @@ def files_of_repository(folder: Path) -> list[Path]:
 
 
 def in_ci() -> bool:
-    """Whether this is a run of continuous integration, which sets ``CI``."""
+    """Tell whether this is a run of continuous integration, which sets ``CI``."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def in_pull_request() -> bool:
-    """Whether this is a job for a pull request, or a merge request, of GitHub, GitLab, Buildkite or Jenkins."""
+    """Tell whether this is a job for a pull request, or a merge request, of GitHub, GitLab, Buildkite or Jenkins."""
     if os.environ.get("GITHUB_EVENT_NAME", "").startswith("pull_request"):
         return True
     return any(os.environ.get(name, "") not in ("", "false") for name in _PULL_REQUESTS)
@@ -116,12 +116,12 @@ def _changes(root: Path, written: Sequence[Path]) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What a git command in ``root`` prints; empty where there is no git or no repository."""
+    """Return what a git command in ``root`` prints; empty where there is no git or no repository."""
     return (_output(root, *arguments) or b"").decode(errors="surrogateescape").strip()
 
 
 def _output(root: Path, *arguments: str) -> bytes | None:
-    """Output of a git command; None where it fails."""
+    """Return the output of a git command; None where it fails."""
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -10,7 +10,7 @@ import msgspec
 
 
 def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:
-    """The text of ``frame`` in parts, ``items`` in its last field.
+    """Yield the text of ``frame`` in parts, ``items`` in its last field.
 
     Args:
         frame: a record whose last field is an empty list or object.
@@ -27,21 +27,21 @@ def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def item(value: Any, key: str | None = None) -> bytes:
-    """An element of a list in a document's last field, or of an object there, which has a key."""
+    """Return an element of a list in a document's last field, or of an object there, which has a key."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=1).replace(b"\n", b"\n  ")
     return b"  " + (b"" if key is None else msgspec.json.encode(key) + b": ") + text
 
 
 def whole(record: msgspec.Struct) -> bytes:
-    """The text of a document that is not large, with short lists."""
+    """Return the text of a document that is not large, with short lists."""
     return short_lists(msgspec.json.format(msgspec.json.encode(record), indent=1)) + b"\n"
 
 
 def short_lists(text: bytes) -> bytes:
-    """JSON with each list of numbers on one line, so that a re-recorded case is a few changed lines, not fifty."""
+    """Return JSON with each list of numbers on one line, so that a re-recorded case is a few changed lines, not fifty."""
     return re.sub(rb"\[\n\s+([-0-9.e+,\s]+?)\n\s*\]", lambda m: b"[" + re.sub(rb"\s+", b" ", m[1]) + b"]", text)
 
 
 def short_rows(text: bytes) -> bytes:
-    """JSON with each record that begins with its bytes, such as `LiveTensor`, on one line."""
+    """Return JSON with each record that begins with its bytes, such as `LiveTensor`, on one line."""
     return re.sub(rb"\{\n\s+(\"bytes\": [^{}]+?)\n\s*\}", lambda m: b"{" + re.sub(rb"\n\s+", b" ", m[1]) + b"}", text)

@@ -42,7 +42,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def oom_kills() -> int:
-    """How often this host's kernel killed a process for memory since it started."""
+    """Tell how often this host's kernel killed a process for memory since it started."""
     with contextlib.suppress(OSError), _COUNTERS.open() as lines:
         for line in lines:
             if line.startswith("oom_kill "):

@@ -13,7 +13,8 @@ _MENTION: Final = re.compile(r"(?<![A-Za-z0-9_])@(?=[A-Za-z0-9])")
 
 
 def escaped(text: str) -> str:
-    """``text`` in one line, none of it markup, and nobody in it mentioned: GitHub looks for names when markup is gone."""
+    """Escape ``text`` in one line, none of it markup, and nobody in it mentioned: GitHub looks for names when markup is
+    gone."""
     line = _MENTION.sub("@\N{ZERO WIDTH SPACE}", " ".join(shown(text).split()))
     line = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", line)
     # What would begin a list or be a rule.
@@ -21,7 +22,7 @@ def escaped(text: str) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table."""
+    """Return the lines of a table."""
     rule = "| " + " | ".join("---" for _ in headers) + " |"
     return [_row(headers), rule, *map(_row, rows)]
 

@@ -20,7 +20,8 @@ _FIGURE: Final = re.compile(r"[-+]?[\d.,]*\s?%?")
 
 
 def shown(text: str) -> str:
-    """``text`` for a terminal or a log: nothing in it moves a cursor, sets a title, turns the text around or is a command.
+    """Return ``text`` for a terminal or a log: nothing in it moves a cursor, sets a title, turns the text around or is a
+    command.
 
     Line ends and tabs stay.
     """
@@ -41,7 +42,7 @@ class OneLineError(Exception):
 
 
 def spreadsheet(cell: object) -> object:
-    """A cell of CSV that no spreadsheet takes for a formula: a quotation mark before it says that it is text."""
+    """Return a cell of CSV that no spreadsheet takes for a formula: a quotation mark before it says that it is text."""
     if not isinstance(cell, str):
         return cell
     text = shown(cell)

@@ -19,7 +19,8 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """A context in which SIGTERM, that schedulers and CI send, and SIGHUP raise `Terminated`, unless somebody else has them.
+    """Provide a context in which SIGTERM, that schedulers and CI send, and SIGHUP raise `Terminated`, unless somebody else
+    has them.
 
     Without it they end this process at once, and what is not yet on disk is lost.
     """
@@ -47,7 +48,7 @@ def terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
-    """A context in which Ctrl-C, SIGTERM and SIGHUP wait: a second one must not stop what the first one began.
+    """Provide a context in which Ctrl-C, SIGTERM and SIGHUP wait: a second one must not stop what the first one began.
 
     Args:
         to_the_end: the run ends anyway, so what came meanwhile is dropped instead of raised afterwards.
@@ -74,7 +75,7 @@ def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
-    """A context in which the kernel keeps these signals back: between two handlers none is lost."""
+    """Provide a context in which the kernel keeps these signals back: between two handlers none is lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """`` (did you mean 'lora'?)``, or nothing where no known word is close."""
+    """Return `` (did you mean 'lora'?)``, or nothing where no known word is close."""
     known = list(candidates)
     close = difflib.get_close_matches(str(word), known, n=1) or [
         name for name in known if word and name.startswith(str(word))

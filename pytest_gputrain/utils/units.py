@@ -19,7 +19,7 @@ _BYTE_UNITS: Final = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "kb": 10**3, "
 
 
 def format_bytes(count: float) -> str:
-    """``count`` bytes in the largest binary unit that keeps it at or above one: ``35.6 GiB``."""
+    """Format ``count`` bytes in the largest binary unit that keeps it at or above one: ``35.6 GiB``."""
     for name, size in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(count) >= size:
             return f"{_digits(count / size)} {name}"
@@ -27,7 +27,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` with three significant digits in s, ms or µs."""
+    """Format ``seconds`` with three significant digits in s, ms or µs."""
     for name, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{_digits(seconds / size)} {name}"
@@ -35,14 +35,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_spread(seconds: float, spread: float) -> str:
-    """``4.70 s +- 0.03``: the spread in the unit and with the decimals of the value."""
+    """Format ``4.70 s +- 0.03``: the spread in the unit and with the decimals of the value."""
     shown, unit = format_seconds(seconds).split(" ")
     size = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
     return f"{shown} {unit} +- {spread / size:.{len(shown.partition('.')[2])}f}"
 
 
 def format_flops(count: float) -> str:
-    """``1.25 TFLOP``."""
+    """Format ``1.25 TFLOP``."""
     for name, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
         if abs(count) >= size:
             return f"{_digits(count / size)} {name}"
@@ -50,30 +50,31 @@ def format_flops(count: float) -> str:
 
 
 def format_joules(joules: float) -> str:
-    """``1.25 kJ``."""
+    """Format ``1.25 kJ``."""
     return f"{_digits(joules / 1000)} kJ" if abs(joules) >= 1000 else f"{_digits(joules)} J"
 
 
 def format_rate(per_second: float) -> str:
-    """``4.34/s`` with three significant digits."""
+    """Format ``4.34/s`` with three significant digits."""
     return f"{_digits(per_second)}/s"
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, never an exponent."""
+    """Format three significant digits, never an exponent."""
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:,.{decimals}f}"
 
 
 def format_percent(ratio: float, *, signed: bool = True) -> str:
-    """``0.051`` as ``+5.1 %``. Small changes keep a significant digit, so that a change never reads as none."""
+    """Format ``0.051`` as ``+5.1 %``. Small changes keep a significant digit, so that a change never reads as none."""
     percent = 100 * ratio
     form = ".1f" if abs(percent) >= 0.05 or percent == 0 else ".1g"
     return f"{percent:{'+' if signed else ''}{form}} %"
 
 
 def format_topology(rows: Sequence[Sequence[str]]) -> str:
-    """``NV18`` where all pairs of GPUs are linked alike, else how many are linked how: ``8 x NV1, 8 x NV2, 12 x NODE``."""
+    """Format ``NV18`` where all pairs of GPUs are linked alike, else how many are linked how: ``8 x NV1, 8 x NV2, 12 x
+    NODE``."""
     pairs = Counter(path for number, row in enumerate(rows) for path in row[number + 1 :])
     if len(pairs) < 2:
         return "".join(pairs) or "unknown"
@@ -81,12 +82,12 @@ def format_topology(rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_nics(ports: Sequence[str]) -> str:
-    """``2 x ixgbe 10 Gb/s, 8 x mlx5_core 400 Gb/sec (4X NDR)``."""
+    """Format ``2 x ixgbe 10 Gb/s, 8 x mlx5_core 400 Gb/sec (4X NDR)``."""
     return ", ".join(ports) or "none"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in ``"512MiB"``, ``"2 GiB"`` or ``"1e9 B"``.
+    """Parse the bytes in ``"512MiB"``, ``"2 GiB"`` or ``"1e9 B"``.
 
     Raises:
         ValueError: the text is not a non-negative number with a unit of bytes.
@@ -101,7 +102,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_ratio(text: str) -> float:
-    """The ratio in ``"3%"`` or ``"0.03"``.
+    """Parse the ratio in ``"3%"`` or ``"0.03"``.
 
     Raises:
         ValueError: not a number, negative, or 100 % and more without a percent sign (``3`` is surely ``3%``).
@@ -117,7 +118,7 @@ def parse_ratio(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in ``"90"``, ``"350ms"``, ``"90s"``, ``"15min"`` or ``"2h"``.
+    """Parse the seconds in ``"90"``, ``"350ms"``, ``"90s"``, ``"15min"`` or ``"2h"``.
 
     Raises:
         ValueError: not a positive number with one of these units.
@@ -131,7 +132,7 @@ def parse_seconds(text: str) -> float:
 
 
 def read_bytes(value: object) -> int:
-    """Bytes in what a marker has: a number of them, or a text for `parse_bytes`.
+    """Read the bytes in what a marker has: a number of them, or a text for `parse_bytes`.
 
     Raises:
         ValueError: neither; also a part of a byte, which was surely meant for a ratio.
@@ -145,7 +146,7 @@ def read_bytes(value: object) -> int:
 
 
 def read_ratio(value: object) -> float:
-    """The ratio in what a marker has: a number below 1, or a text for `parse_ratio`.
+    """Read the ratio in what a marker has: a number below 1, or a text for `parse_ratio`.
 
     Raises:
         ValueError: neither.
@@ -159,7 +160,7 @@ def read_ratio(value: object) -> float:
 
 
 def read_seconds(value: object) -> float:
-    """Seconds in what a marker has: a number of them, or a text for `parse_seconds`.
+    """Read the seconds in what a marker has: a number of them, or a text for `parse_seconds`.
 
     Raises:
         ValueError: neither.
@@ -173,7 +174,7 @@ def read_seconds(value: object) -> float:
 
 
 def _number(value: object) -> int | float | None:
-    """``value`` if it is a number that something can have: finite and not negative. A switch is none."""
+    """Return ``value`` if it is a number that something can have: finite and not negative. A switch is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if 0 <= value <= _MOST else None  # which not-a-number fails, too

@@ -50,11 +50,11 @@ class AllocationCounter(SharedMode):
         return self.peaks().bytes
 
     def peaks(self) -> Peaks:
-        """The peak of each phase of training."""
+        """Return the peak of each phase of training."""
         return peaks(self.trace)
 
     def begin_step(self) -> None:
-        """A step of training starts."""
+        """Note that a step of training starts."""
         if self._phases.current == "build":
             self.trace.begin_training()
         self._phases.begin_step()
@@ -96,7 +96,8 @@ class AllocationCounter(SharedMode):
 
 @contextlib.contextmanager
 def resizes_noted_by(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """A context in which ``seen`` gets every storage that Python code resizes, as FSDP does: no operator tells of it."""
+    """Provide a context in which ``seen`` gets every storage that Python code resizes, as FSDP does: no operator tells of
+    it."""
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined]
@@ -113,7 +114,7 @@ def _name(operator: Any) -> str:
 
 
 def wraps(types: Iterable[type]) -> bool:
-    """Whether any of an operator's types is a wrapper of tensors, such as DTensor.
+    """Tell whether any of an operator's types is a wrapper of tensors, such as DTensor.
 
     Its own storage is as large as the whole that it is a part of, and empty. A dispatch mode that returns NotImplemented is
     asked again for the tensors within.
@@ -122,7 +123,7 @@ def wraps(types: Iterable[type]) -> bool:
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that hold the storages of one that may be sparse."""
+    """Return the tensors that hold the storages of one that may be sparse."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

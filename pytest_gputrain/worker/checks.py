@@ -64,8 +64,10 @@ def check_trainable(model: nn.Module, method: str, expected: int | None) -> int:
 
 
 def check_losses(losses: Sequence[float]) -> None:
-    """Raises:
-    CheckFailed: a loss is not finite.
+    """Check that losses are finite.
+
+    Raises:
+        CheckFailed: a loss is not finite.
     """
     for step, value in enumerate(losses, start=1):
         if not math.isfinite(value):
@@ -130,7 +132,7 @@ class Movement:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which the names of parameters are noted that get a gradient."""
+        """Provide a context in which the names of parameters are noted that get a gradient."""
 
         def note_gradient_of(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
@@ -161,7 +163,8 @@ class Movement:
         return {name for name, value in self._trained.items() if self._before[name] != fingerprint(value)}, self._reached
 
     def check(self, moved: set[str], reached: set[str] | None, *, steps: int, remote_tensors: int = 0) -> None:
-        """Every trained tensor got a gradient in the watched step, and every trained matrix changed since the start.
+        """Check that every trained tensor got a gradient in the watched step, and every trained matrix changed since the
+        start.
 
         Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
 

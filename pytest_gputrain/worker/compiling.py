@@ -38,7 +38,8 @@ def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device
 
 
 def uncompiled(case: Case) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a compiled model runs as it is: what is compiled has operators of its own, and a graph none."""
+    """Provide a context in which a compiled model runs as it is: compiled code has operators of its own, and a graph
+    none."""
     return contextlib.nullcontext() if case.compile == "off" else torch.compiler.set_stance("force_eager")
 
 
@@ -50,7 +51,7 @@ class CompileCalls:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """A context in which the calls of `torch.compile` are noted. Own code has to be imported in it."""
+        """Provide a context in which the calls of `torch.compile` are noted. Own code has to be imported in it."""
         real = torch.compile
 
         @functools.wraps(real)
@@ -63,7 +64,8 @@ class CompileCalls:
 
 
 def _a_library_is_imported(frame: FrameType | None) -> bool:
-    """Whether the call comes from a library's top level: what libraries compile for themselves, a step may never use."""
+    """Tell whether the call comes from a library's top level: what libraries compile for themselves, a step may never
+    use."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
             return True

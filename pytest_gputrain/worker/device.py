@@ -52,7 +52,7 @@ class Device(Protocol):
         """Return the seconds from the stamp ``start`` to the later ``end``, on an idle device."""
 
     def keeping_peaks(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which peaks are kept through resets by other code: a step's own, or a library's."""
+        """Provide a context in which peaks are kept through resets by other code: a step's own, or a library's."""
 
     def reset_peaks(self) -> None:
         """Let peaks start from what is live now."""
@@ -67,7 +67,7 @@ class Device(Protocol):
         """Have an emulated GPU give more memory than it has from now on, for what only checks need; nothing elsewhere."""
 
     def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
-        """A context in which tensor storages are counted one by one, where no allocator does it; else an empty one.
+        """Provide a context in which tensor storages are counted one by one, where no allocator does it; else an empty one.
 
         Args:
             line: tells which line of the user's own files runs.
@@ -205,7 +205,7 @@ class Cpu:
         torch.set_num_threads(self.threads)
 
     def synchronize(self) -> None:
-        """CPU operators have finished when they return."""
+        """Do nothing: CPU operators have finished when they return."""
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -217,7 +217,7 @@ class Cpu:
         return contextlib.nullcontext()
 
     def reset_peaks(self) -> None:
-        """Nothing keeps peaks on a CPU; `counting` does."""
+        """Do nothing: nothing keeps peaks on a CPU; `counting` does."""
 
     def peaks(self) -> Peaks:
         return Peaks(allocated=None, reserved=None, used=None)
@@ -226,7 +226,7 @@ class Cpu:
         return None
 
     def lift_limit(self) -> None:
-        """A host gives what it has."""
+        """Do nothing: a host gives what it has."""
 
     @contextlib.contextmanager
     def counting(self, line: Callable[[], str]) -> Iterator[AllocationCounter | None]:

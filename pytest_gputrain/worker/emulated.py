@@ -27,7 +27,7 @@ _NAMED: Final = 2
 
 @contextlib.contextmanager
 def training_on_emulated_gpu(case: Case) -> Iterator[None]:
-    """A context for all of a case on an emulated GPU, from its build to its last check."""
+    """Provide a context for all of a case on an emulated GPU, from its build to its last check."""
     tracking.enable()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))

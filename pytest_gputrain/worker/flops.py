@@ -109,7 +109,7 @@ class FlopCount(SharedMode):
 
 
 def _type_of(args: Any) -> torch.dtype | None:
-    """Type of an operator's first tensor, which has that of all its operands."""
+    """Return the type of an operator's first tensor, which has that of all its operands."""
     dtype = next((value.dtype for value in args if isinstance(value, torch.Tensor)), None)
     return dtype.to_real() if dtype and dtype.is_complex else dtype
 
@@ -124,7 +124,7 @@ def _is_composite(func: Any, args: Any) -> bool:
 
 @contextlib.contextmanager
 def count_flops() -> Iterator[FlopCount]:
-    """A context in which matrix multiplications, convolutions and attention are counted."""
+    """Provide a context in which matrix multiplications, convolutions and attention are counted."""
     count = FlopCount()
     with recomputation_counted_by(count.share), count:
         yield count
@@ -132,7 +132,7 @@ def count_flops() -> Iterator[FlopCount]:
 
 @contextlib.contextmanager
 def recomputation_counted_by(count: Callable[[], Count]) -> Iterator[None]:
-    """A context in which `checkpoint_contexts` adds recomputation to what ``count`` returns."""
+    """Provide a context in which `checkpoint_contexts` adds recomputation to what ``count`` returns."""
     _active_counts.append(count)
     try:
         yield
@@ -180,7 +180,7 @@ def _both(outer: Any, inner: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
-    """A context in which what is counted is recomputation."""
+    """Provide a context in which what is counted is recomputation."""
     count = _active_counts[-1]() if _active_counts else None
     before = count.total if count else 0
     try:
@@ -191,7 +191,7 @@ def recomputing() -> Iterator[None]:
 
 
 def _own_formulas() -> dict[Any, Any]:
-    """Operators that torch's own counter lacks, or cannot count in all supported versions.
+    """Return the operators that torch's own counter lacks, or cannot count in all supported versions.
 
     Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries), products of experts with their
     tokens, and bitsandbytes' fused 4-bit product.
@@ -212,7 +212,8 @@ def _own_formulas() -> dict[Any, Any]:
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Scores and their product with the values. Shapes are (batch, heads, tokens, width); keys may have fewer heads."""
+    """Count scores and their product with the values. Shapes are (batch, heads, tokens, width); keys may have fewer
+    heads."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[2] * (width + value[3]))
 
@@ -220,18 +221,18 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = No
 def _attention_backward(
     grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """The scores once more, and the gradients of values, scores, queries and keys."""
+    """Count the scores once more, and the gradients of values, scores, queries and keys."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[2] * (3 * width + 2 * value[3]))
 
 
 def _grouped_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Products of groups, which share out one dimension of the two between them however they are divided, or each of a pair
-    of matrices."""
+    """Count products of groups, which share out one dimension of the two between them however they are divided, or each of a
+    pair of matrices."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
 
 
 def _product_with_4bit(left: Any, packed: Any, shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """``left`` (..., in) times the transpose of a weight whose unpacked ``shape`` is (out, in)."""
+    """Count ``left`` (..., in) times the transpose of a weight whose unpacked ``shape`` is (out, in)."""
     return int(2 * math.prod(left) * shape[0])

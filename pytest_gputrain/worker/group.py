@@ -45,7 +45,7 @@ class Group:
 
     @contextlib.contextmanager
     def joined(self, device: torch.device, *, even_alone: bool = False) -> Iterator[None]:
-        """A context in which torch.distributed is ready: nccl (rccl) on GPUs, gloo on a CPU and with servers.
+        """Provide a context in which torch.distributed is ready: nccl (rccl) on GPUs, gloo on a CPU and with servers.
 
         Args:
             even_alone: for engines that want a group of one.
@@ -82,7 +82,7 @@ class Group:
 
     @contextlib.contextmanager
     def _joined_alone(self) -> Iterator[None]:
-        """A context with torch's own process group for simulations, in which no other process takes part."""
+        """Provide a context with torch's own process group for simulations, in which no other process takes part."""
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -67,7 +67,7 @@ class Growth:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """A context in which it learns of the optimizers that step."""
+        """Provide a context in which it learns of the optimizers that step."""
 
         def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._optimizers.add(optimizer)
@@ -118,7 +118,7 @@ class Growth:
             self._ends.append(allocated - self._expected(training))
 
     def check(self, training: Trainable, allocated: Callable[[], int | None]) -> Generator[bool, None, str]:
-        """What the timed steps kept, as a sentence where it is remarkable.
+        """Describe what the timed steps kept, where it is remarkable.
 
         Raises:
             CheckFailed: they kept more and more.
@@ -144,19 +144,19 @@ class Growth:
     def _round(
         self, training: Trainable, allocated: Callable[[], int], *, collect: bool = False
     ) -> Generator[bool, None, int]:
-        """The bytes in tensors after one more round."""
+        """Train one more round, and return the bytes in tensors after it."""
         for _ in range(self._steps):
             self._begin_step()
             yield True
         return self._collected(training, allocated) if collect else allocated() - self._expected(training)
 
     def _collected(self, training: Trainable, allocated: Callable[[], int]) -> int:
-        """The bytes in tensors without garbage and without what `_expected` counts."""
+        """Return the bytes in tensors without garbage and without what `_expected` counts."""
         gc.collect()
         return allocated() - self._expected(training)
 
     def _expected(self, training: Trainable) -> int:
-        """Bytes of the losses that the worker keeps, and of each parameter's gradient and states in an optimizer.
+        """Return the bytes of the losses that the worker keeps, and of each parameter's gradient and states in an optimizer.
 
         A parameter gets these when it first trains, which is late for an expert that is seldom chosen. What a state collects
         in a list is not among them: it may grow for ever.
@@ -217,7 +217,7 @@ class _Makers(SharedMode):
         self._rounds: list[dict[int, tuple[weakref.ref[torch.UntypedStorage], _Maker, int]]] = [{}]
 
     def begin_round(self) -> None:
-        """A round starts."""
+        """Note that a round starts."""
         self._rounds.append({})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,7 +251,7 @@ class _Makers(SharedMode):
 
 
 def resident_bytes() -> int | None:
-    """Resident memory of this process that is no file's; None where there is no /proc."""
+    """Return the resident memory of this process that is no file's; None where there is no /proc."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:
@@ -270,6 +270,6 @@ def _storages(values: Any) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
 
 
 def _marker(growth: float) -> str:
-    """The marker that allows it, with a quarter more to spare."""
+    """Return the marker that allows it, with a quarter more to spare."""
     unit, name = (MiB, "MiB") if growth > MiB else (KiB, "KiB")
     return f'@pytest.mark.gpu_tolerance(growth="{math.ceil(growth * 1.25 / unit)} {name}")'

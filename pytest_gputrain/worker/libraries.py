@@ -87,7 +87,7 @@ def load(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """A context without garbage collection, which takes a tenth of the time of imports and finds nothing."""
+    """Provide a context without garbage collection, which takes a tenth of the time of imports and finds nothing."""
     before = gc.isenabled()
     gc.disable()
     try:

@@ -278,7 +278,7 @@ def _unwatched(figures: Measurement, training: Trainable, movement: Movement | N
 
 
 def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
-    """How many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
+    """Return how many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
     if not task.curve:
         training.losses.clear()
         return timed_steps(task.case)
@@ -304,7 +304,7 @@ def _nobody() -> None:
 
 
 def counted_steps(case: Case) -> list[bool]:
-    """The steps under the allocation counter, by whether the optimizer updates.
+    """Count the steps under the allocation counter, by whether the optimizer updates.
 
     The first makes its states. With them live, a step without gradients from before, and for accumulation one with them.
     Own code updates when it will: two whole rounds of the accumulation that its case declares.
@@ -332,7 +332,7 @@ def build(
     own_work_done: Callable[[], None] = lambda: None,
     architecture: Architecture | None = None,
 ) -> Trainable:
-    """What the task's case steps, on ``device``.
+    """Build what the task's case steps, on ``device``.
 
     Args:
         architecture: of the model of the zoo, instead of its own.
@@ -352,7 +352,7 @@ def known(count: int | None) -> int:
 
 
 def model_bytes(model: nn.Module, device: torch.device | None = None) -> int:
-    """Bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once.
+    """Return the bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once.
 
     Args:
         device: only of those on it.

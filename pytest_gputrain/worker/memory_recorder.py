@@ -111,7 +111,7 @@ class Recorder:
 
 
 def _gpu(torch: ModuleType, device: int) -> int:
-    """The number among all emulated GPUs, which ends the UUID of each."""
+    """Return the number among all emulated GPUs, which ends the UUID of each."""
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
@@ -129,7 +129,7 @@ def _load_values() -> Any:
 
 
 def unknown() -> Iterator[str]:
-    """Memory of libraries that the stand-ins know nothing of."""
+    """Return memory of libraries that the stand-ins know nothing of."""
     try:
         at = ctypes.CDLL(None).gputrain_unknown_at
     except AttributeError:
@@ -265,12 +265,12 @@ def _is_library(file: str) -> bool:
 
 
 def _is_compiled(file: str) -> bool:
-    """Whether torch.compile wrote this file."""
+    """Tell whether torch.compile wrote this file."""
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{os.sep}torchinductor_") in file
 
 
 def _part(frames: list[dict[str, Any]]) -> str:
-    """Which part of training allocated this, by torch's functions among the frames."""
+    """Tell which part of training allocated this, by torch's functions among the frames."""
     functions = [(frame["filename"].rpartition("site-packages/")[2], frame["name"]) for frame in frames]
     if any(file.startswith(("torch/optim/", "bitsandbytes/optim/")) for file, _ in functions):
         return "optimizer"
@@ -291,7 +291,7 @@ _CALLING: Final = ("_call_impl", "_wrapped_call_impl")
 
 
 def _where(frames: Iterable[dict[str, Any]]) -> str:
-    """The innermost line of the program itself, and the innermost one of a library of models that it called there."""
+    """Find the innermost line of the program itself, and the innermost one of a library of models that it called there."""
     own, library = "", ""
     for frame in frames:
         file = frame["filename"]

@@ -58,7 +58,7 @@ def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -
 
 
 def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
-    """LoRA (arXiv:2106.09685) by peft, which keeps the adapters of a half-precision model in fp32."""
+    """Add LoRA (arXiv:2106.09685) by peft, which keeps the adapters of a half-precision model in fp32."""
     import peft
 
     targets = recipe.targets or default_targets(model)
@@ -90,8 +90,10 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None:
-    """Raises:
-    CheckFailed: no linear layer has one of these names. peft is content where one of several is found.
+    """Check that linear layers have the names. peft is content where one of several is found.
+
+    Raises:
+        CheckFailed: no linear layer has one of these names. peft is content where one of several is found.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in () if targets == ALL_LINEAR else targets:

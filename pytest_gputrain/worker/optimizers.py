@@ -16,7 +16,7 @@ MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 
 
 def _adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """AdamW with states of 8 bits in blocks of 256; those of less than 4,096 elements are in fp32."""
+    """Make AdamW with states of 8 bits in blocks of 256; those of less than 4,096 elements are in fp32."""
     import bitsandbytes
 
     _check_release(parameters)
@@ -25,9 +25,11 @@ def _adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Opti
 
 
 def _check_release(parameters: list[nn.Parameter]) -> None:
-    """Raises:
-    CheckFailed: without a GPU, the installed bitsandbytes cannot update: earlier releases called CUDA's functions
-        themselves, and registered no operator with torch.
+    """Check that bitsandbytes can update here.
+
+    Raises:
+        CheckFailed: without a GPU, the installed bitsandbytes cannot update: earlier releases called CUDA's functions
+            themselves, and registered no operator with torch.
     """
     import bitsandbytes
 
@@ -43,7 +45,7 @@ def _check_release(parameters: list[nn.Parameter]) -> None:
 
 
 def _paged_adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """The same with states in CUDA's unified memory; on a CPU, which has none, bitsandbytes warns and does not page."""
+    """Make the same with states in CUDA's unified memory; on a CPU, which has none, bitsandbytes warns and does not page."""
     import bitsandbytes
 
     if not any(is_gpu(value.device) for value in parameters):
@@ -54,7 +56,7 @@ def _paged_adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.opti
 
 
 def _adafactor(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """Adafactor as transformers' Trainer makes it: its steps are of the learning rate, not relative to the weights."""
+    """Make Adafactor as transformers' Trainer makes it: its steps are of the learning rate, not relative to the weights."""
     from transformers.optimization import Adafactor
 
     optimizer: Any = Adafactor(parameters, lr=rate, scale_parameter=False, relative_step=False)

@@ -49,12 +49,12 @@ class OwnCode:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[OwnCode]:
-        """A context for all of it."""
+        """Provide a context for all of it."""
         with countable_threads(), self.growth.following(), started_processes() as self._processes:
             yield self
 
     def witnessed(self) -> contextlib.AbstractContextManager[None]:
-        """A context for the step whose FLOPs are counted."""
+        """Provide a context for the step whose FLOPs are counted."""
         return self._witness.watching()
 
     def check(

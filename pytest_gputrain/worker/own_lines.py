@@ -35,7 +35,7 @@ class OwnLines:
         """Of files as frames name them."""
 
     def current(self) -> str:
-        """``tests/test_mine.py:41``, or nothing where no line of the user's runs."""
+        """Return ``tests/test_mine.py:41``, or nothing where no line of the user's runs."""
         names = self._names
         asking = True
         frame: FrameType | None = sys._getframe(1)

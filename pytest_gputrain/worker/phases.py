@@ -46,7 +46,7 @@ class Phases:
             hook.remove()
 
     def begin_step(self) -> None:
-        """A step of training starts in this thread."""
+        """Note that a step of training starts in this thread."""
         self._thread = threading.get_ident()
         self._outside = "forward"
         self._optimizers.clear()

@@ -31,13 +31,13 @@ class Precision:
         return self.autocast or self.weights
 
     def casting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """The context of the forward pass."""
+        """Return the context of the forward pass."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.autocast)
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Scales the loss and steps the optimizer; passes everything through where nothing is to scale.
+        """Make what scales the loss and steps the optimizer; it passes everything through where nothing is to scale.
 
         Starts at 1024, where a fresh model's gradients do not overflow: torch's own 65536 drops the first updates.
         """
@@ -54,7 +54,8 @@ PRECISIONS: Final = {
 
 @contextlib.contextmanager
 def tf32_allowed(allowed: bool | None) -> Iterator[None]:
-    """A context in which products and convolutions of fp32 may be computed in TF32, or may not; None changes nothing."""
+    """Provide a context in which products and convolutions of fp32 may be computed in TF32, or may not; None changes
+    nothing."""
     # Not looked at for nothing: torch refuses to tell where own code has set its newer switches.
     switches: list[Any] = [] if allowed is None else [torch.backends.cuda.matmul, torch.backends.cudnn]
     before = [switch.allow_tf32 for switch in switches]
@@ -115,7 +116,8 @@ def check_precision(name: str, label: str, weights: Mapping[torch.dtype, int], f
 
 
 def weights_by_type(model: nn.Module) -> Counter[torch.dtype]:
-    """Bytes of the parameters, frozen ones included, by type; what is packed in four bits counts as what it computes in."""
+    """Return the bytes of the parameters, frozen ones included, by type; what is packed in four bits counts as what it
+    computes in."""
     sizes: Counter[torch.dtype] = Counter()
     seen: set[int] = set()
     for module in model.modules():
@@ -131,7 +133,7 @@ def weights_by_type(model: nn.Module) -> Counter[torch.dtype]:
 
 
 def _chief(amounts: Mapping[torch.dtype, int]) -> torch.dtype | None:
-    """The type that there is most of."""
+    """Return the type that there is most of."""
     return max(amounts, key=lambda dtype: amounts[dtype], default=None)
 
 

@@ -105,7 +105,7 @@ def _keep_emulated(keep: Keep, task: Task, device: Device, figures: Measurement 
 
 
 def crash(error: BaseException, progress: Progress, lines: OwnLines | None = None) -> Crashed:
-    """An exception as a reply, with its traceback.
+    """Turn an exception into a reply, with its traceback.
 
     Args:
         lines: tells which lines are the user's own, of which the sentence has the last.
@@ -121,7 +121,7 @@ def crash(error: BaseException, progress: Progress, lines: OwnLines | None = Non
 
 
 def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: Keep) -> Served:
-    """A parameter server's life: from the first worker's tables to the last worker's leave."""
+    """Serve as a parameter server: from the first worker's tables to the last worker's leave."""
     case = task.case
     progress.enter("build")
     optimizer = OPTIMIZERS[case.optimizer]

@@ -42,7 +42,7 @@ class Storages:
         return storage._cdata in self._sizes
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it has been seen with the size that it has."""
+        """Tell whether the storage has been seen with the size that it has."""
         return self._sizes.get(storage._cdata) == storage.nbytes()
 
     @property

@@ -51,7 +51,7 @@ class SharedMode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def on_this_thread(mode: TorchDispatchMode) -> Iterator[None]:
-    """A context in which ``mode``, which other threads may have entered, sees the operators of this one.
+    """Provide a context in which ``mode``, which other threads may have entered, sees the operators of this one.
 
     Entering a mode by ``with`` changes flags of the whole process, from which torch.compile sees that it must not compile;
     threads that leave in another order than they entered would leave them set.
@@ -75,7 +75,7 @@ class _Relay(TorchDispatchMode):
 
 @contextlib.contextmanager
 def countable_threads() -> Iterator[None]:
-    """A context in which shared modes see the threads that start while one of them is entered, and pools of any age.
+    """Provide a context in which shared modes see the threads that start while one of them is entered, and pools of any age.
 
     A relay triples the time of a small operator. So threads that start while nothing is counted get none, and those of a
     pool have one only for the work that they do while something is counted.
@@ -95,7 +95,7 @@ def countable_threads() -> Iterator[None]:
 
 
 def _relayed() -> contextlib.AbstractContextManager[None]:
-    """A context in which this thread is counted, where something is, and it is not already."""
+    """Provide a context in which this thread is counted, where something is, and it is not already."""
     seen = any(isinstance(mode, _Relay | SharedMode) for mode in _get_current_dispatch_mode_stack())
     if seen or not _entered:
         return contextlib.nullcontext()

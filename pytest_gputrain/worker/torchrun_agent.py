@@ -178,8 +178,10 @@ def _free_port() -> int:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Raises:
-    SystemExit: neither the arguments nor Slurm tell which of the nodes this one is.
+    """Run the agent of a node.
+
+    Raises:
+        SystemExit: neither the arguments nor Slurm tell which of the nodes this one is.
     """
     die_with_parent()
     folder, *seat = arguments
@@ -190,7 +192,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def reachable(name: str) -> str:
-    """Slurm's name of this node; that of the host where it is none, or is known to Slurm only."""
+    """Return Slurm's name of this node; that of the host where it is none, or is known to Slurm only."""
     with contextlib.suppress(OSError):
         if name and socket.getaddrinfo(name, None):
             return name

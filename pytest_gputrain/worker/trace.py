@@ -44,7 +44,7 @@ class Trace:
     def allocate(
         self, size: int, operator: str, phase: TrainingPhase, shape: tuple[int, ...], dtype: str, line: str = ""
     ) -> int:
-        """The number of a new allocation."""
+        """Return the number of a new allocation."""
         number = len(self.allocations)
         held = -(-size // self.rounding) * self.rounding
         lines = (line,) if line else ()
@@ -58,11 +58,11 @@ class Trace:
         self.events.append(~number)
 
     def begin_training(self) -> None:
-        """The build has ended. What is wholly free is given back, and peaks start from here."""
+        """Note that the build has ended. What is wholly free is given back, and peaks start from here."""
         self.events.append(EMPTY_CACHE)
 
     def enter(self, phase: TrainingPhase) -> None:
-        """A phase begins."""
+        """Note that a phase begins."""
         self.events.append(ENTER[phase])
 
     @property
@@ -71,7 +71,7 @@ class Trace:
         return [allocation.bytes for allocation in self.allocations]
 
     def in_order(self) -> Trace:
-        """The same with what is freed between two other events in the order of its numbers.
+        """Return the same with what is freed between two other events in the order of its numbers.
 
         Where a container lets go of many tensors at once, as autocast of its cast weights, their order is that of addresses.
         """
@@ -88,11 +88,11 @@ class Trace:
         return Trace(self.rounding, ordered, self.allocations)
 
     def largest_at_peaks(self, phase_peaks: Peaks) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """What lived at the peak of each phase."""
+        """Return what lived at the peak of each phase."""
         return {phase: self.largest_at(event, SHOWN) for phase, event in phase_peaks.events.items()}
 
     def by_origin(self, event_number: int) -> dict[TrainingPhase, int]:
-        """Bytes that lived after so many events, by the phase that made them."""
+        """Return the bytes that lived after so many events, by the phase that made them."""
         origins: dict[TrainingPhase, int] = {}
         for number in self._live(event_number):
             allocation = self.allocations[number]
@@ -100,7 +100,7 @@ class Trace:
         return {phase: origins[phase] for phase in ENTER if phase in origins}
 
     def _live(self, event_number: int) -> set[int]:
-        """Numbers of what lived after so many events."""
+        """Return the numbers of what lived after so many events."""
         live: set[int] = set()
         for event in self.events[:event_number]:
             if event >= 0:
@@ -110,7 +110,7 @@ class Trace:
         return live
 
     def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
-        """What lived after so many events, alike storages together, the largest ``count`` of them."""
+        """Return what lived after so many events, alike storages together, the largest ``count`` of them."""
         alike: defaultdict[LiveTensor, list[LiveTensor]] = defaultdict(list)
         for number in sorted(self._live(event_number)):
             allocation = self.allocations[number]

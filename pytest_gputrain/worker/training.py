@@ -72,7 +72,7 @@ class Trainable(Protocol):
         """Seconds that each step waited for its batch; none where batches are not loaded."""
 
     def leave(self) -> None:
-        """No more steps will come."""
+        """Leave: no more steps will come."""
 
 
 class Training:
@@ -213,7 +213,7 @@ class Setup:
         return self.precision.weights
 
     def casting(self) -> Any:
-        """The autocast context of the case's precision; an empty one where it needs none."""
+        """Return the autocast context of the case's precision; an empty one where it needs none."""
         return self.precision.casting(self.device)
 
     def watch(self, model: nn.Module) -> None:
@@ -295,12 +295,12 @@ class OwnCodeTraining:
             ) from None
 
     def drain(self) -> None:
-        """Own code loads for itself."""
+        """Do nothing: own code loads for itself."""
 
     input_waits: Sequence[float] = ()
 
     def leave(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: nobody waits for it."""
 
 
 def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:

@@ -61,7 +61,7 @@ class UntouchedHost(SharedMode):
         return tree_map_only(Tensor, lambda value: torch.empty_like(value, device="cpu", pin_memory=pinned), results)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operator would return, as tensors without contents; None where that depends on values."""
+        """Return what the operator would return, as tensors without contents; None where that depends on values."""
         args, kwargs = tree_map_only(Tensor, lambda value: value.to("meta"), (args, kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         if any(argument.name == "device" for argument in func._schema.arguments):
@@ -86,7 +86,7 @@ def _stage(source: Tensor, dtype: torch.dtype, non_blocking: Sequence[Any]) -> N
 
 
 def _device_of(kwargs: dict[str, Any]) -> str:
-    """Type of the device that the operator is asked to put its result on."""
+    """Return the type of the device that the operator is asked to put its result on."""
     device = kwargs.get("device")
     return "cpu" if device is None else torch.device(device).type
 
@@ -96,7 +96,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that the operator writes to, which it returns."""
+    """Return the arguments that the operator writes to, which it returns."""
     named = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     return [
         named.get(argument.name)

@@ -30,7 +30,7 @@ class Witness:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context whose operators are noted."""
+        """Provide a context whose operators are noted."""
         try:
             config = _ExperimentalConfig(profile_all_threads=True)
         except TypeError:  # before torch 2.7
@@ -84,7 +84,8 @@ def _is_operator(name: str) -> bool:
 
 @contextlib.contextmanager
 def started_processes() -> Iterator[list[str]]:
-    """A context that notes the names of the processes which Python's multiprocessing starts, as a DataLoader does."""
+    """Provide a context that notes the names of the processes which Python's multiprocessing starts, as a DataLoader
+    does."""
     names: list[str] = []
     start = BaseProcess.start
 

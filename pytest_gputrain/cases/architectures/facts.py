@@ -38,7 +38,7 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     where two kinds take turns, or where another key counts half as many. All repetitions are alike."""
 
     def facts(self, scale: Scale) -> dict[str, Any]:
-        """Hyper-parameters at this scale."""
+        """Return the hyper-parameters at this scale."""
         return self.config if scale == "full" else {**self.config, **self.tiny}
 
 
@@ -91,7 +91,7 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return min((part.config[key] // blocks for key, blocks in part.repeats.items()), default=0)
 
     def repeated(self, count: int) -> Architecture:
-        """The same with ``count`` repetitions, of which nobody published the parameters."""
+        """Return the same architecture with ``count`` repetitions; nobody published its number of parameters."""
         name, *_ = self.parts
         part = self.trained_part
         config = dict(part.config)
@@ -165,7 +165,7 @@ def configured(
 
 @functools.cache
 def denoisers() -> dict[str, Architecture]:
-    """The first model of the zoo of each class of diffusers."""
+    """Return the first model of the zoo of each class of diffusers."""
     models = [model for model in _families().values() if model.trained_part.library == "diffusers"]
     return {model.trained_part.model_class: model for model in reversed(models)}
 
@@ -185,7 +185,7 @@ def _families() -> dict[str, Architecture]:
 
 @functools.cache
 def architectures() -> dict[str, Architecture]:
-    """Every model by name, family after family, then those that are known by their config.json."""
+    """Return every model by name, family after family, then those that are known by their config.json."""
     facts = dict(_families())
     for name, model in msgspec.json.decode(_PUBLISHED.read_bytes(), type=dict[str, Published]).items():
         recipe = Lora(rank=8, alpha=16, dropout=0.0, targets=model.targets)  # adapters of experts take no dropout

@@ -39,7 +39,7 @@ class Durations:
                     self._steps[line.suite, line.key] = line.median_step_seconds
 
     def of(self, suite: str, task: Task) -> float:
-        """The seconds of the latest run, or else the least that is predicted; 0 where nothing is known."""
+        """Return the seconds of the latest run, or else the least that is predicted; 0 where nothing is known."""
         case = task.case
         seconds = self._steps.get((suite, key_of(case, task.scale)))
         if seconds is None and self._forecast is not None and task.scale == "full":

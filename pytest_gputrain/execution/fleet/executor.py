@@ -23,7 +23,7 @@ CPUS_OF_A_GPU: Final = 4
 
 
 def scheduler_of(settings: Settings, platform: str) -> Scheduler:
-    """The scheduler of ``--gpu-executor``.
+    """Make the scheduler of ``--gpu-executor``.
 
     Raises:
         ValueError: it is not there; the sentence to say so.
@@ -122,7 +122,8 @@ class FleetExecutor(Executor[Reply]):
         self._fleet.close()
 
     def _reply(self, task: Task, outcome: Delivery | Lost) -> Reply:
-        """
+        """Turn what a node delivered into the reply of the task.
+
         Raises:
             BadCase: the node refused the case, or is another one than an earlier run's.
         """
@@ -149,7 +150,8 @@ class FleetExecutor(Executor[Reply]):
 
 @contextlib.contextmanager
 def _shared() -> Iterator[None]:
-    """
+    """Turn errors of the folder that all machines share into a sentence.
+
     Raises:
         BadCase: instead of what the folder that all machines share raises.
     """

@@ -123,12 +123,12 @@ class Fleet:
         self.step()
 
     def ordered(self, order: Order) -> int:
-        """How often it was expected, or asked for; not what was dropped."""
+        """Count how often an order was expected or asked for, without what was dropped."""
         key = _key(order)
         return self._requested[key] + len(self._open.get(key, ()))
 
     def arrived(self, order: Order) -> list[Delivery | Lost]:
-        """What came of those that no test has asked for, up to the first of which that is not known."""
+        """Return what came of orders that no test has asked for, up to the first whose outcome is unknown."""
         outcomes: list[Delivery | Lost] = []
         for ticket in self._open.get(_key(order), ()):
             if ticket.outcome is None:
@@ -163,7 +163,7 @@ class Fleet:
             self._sleep(LOOK_SECONDS)
 
     def run(self, order: Order) -> Delivery | Lost:
-        """What comes of an order; waits until that is known."""
+        """Run an order, wait until its outcome is known, and return it."""
         key = _key(order)
         if not self._open.get(key) or self._open[key][0].outcome is None:
             for _ in self.wait(order):
@@ -250,7 +250,7 @@ class Fleet:
             ticket.since = self._progress = self._now()
 
     def _has_capacity(self) -> bool:
-        """Whether the scheduler's queue should hold another job.
+        """Tell whether the scheduler's queue should hold another job.
 
         As many may wait as run: that keeps the machines busy. With more, a test that asks for a further run would wait for
         all cases of the tests after it. What is held waits for no turn, and must not keep others from theirs.
@@ -372,5 +372,5 @@ class Fleet:
 
 
 def _key(order: Order) -> bytes:
-    """What tells an order from others."""
+    """Return what tells an order from others."""
     return msgspec.json.encode(order)

@@ -139,8 +139,10 @@ class Ray:
         self._ray.shutdown()
 
     def _connect(self, address: str) -> None:
-        """Raises:
-        ValueError: there is no cluster of this Ray.
+        """Connect to the cluster.
+
+        Raises:
+            ValueError: there is no cluster of this Ray.
         """
         if address.startswith("ray://"):
             raise ValueError(
@@ -166,8 +168,10 @@ class Ray:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raises:
-        Unreachable: Ray does not answer.
+        """Ask Ray, which may be out of reach.
+
+        Raises:
+            Unreachable: Ray does not answer.
         """
         try:
             yield
@@ -175,7 +179,7 @@ class Ray:
             raise Unreachable(_first_line(error)) from None
 
     def _requested(self, order: Order) -> Mapping[str, float]:
-        """Resources of each node: ours, and in their place those that the site asks for."""
+        """Return the resources of each node: ours, and in their place those that the site asks for."""
         site = _amounts(self._arguments, gpus=order.gpus, cpus=order.cpus, nodes=order.task.nodes)
         asked: dict[str, float] = {"CPU": order.cpus, "GPU": order.gpus}
         if order.conditions.platform and not site.keys() - asked.keys() - {"memory"}:
@@ -259,7 +263,7 @@ class Ray:
 
 
 def _amounts(arguments: Sequence[str], **values: int) -> dict[str, float]:
-    """Resources by name.
+    """Return the resources by name.
 
     Raises:
         ValueError: an argument is none.

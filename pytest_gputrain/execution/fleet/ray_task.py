@@ -71,7 +71,7 @@ def _start(python: str, arguments: list[str], output: int) -> subprocess.Popen[b
 
 
 def _wait(process: subprocess.Popen[bytes], over: object) -> None:
-    """Until it ends, or is to; ends it where this task is cancelled."""
+    """Wait until the process ends or is to end; end it where this task is cancelled."""
     assert callable(over)
     try:
         # Ray cancels by an exception in this thread, which must not sit in a system call for long.

@@ -76,7 +76,7 @@ class Scheduler(Protocol):
         """
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, Job]:
-        """What each of these jobs does; one that the scheduler has forgotten is left out.
+        """Return what each of these jobs does; one that the scheduler has forgotten is left out.
 
         Raises:
             Unreachable

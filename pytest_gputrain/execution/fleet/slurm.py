@@ -111,7 +111,8 @@ class Slurm:
         return answer
 
     def _answer(self, process: subprocess.Popen[bytes], name: str) -> str:
-        """The id of the job that sbatch submits. Where the queue is full it would sleep for minutes, so it is ended."""
+        """Return the id of the job that sbatch submits. Where the queue is full it would sleep for minutes, so it is
+        ended."""
         began = time.monotonic()
         while True:
             try:
@@ -136,7 +137,8 @@ class Slurm:
         raise JobRefused(f"Slurm refuses it: {words}")
 
     def _requested(self, order: Order) -> list[str]:
-        """Options of sbatch for what the order takes: ours, without those that the site asks for in its own words."""
+        """Return the options of sbatch for what the order takes: ours, without those that the site asks for in its own
+        words."""
         minutes = math.ceil((order.conditions.timeout_seconds + SPARE_SECONDS) / 60)
         site = " ".join(self._arguments)
         asked = [f"--nodes={order.task.nodes}", "--ntasks-per-node=1", f"--time={minutes}"]
@@ -160,7 +162,7 @@ class Slurm:
                 self._run(["scancel", "--quiet", *ids[begin : begin + _MOST_IDS]])
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing: there is nothing to leave."""
 
     def _by_name(self, name: str) -> set[str]:
         try:
@@ -177,8 +179,10 @@ class Slurm:
         return done.stdout
 
     def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Raises:
-        Unreachable: it does not come to its end.
+        """Run a command of Slurm.
+
+        Raises:
+            Unreachable: it does not come to its end.
         """
         try:
             return subprocess.run(
@@ -193,7 +197,7 @@ def _has(text: str, parts: Sequence[str]) -> bool:
 
 
 def _read(lines: str) -> dict[str, Job]:
-    """Jobs by id, of what squeue printed."""
+    """Read the jobs by id from what squeue printed."""
     jobs = {}
     for line in lines.splitlines():
         job, _, rest = line.partition("|")

@@ -30,7 +30,8 @@ _swept: Final[set[Path]] = set()
 
 @contextlib.contextmanager
 def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
-    """A folder for the case, with the task in it, that is gone afterwards, and with it all that its workers started.
+    """Make a folder for the case, with the task in it. Afterwards the folder is gone, and with it all that its workers
+    started.
 
     Args:
         shared: where to make it; a place of this machine for temporary files by default.

@@ -51,7 +51,7 @@ class SessionEnvironment:
             self.begin()
 
     def changes(self, task: Task, *, inline: bool = False, prefetched: bool = False) -> dict[str, str | None]:
-        """The variables that are others now, by name; None for one that is there no more.
+        """Return the variables that have changed, by name; None for one that is there no more.
 
         Args:
             inline: the task runs in this process; a worker does not see what launching sets or drops.
@@ -70,15 +70,17 @@ class SessionEnvironment:
 
 
 def refuse_recursion() -> None:
-    """Raises:
-    RuntimeError: this process is itself a worker.
+    """Refuse to start workers in a worker.
+
+    Raises:
+        RuntimeError: this process is itself a worker.
     """
     if PARENT in os.environ:
         raise RuntimeError("a worker of pytest-gputrain must not start workers: do not measure at a module's top level")
 
 
 def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment that the task's test has, with what must not vary fixed.
+    """Build the environment that the task's test has, with what must not vary fixed.
 
     Args:
         gpus: the only ones that the worker may see.
@@ -102,7 +104,7 @@ def _is_dropped(name: str) -> bool:
 
 
 def _fixed(task: Task) -> dict[str, str]:
-    """Variables that are the same in every worker of the task, whatever a test sets."""
+    """Return the variables that are the same in every worker of the task, whatever a test sets."""
     fixed = {
         "PYTHONSAFEPATH": "1",
         "PYTHONHASHSEED": "0",
@@ -120,7 +122,7 @@ def _fixed(task: Task) -> dict[str, str]:
 
 
 def _visible(gpus: Sequence[Gpu], environment: dict[str, str]) -> dict[str, str]:
-    """The variables that show ``gpus`` to the vendor's runtime, and no other GPU to any runtime."""
+    """Return the variables that show ``gpus`` to the vendor's runtime, and no other GPU to any runtime."""
     # CUDA takes a UUID only if it begins so; that of a Jetson does not.
     named = [gpu.uuid if gpu.vendor == "amd" or gpu.uuid.startswith(("GPU-", "MIG-")) else str(gpu.index) for gpu in gpus]
     names = ",".join(named)

@@ -125,7 +125,7 @@ class _ForkingProcess:
         return ForkedProcess(self, pid) if pid else None
 
     def exit_code(self, pid: int) -> int | None:
-        """The exit code of a process forked here; None while it runs."""
+        """Return the exit code of a process forked here; None while it runs."""
         self._listen()
         ended_with_source = self._process.poll()
         return self._ended.get(pid, ended_with_source)

@@ -55,7 +55,7 @@ def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
 
 
 def _is_of(folder: Path, owner: int) -> bool:
-    """Whether nobody but ``owner`` can have made the folder and what is in it."""
+    """Tell whether nobody but ``owner`` can have made the folder and what is in it."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
@@ -64,7 +64,8 @@ def _is_of(folder: Path, owner: int) -> bool:
 
 
 def _claim_node(folder: Path) -> int | None:
-    """A seat of the case in ``folder`` that is nobody else's now; None where there is none. The first is pytest's own."""
+    """Claim a seat of the case in ``folder`` that is nobody else's now; None where there is none. The first is pytest's
+    own."""
     with contextlib.suppress(FileNotFoundError):
         nodes = read_record(folder / NODES, Nodes)
         for seat in range(1, nodes.count if nodes else 0):
@@ -95,7 +96,7 @@ class _NodeOfCase:
             self._tell(f"node {host} cannot take part: {error}")
 
     def is_running(self) -> bool:
-        """Whether the case is still there; tells it of an agent that has ended without a word."""
+        """Tell whether the case is still there; report an agent that has ended without a word."""
         if self._agent and (exit_code := self._agent.poll()) is not None:
             self._agent = None
             if not self._left.exists():
@@ -115,7 +116,7 @@ class _NodeOfCase:
 
 
 def _gpus(task: Task, count: int) -> tuple[Gpu, ...]:
-    """This node's GPUs, all of which the case takes; none for a case on CPUs.
+    """Return this node's GPUs, all of which the case takes; none for a case on CPUs.
 
     Raises:
         HardwareError: it has more or fewer.

@@ -24,11 +24,11 @@ class Process(abc.ABC):
 
     @abc.abstractmethod
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the process runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
 
     @abc.abstractmethod
     def killed_for_memory(self, kills_before: int) -> bool:
-        """Whether the kernel's OOM killer ended the worker.
+        """Tell whether the kernel's OOM killer ended the worker.
 
         Args:
             kills_before: `oom_kills` of this host before the worker started.

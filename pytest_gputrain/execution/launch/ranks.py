@@ -66,11 +66,11 @@ class Rank:
         self.process = process(folder, number)
 
     def failed(self) -> bool:
-        """Whether the ended process left no figures."""
+        """Tell whether the ended process left no figures."""
         return not isinstance(self.reply(), Measurement | Served | Prediction | EmulatedRun)
 
     def failure_sort_key(self) -> tuple[bool, bool, int]:
-        """The key that sorts failed ranks by how likely each is the cause of the others' failures.
+        """Return the key that sorts failed ranks by how likely each is the cause of the others' failures.
 
         A rank that died without a word comes first, then one out of memory: others, who lose their partner, reply with an
         exception. Among equals the earlier.
@@ -98,7 +98,7 @@ class Rank:
             output.limit()
 
     def stacks(self) -> str:
-        """The running worker's Python stacks; empty where it does not answer."""
+        """Return the running worker's Python stacks; empty where it does not answer."""
         path = self.folder / "stacks.txt"
         self.process.ask_for_stacks()
         deadline = time.monotonic() + _STACKS_SECONDS
@@ -161,7 +161,7 @@ def follow(
 
 
 def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
-    """The reply of a case that failed, with what was measured where all of its ranks had been by then."""
+    """Add what was measured to the reply of a case that failed, where all of its ranks had measured by then."""
     figures = [rank.figures() for rank in ranks] if isinstance(reply, Crashed | TimedOut) else []
     measured = [rank_figures for rank_figures in figures if rank_figures is not None]
     if not measured or len(measured) < len(ranks):
@@ -170,7 +170,7 @@ def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
-    """The reply for ranks that are all alive or have measured; their stacks tell who waits for whom."""
+    """Make the reply for ranks that are all alive or have measured; their stacks tell who waits for whom."""
     stacks = {rank.number: rank.stacks() for rank in ranks}
     for rank in ranks:
         rank.progress.read()
@@ -224,7 +224,7 @@ class _Versioned(Struct):
 
 
 def exit_text(exit_code: int) -> str:
-    """How a process ended, as sentences say it."""
+    """Say how a process ended."""
     if exit_code >= 0:
         return f"with exit code {exit_code}"
     try:
@@ -248,7 +248,7 @@ class _Output:
                 os.truncate(self._path, 0)
 
     def end(self) -> str:
-        """The end of it, without what libraries say of themselves that says nothing of the case."""
+        """Return the end of the output, without what libraries print that says nothing of the case."""
         return _OF_LIBRARIES.sub("", (self._before + tail(self._path)))[-_TAIL_BYTES:]
 
 
@@ -279,7 +279,7 @@ class _ProgressFile:
 
 
 def tail(path: Path) -> str:
-    """The end of a file; empty where there is none."""
+    """Return the end of a file; empty where there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)

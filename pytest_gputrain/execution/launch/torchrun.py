@@ -140,11 +140,11 @@ class _Agents:
         write_record(self._folder / NODES, self._nodes)
 
     def rank(self, folder: Path, number: int) -> Process:
-        """A rank of the case, which one of the agents starts."""
+        """Return a rank of the case, which one of the agents starts."""
         return _RemoteProcess(folder / f"rank{number}", self)
 
     def trouble(self) -> Crashed | None:
-        """What ends the case although no rank tells of it. Asked again and again: it also tells the agents to go on."""
+        """Find what ends the case although no rank tells of it. Asked again and again: it also tells the agents to go on."""
         if time.monotonic() - self._spoke >= WORD_EVERY_SECONDS:
             self._say(self._word.wish)
         departures = [read_record(seat / LEFT, Left) for seat in self._node_folders]
@@ -223,17 +223,17 @@ class _RemoteProcess(Process):
         self._agents.ask_for_stacks()
 
     def end(self) -> None:
-        """Its agent does it."""
+        """Do nothing: the agent ends it."""
 
 
 def start_agent(folder: Path, seat: int, host: str, environment: Mapping[str, str]) -> FreshProcess:
-    """The agent of this node for the case in ``folder``, whose seat has been taken."""
+    """Start the agent of this node for the case in ``folder``, whose seat has been taken."""
     with open(node_folder(folder, seat) / OUTPUT, "wb") as output:
         return run_module(_AGENT, [str(folder), str(seat), host], environment, output, output)
 
 
 def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) -> FreshProcess:
-    """One agent on each of ``count`` nodes of the allocation."""
+    """Start one agent on each of ``count`` nodes of the allocation."""
     environment = {name: value for name, value in environment.items() if name != PARENT}
     if any(environment.get(name) for name in CHOOSING):
         # GPUs go by other names on other nodes: there Slurm shows them, or what the shell said before pytest started.

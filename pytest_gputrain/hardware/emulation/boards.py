@@ -118,7 +118,7 @@ def board(marker: str) -> Board:
 
 
 def emulated_markers() -> list[str]:
-    """The markers of the GPUs that can be emulated, given a torch that has kernels for them."""
+    """Return the markers of the GPUs that can be emulated, given a torch that has kernels for them."""
     return [marker for marker in PLATFORMS if marker in _NAMES]
 
 
@@ -149,7 +149,7 @@ def find_kernels(chosen: Board, architectures: Iterable[str], torch_version: str
 
 
 def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
-    """What the stand-ins are told of the GPU, in the variable ``GPUTRAIN_EMULATED_DEVICE``.
+    """Describe the GPU to the stand-ins, in the variable ``GPUTRAIN_EMULATED_DEVICE``.
 
     Each call describes GPUs of its own, with UUIDs that no other has.
 

@@ -113,7 +113,7 @@ def stand_ins(torch: Torch) -> StandIns:
 
 
 def cache_folder() -> Path:
-    """The folder of this user's that stand-ins are kept in."""
+    """Return the folder of this user's that stand-ins are kept in."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pytest-gputrain-emulation"
 

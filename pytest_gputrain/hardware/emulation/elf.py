@@ -132,14 +132,14 @@ class Elf:
         )
 
     def _symbols(self, table: _Section) -> Iterator[tuple[int, str, int, int]]:
-        """Number, name, binding and section of each."""
+        """Return the number, name, binding and section of each symbol."""
         texts = self._sections[table.link].offset
         entries = struct.iter_unpack("<IBBHQQ", self._data[table.offset : table.offset + table.size])
         for at, (name, info, _, section, _, _) in enumerate(entries):
             yield at, self._text(texts + name), info >> 4, section
 
     def _needed_versions(self) -> Iterator[tuple[int, tuple[str, str]]]:
-        """Number of each version that is needed, its name and the library that has it."""
+        """Return the number of each version that is needed, its name and the library that has it."""
         section = self._of_kind(_VERNEED)
         if section is None:
             return

@@ -110,7 +110,7 @@ def _requirements(folder: Path) -> list[str]:
 
 
 def _pinned(requires: Iterable[str], package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The version of NVIDIA's package that torch was compiled against; torch asks for the very one."""
+    """Return the version of NVIDIA's package that torch was compiled against; torch asks for the very one."""
     for requirement in requires:
         if match := re.match(rf"{package}-cu\d+==(\d+)\.(\d+)\.(\d+)", requirement):
             return int(match[1]), int(match[2]), int(match[3])
@@ -138,7 +138,7 @@ def users_of_cuda(torch: Torch) -> list[Path]:
 
 
 def _sonames(path: Path) -> list[str]:
-    """Which of NVIDIA's libraries this one needs."""
+    """Find which of NVIDIA's libraries this one needs."""
     try:
         with Elf(path) as library:
             return [name for name in library.needed() if _SONAME.fullmatch(name)]
@@ -185,7 +185,7 @@ def _library_of(name: str) -> str | None:
 
 
 def _begins(name: str, prefix: str) -> bool:
-    """Whether the name is the prefix and a word: ``cublasLtMatmul`` is of cublasLt, ``custom`` is nobody's."""
+    """Tell whether the name is the prefix and a word: ``cublasLtMatmul`` is of cublasLt, ``custom`` is nobody's."""
     rest = name.removeprefix(prefix)
     return rest != name and (rest[:1].isupper() or rest[:1] == "_" or prefix == "nvshmem")
 

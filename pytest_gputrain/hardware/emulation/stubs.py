@@ -93,7 +93,7 @@ _NAMES: Final = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE
 
 
 def stubs_text(stem: str, names: Iterable[str]) -> str:
-    """The C text of these functions of a library."""
+    """Write the C text of these functions of a library."""
     return "\n".join(['#include "emulated.h"', *(_stub(stem, name) for name in names)]) + "\n"
 
 
@@ -116,12 +116,12 @@ def _stub(stem: str, name: str) -> str:
 
 
 def _parameters(count: int) -> str:
-    """Parameters in C, where pointers and whole numbers are passed alike, in eight bytes each."""
+    """Return the parameters in C, where pointers and whole numbers are passed alike, in eight bytes each."""
     return ", ".join(f"void *p{number}" for number in range(1, count + 1))
 
 
 def version_script(functions: Functions) -> str:
-    """What the linker is told of the functions' versions, which whoever loads them compares."""
+    """Write what the linker is told of the functions' versions, which whoever loads them compares."""
     versions: defaultdict[str, list[str]] = defaultdict(list)
     for name, version in sorted(functions.items()):
         versions[version].append(name)

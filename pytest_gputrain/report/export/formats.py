@@ -111,7 +111,7 @@ def _csv_row(report: Report, result: Result, point: Point | None) -> list[object
 
 
 def _kind(result: Result) -> str:
-    """What the name of a figure begins with that was not measured."""
+    """Return what the name of a figure begins with that was not measured."""
     return "predicted " if isinstance(result, Predicted) else "emulated " if isinstance(result, Emulated) else ""
 
 

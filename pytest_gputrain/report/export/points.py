@@ -53,7 +53,7 @@ def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
 
 
 def left_out(results: Sequence[Result], *, timed: bool = False) -> list[str]:
-    """A sentence for each case that is none of `points`: as a number, it would read as a fast one."""
+    """Return a sentence for each case that is none of `points`: as a number, it would read as a fast one."""
     return [point for result in latest(results) if isinstance(point := _point(result, timed), str)]
 
 
@@ -75,7 +75,8 @@ def _point(result: Result, timed: bool) -> Point | str:
 
 
 def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:
-    """A file name for each of ``names``, no two alike, also where capitals do not count; of long ones the end is a hash."""
+    """Return a file name for each of ``names``, no two alike, also where capitals do not count; of long ones the end is a
+    hash."""
     taken: set[str] = set()
     for name in names:
         stem = re.sub(r"[^\w.@=+-]+", "_", name.replace("/", "."))

@@ -31,7 +31,7 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def entry(point: Point) -> dict[str, Any]:
-    """What pytest-benchmark says of a benchmark beside its time.
+    """Return what pytest-benchmark says of a benchmark beside its time.
 
     Its names tell one run's cases from another's, so they are the case's rather than the test's: a test may measure several.
     """
@@ -86,7 +86,7 @@ def _machine(timed: Sequence[Point]) -> dict[str, Any]:
 
 
 def stats(data: Sequence[float]) -> dict[str, Any]:
-    """All fields of pytest-benchmark's statistics, by its own definitions."""
+    """Return all fields of pytest-benchmark's statistics, by its own definitions."""
     ordered = sorted(data)
     q1, q3 = _quartiles(ordered)
     mean = statistics.mean(ordered)
@@ -117,7 +117,8 @@ def stats(data: Sequence[float]) -> dict[str, Any]:
 
 
 def _quartiles(ordered: Sequence[float]) -> tuple[float, float]:
-    """Medians of the halves of an even number; of an odd one what Wikipedia's article on quartiles calls method 3."""
+    """Return the medians of the halves of an even number; of an odd one what Wikipedia's article on quartiles calls method
+    3."""
     count = len(ordered)
     if count == 1:
         return ordered[0], ordered[0]

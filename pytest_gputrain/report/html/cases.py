@@ -110,7 +110,7 @@ class Cases:
 
 
 def gathered(results: Sequence[Result]) -> Cases:
-    """The cases of results, each once for a device."""
+    """Return the cases of results, each once for a device."""
     shown = sorted(_latest(results), key=lambda result: _RANK[_verdict(result)])
     figures = {title: [figure(result) for result in shown] for title, figure in _FIGURES.items()}
     columns = tuple(title for title, cells in figures.items() if any(cell.text for cell in cells))
@@ -127,7 +127,7 @@ def gathered(results: Sequence[Result]) -> Cases:
 
 
 def _latest(results: Sequence[Result]) -> Iterator[Result]:
-    """A study is a row of its own: it says nothing of the case as declared."""
+    """Take the latest result of each case. A study is a row of its own: it says nothing of the case as declared."""
     yield from latest(of_kind(results, Measured, Predicted, Emulated))
     yield from latest(of_kind(results, BatchSearch, LossStudy))
 

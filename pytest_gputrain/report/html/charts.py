@@ -140,7 +140,7 @@ class Charts:
         title: str,
         description: str,
     ) -> Chart:
-        """Figures over time as points, their levels as lines, and their changes.
+        """Draw figures over time as points, their levels as lines, and their changes.
 
         Args:
             levels: index of the first figure of each, and its height.
@@ -202,7 +202,7 @@ class Charts:
         ideal: Sequence[tuple[float, float]] = (),
         mark: tuple[float, str] | None = None,
     ) -> Chart:
-        """Series over a common axis.
+        """Draw series over a common axis.
 
         Args:
             ideal: a thin line beside them, whose angle means something: from 0 on.
@@ -248,7 +248,7 @@ class Charts:
         description: str,
         limit: tuple[float, str] | None = None,
     ) -> Chart:
-        """Bars from left to right, those of a group below its name.
+        """Draw bars from left to right, those of a group below its name.
 
         Args:
             limit: a length that is marked, and what it is.
@@ -298,7 +298,7 @@ class Charts:
 
     @contextmanager
     def _axes(self, height: float, *, left: float, bottom: float, top: float) -> Iterator[tuple[Figure, Axes]]:
-        """Axes with margins in the units of the drawing."""
+        """Make axes with margins in the units of the drawing."""
         import matplotlib
         from matplotlib.figure import Figure
 
@@ -382,7 +382,7 @@ _NAME_LETTERS: Final = 50
 
 
 def axis_unit(kind: str, most: float) -> tuple[float, str]:
-    """The size and the name of the unit in which an axis up to ``most`` is read.
+    """Return the size and the name of the unit in which an axis up to ``most`` is read.
 
     Args:
         kind: ``seconds`` or ``bytes``; all else is a number without unit.

@@ -15,7 +15,7 @@ _LINES: Final = ("in use", "reserved")
 
 
 def courses(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
-    """Memory from the first allocation to the last, for each process and GPU."""
+    """Chart memory from the first allocation to the last, for each process and GPU."""
     for process in report.processes:
         for device in process.devices:
             if device.course:
@@ -23,7 +23,7 @@ def courses(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
 
 
 def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
-    """What was in use at the peak, by the part of training that allocated it, with the largest tensors."""
+    """Chart what was in use at the peak, by the part of training that allocated it, with the largest tensors."""
     for process in report.processes:
         for device in process.devices:
             if device.peak is not None:
@@ -31,7 +31,7 @@ def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
 
 
 def notes(report: Emulation) -> Iterator[str]:
-    """What is to be known beside the charts."""
+    """Return what is to be known beside the charts."""
     if not report.processes:
         yield "No process of the program that used the GPU ended by Python's own end, so there is nothing to draw."
     for process in report.processes:

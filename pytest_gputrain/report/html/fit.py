@@ -21,7 +21,7 @@ def missing() -> str:
 
 
 def page(report: FitReport) -> str:
-    """The page as text."""
+    """Render the page as text."""
     environment = templates()
     tones = {fit.WORDS[kind]: tone for kind, tone in _TONES.items()}
 

@@ -75,7 +75,7 @@ def write(path: Path, reports: Sequence[Report], history_trends: HistoryTrends |
 
 
 def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None, *, baseline_dir: Path) -> str:
-    """The page as text; see `write`."""
+    """Render the page as text; see `write`."""
     from pytest_gputrain.report.html import cases, published, sections, trends
     from pytest_gputrain.report.html.charts import Charts
 
@@ -108,7 +108,7 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
 
 
 def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Published], Result | None]) -> str:
-    """The page of published tables, with what was measured of their rows."""
+    """Render the page of published tables, with what was measured of their rows."""
     from pytest_gputrain.report.html import cases, published
     from pytest_gputrain.report.html.charts import Charts
 
@@ -128,7 +128,7 @@ def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Publish
 
 
 def page_of_emulation(report: Emulation) -> str:
-    """The page of what a program took of an emulated GPU."""
+    """Render the page of what a program took of an emulated GPU."""
     from pytest_gputrain.report.html import cases, emulation
     from pytest_gputrain.report.html.charts import Charts
 

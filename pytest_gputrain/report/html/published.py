@@ -141,7 +141,7 @@ class _Printed(NamedTuple):
         }
 
     def colour_key(self, side: str) -> str:
-        """What its colour tells; buckets and live parameters of one size have one colour."""
+        """Return what its colour tells; buckets and live parameters of one size have one colour."""
         return self.sides[side].rpartition(" ")[2] if side == "buckets" else self.sides[side]
 
 

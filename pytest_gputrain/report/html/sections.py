@@ -43,7 +43,7 @@ class CaptionedChart:
 
 
 def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """Throughput by the number of GPUs, for cases that differ in nothing else."""
+    """Chart throughput by the number of GPUs, for cases that differ in nothing else."""
     speeds_by_case: defaultdict[tuple[str, str, str, str, str], dict[int, tuple[float, str]]] = defaultdict(dict)
     for result in latest(of_kind(results, Measured)):
         runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
@@ -87,7 +87,7 @@ def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChar
 
 
 def losses(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """The curves of ``--gpu-loss``, those of a case in one chart."""
+    """Chart the curves of ``--gpu-loss``, those of a case in one chart."""
     for result in of_kind(results, LossStudy):
         curves = [curve for curve in result.loss_curves if curve.losses]
         if not curves:
@@ -137,7 +137,7 @@ _REST: Final = 4
 
 
 def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """The tensors that a prediction holds alive at the peak of each phase, by the phase that made them."""
+    """Chart the tensors that a prediction holds alive at the peak of each phase, by the phase that made them."""
     for result in latest(of_kind(results, Predicted)):
         prediction = result.figures
         if prediction is None or not any(prediction.largest.values()):

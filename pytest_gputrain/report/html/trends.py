@@ -65,7 +65,8 @@ class Card:
 def cards(
     history: History, courses: Sequence[Course], first: Collection[Subject], charts: Charts, warn: Callable[[str], None]
 ) -> list[Card]:
-    """Cases with a change first, the largest first; then those of ``first``; then all others, up to `MOST_CARDS`.
+    """Sort cases: those with a change first, the largest change first; then those of ``first``; then all others, up to
+    `MOST_CARDS`.
 
     Args:
         courses: how each metric of each case moved.

@@ -68,7 +68,7 @@ class Series:
             figures.extend(other.figures[metric])
 
     def sorted(self) -> Series:
-        """Files end in the order of pytest's ends, and several files follow each other."""
+        """Sort the series. Files end in the order of pytest's ends, and several files follow each other."""
         if all(map(operator.le, self.dates, itertools.islice(self.dates, 1, None))):
             return self
         indices = sorted(range(len(self.dates)), key=self.dates.__getitem__)
@@ -168,8 +168,10 @@ _NAMES: Final = ("suite", "key", "device", "branch")
 def _of_branch(
     branches: dict[str, dict[Subject, Series]], asked: str | None, warn: Callable[[str], None]
 ) -> dict[Subject, Series]:
-    """Raises:
-    HistoryError: there is no such branch.
+    """Keep the lines of one branch.
+
+    Raises:
+        HistoryError: there is no such branch.
     """
     branch = asked or next((trunk for trunk in TRUNKS if trunk in branches), "*")
     if branch == "*":

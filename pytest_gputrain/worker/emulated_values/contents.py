@@ -117,7 +117,7 @@ _EMPTY: Final = Known(0, 0)
 
 
 def extent(tensor: Tensor) -> int:
-    """The bytes from the first element of a tensor to behind its last one."""
+    """Return the bytes from the first element of a tensor to behind its last one."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -125,7 +125,7 @@ def extent(tensor: Tensor) -> int:
 
 
 def is_small(tensor: Tensor, *, dealt: bool = False) -> bool:
-    """Whether this tensor's values are computed, given that all it comes from are known."""
+    """Tell whether this tensor's values are computed, given that all it comes from are known."""
     count = tensor.numel()
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return count <= MOST_FLOATS

@@ -347,7 +347,7 @@ def _takes_generator(operator: Any) -> bool:
 
 
 def _places_of_tensors(operator: Any) -> list[int]:
-    """Which arguments are tensors, and can be a number that torch took for one."""
+    """Tell which arguments are tensors, and can be a number that torch took for one."""
     tensors = [index for index, argument in enumerate(operator._schema.arguments) if str(argument.type) == "Tensor"]
     return tensors if len(tensors) > 1 else []
 

@@ -13,7 +13,7 @@ from .contents import MOST_DEALT_BYTES
 
 
 def compared(name: str, arguments: Sequence[Any]) -> bool | None:
-    """What each element of a comparison is, when numbers are taken to be finite: the checks for NaN and infinities.
+    """Return what each element of a comparison is, when numbers are taken to be finite: the checks for NaN and infinities.
 
     These are x != x and abs(x) == inf in torch.
     """

@@ -32,7 +32,7 @@ class Places:
 
 
 def _own_line() -> str:
-    """The innermost line of the program itself, in no library. Autograd's threads have none."""
+    """Find the innermost line of the program itself, in no library. Autograd's threads have none."""
     frame: FrameType | None = sys._getframe(1)
     own_folder = os.path.dirname(__file__)
     while frame is not None:

@@ -26,6 +26,6 @@ class DataParallel(Single):
 
 
 def averaged(model: nn.Module, group: Group) -> DistributedDataParallel:
-    """The model with its gradients averaged over the processes that train."""
+    """Return the model with its gradients averaged over the processes that train."""
     # Without buffers: each process would wait for the first one's in every forward pass, for nothing that trains.
     return DistributedDataParallel(model, process_group=group.trainers, broadcast_buffers=False)

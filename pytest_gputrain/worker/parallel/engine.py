@@ -52,7 +52,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def __init__(self, model: nn.Module, options: EngineOptions) -> None:
-        """Takes the model as its method left it, on the device."""
+        """Take the model as its method left it, on the device."""
 
     @abc.abstractmethod
     def step(self, loss: Callable[[], Tensor], update: bool) -> Tensor:
@@ -64,7 +64,7 @@ class Engine(abc.ABC):
         """
 
     def leave(self) -> None:  # noqa: B027 - most engines have nobody to tell
-        """No more steps will come.
+        """Leave: no more steps will come.
 
         Raises:
             CheckFailed: a tensor that another process holds was not trained.

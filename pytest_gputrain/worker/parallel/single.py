@@ -31,19 +31,19 @@ class Single(Engine):
         self._most_norm = options.case.max_grad_norm
 
     def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
-        """The model as this engine runs it."""
+        """Return the model as this engine runs it."""
         return model
 
     def scaler(self, options: EngineOptions) -> torch.amp.GradScaler:
-        """Scales the loss where the precision wants it."""
+        """Make what scales the loss where the precision wants it."""
         return options.precision.scaler(options.device)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of the forward pass."""
+        """Return the context of the forward pass."""
         return self._precision.casting(self._device)
 
     def communicating(self, update: bool) -> contextlib.AbstractContextManager[Any]:
-        """The context of a micro-batch: gradients are exchanged only for an update."""
+        """Return the context of a micro-batch: gradients are exchanged only for an update."""
         return contextlib.nullcontext()
 
     def step(self, loss: Callable[[], Tensor], update: bool) -> Tensor:

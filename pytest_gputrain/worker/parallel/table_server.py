@@ -49,7 +49,7 @@ class TableServer:
     """
 
     def __init__(self, group: Group, asynchronous: bool, make_optimizer: RowsOptimizer) -> None:
-        """Waits for the first worker's tables."""
+        """Wait for the first worker's tables."""
         self.updates = 0
         self.rows = 0
         self._workers = set(range(group.size))
@@ -215,5 +215,5 @@ def receive(values: Tensor, rank: int, tag: int) -> None:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """The same memory: gloo knows not every dtype."""
+    """View the same memory as bytes: gloo does not know every dtype."""
     return values.flatten().view(torch.uint8)

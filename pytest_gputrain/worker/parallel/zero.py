@@ -98,7 +98,7 @@ class Zero(Engine):
 def configure(
     case: Case, shrinkage: float, further: Mapping[str, Any] = MappingProxyType({}), *, on_gpu: bool
 ) -> dict[str, Any]:
-    """The case as DeepSpeed's configuration.
+    """Write the case as DeepSpeed's configuration.
 
     Args:
         shrinkage: what sizes of buffers are multiplied by: a tiny model's would otherwise be nothing but gigabytes of them.

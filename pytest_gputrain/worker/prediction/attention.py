@@ -88,7 +88,8 @@ def _supports(target: Target, dtype: torch.dtype) -> bool:
 def _unfused(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
 ) -> Tensor:
-    """GPT-2's attention as it was written before there was a kernel, the softmax of halves in fp32 as under autocast."""
+    """Compute GPT-2's attention as it was written before there was a kernel, the softmax of halves in fp32 as under
+    autocast."""
     scores = query @ key.transpose(-1, -2)
     scores = scores / math.sqrt(query.shape[-1]) if scale is None else scores * scale
     if causal:
@@ -134,12 +135,13 @@ def temporaries() -> dict[Any, Temporaries]:
 
 
 def _flash(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """What the dropout is drawn from."""
+    """Return what the dropout is drawn from."""
     return (8,) if len(args) > 3 and args[3] else ()
 
 
 def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """fp32 sums of the query's gradient, rows padded to 128; keys' and values' gradients for each head that shares them."""
+    """Size fp32 sums of the query's gradient, rows padded to 128; keys' and values' gradients for each head that shares
+    them."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = -(-length // 128) * 128
@@ -151,19 +153,19 @@ def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _cudnn_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """fp32 sums of the query's gradient, by cuDNN's frontend; what its engines add is not known."""
+    """Size fp32 sums of the query's gradient, by cuDNN's frontend; what its engines add is not known."""
     batch, heads, length, width = args[1].shape
     return (4 * batch * heads * length * (width + 1),)
 
 
 def _efficient(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The result in fp32, of wide halves."""
+    """Size the result in fp32, of wide halves."""
     query, value = args[0], args[2]
     return (4 * query.shape[:3].numel() * value.shape[-1],) if query.itemsize < 4 and value.shape[-1] > 128 else ()
 
 
 def _efficient_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """fp32 sums of the query's gradient in blocks of 64; of wide halves, of the keys' and the values' too."""
+    """Size fp32 sums of the query's gradient in blocks of 64; of wide halves, of the keys' and the values' too."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows, keys = (-(-count // 64) for count in (length, key.shape[2]))

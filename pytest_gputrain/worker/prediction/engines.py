@@ -60,7 +60,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward passes exchange no gradients, as in the original."""
+        """Provide a context in which backward passes exchange no gradients, as in the original."""
         before, self._exchanging = self._exchanging, False
         try:
             yield
@@ -123,15 +123,15 @@ class RowGradient:
         self._values = values
 
     def indices(self) -> Tensor:
-        """(1, rows)."""
+        """Return the indices (1, rows)."""
         return self._ids.unsqueeze(0)
 
     def values(self) -> Tensor:
-        """(rows, width)."""
+        """Return the values (rows, width)."""
         return self._values
 
     def __add__(self, other: RowGradient) -> RowGradient:
-        """Both one after the other, equal rows then merged in place (add_out_sparse_cpu of SparseTensorMath.cpp)."""
+        """Put both one after the other, and merge equal rows in place (add_out_sparse_cpu of SparseTensorMath.cpp)."""
         ids = torch.cat((self._ids, other._ids))
         values = torch.cat((self._values, other._values))
         once = ids.unique()

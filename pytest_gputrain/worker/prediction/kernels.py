@@ -51,7 +51,7 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
 
 
 def _copied(*tensors: Tensor) -> tuple[int, ...]:
-    """Sizes of contiguous copies, of the tensors that are not contiguous."""
+    """Return the sizes of contiguous copies, of the tensors that are not contiguous."""
     return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
 
 
@@ -64,20 +64,20 @@ def _norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _softmax_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The gradient times the result."""
+    """Size the gradient times the result."""
     grad, result = args[0], args[1]
     return (grad.nbytes, *_copied(grad, result))
 
 
 def _group_norm(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """A factor and a summand for each channel, in fp32; of halves, mean and deviation in fp32 too."""
+    """Size a factor and a summand for each channel, in fp32; of halves, mean and deviation in fp32 too."""
     source, _, _, samples, channels, _, groups = args[:7]
     statistics = (4 * samples * groups,) * 2 if source.itemsize < 4 else ()
     return (*statistics, *(4 * samples * channels,) * 2)
 
 
 def _group_norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Two sums and a factor for each channel, two for each group, in fp32."""
+    """Size two sums and a factor for each channel, two for each group, in fp32."""
     samples, channels, groups = args[5], args[6], args[8]
     return (4 * samples * channels,) * 3 + (4 * samples * groups,) * 2
 
@@ -101,7 +101,7 @@ def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _loss(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The loss of every element, once more than the result's storage has it."""
+    """Size the loss of every element, once more than the result's storage has it."""
     source, target = args[:2]
     reduced = len(args) < 3 or args[2] != 0
     elements = math.prod(torch.broadcast_shapes(source.shape, target.shape))
@@ -109,6 +109,6 @@ def _loss(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _unpacked(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The weight in the arithmetic of the product: a kernel for many rows unpacks it first."""
+    """Size the weight in the arithmetic of the product: a kernel for many rows unpacks it first."""
     left, shape = args[0], args[2]
     return (math.prod(shape) * left.itemsize,)

@@ -44,7 +44,8 @@ def layouts(target: Target) -> dict[Any, Layout]:
 
 
 def _view_by_kernel(operator: Any) -> Layout:
-    """Strides of dimensions of one element, by which later operators take their memory format, differ from those of C++."""
+    """Stride dimensions of one element as the kernel does: later operators take their memory format from them, and C++
+    differs."""
 
     def view(source: Any, shape: Any) -> Any:
         with torch._C._DisableTorchDispatch():
@@ -57,7 +58,8 @@ def _view_by_kernel(operator: Any) -> Layout:
 
 
 def _reduced_loss(operator: Any) -> Layout:
-    """The kernel allocates the loss of every element, and then shrinks the result to one number but not its storage."""
+    """Make the result as the kernel does, which allocates the loss of every element and shrinks the result to one number,
+    but not its storage."""
 
     def loss(source: Tensor, target: Tensor, reduction: int = 1, *more: Any) -> Any:
         if reduction == 0:
@@ -69,7 +71,7 @@ def _reduced_loss(operator: Any) -> Layout:
 
 
 def _clone(source: Tensor, **options: Any) -> Any:
-    """The clone of a sparse fake has no elements."""
+    """Clone a sparse fake, which has no elements."""
     if source.layout is not torch.sparse_coo:
         return _ATEN.clone.default(source, **options)
     indices, values = source._indices().clone(), source._values().clone()
@@ -77,7 +79,7 @@ def _clone(source: Tensor, **options: Any) -> Any:
 
 
 def _convolution(source: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
-    """A fake one takes tensors of two devices, as no other operator does."""
+    """Refuse tensors of two devices, which a fake convolution takes as no other operator does."""
     if source.device != weight.device or (bias is not None and bias.device != weight.device):
         raise RuntimeError("Expected all tensors to be on the same device, but found two at a convolution")
     result: Tensor = _ATEN.convolution.default(source, weight, bias, *others)
@@ -104,7 +106,7 @@ def _in_type_of(model: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def _layer_norm_of_gpu(source: Tensor, *others: Any) -> Any:
-    """Mean and deviation are in fp32."""
+    """Keep mean and deviation in fp32."""
     result, *statistics = _ATEN.native_layer_norm.default(source, *others)
     return (
         result,
@@ -113,7 +115,7 @@ def _layer_norm_of_gpu(source: Tensor, *others: Any) -> Any:
 
 
 def _efficient_attention(*args: Any, **options: Any) -> Any:
-    """Seed and offset of the dropout are on the host."""
+    """Put seed and offset of the dropout on the host."""
     *results, seed, offset = _ATEN._scaled_dot_product_efficient_attention.default(*args, **options)
     return (*results, *(number.new_empty((), device="cpu") for number in (seed, offset)))
 

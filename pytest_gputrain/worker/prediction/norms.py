@@ -36,7 +36,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(source: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """`torch.rms_norm` of CUDA, which takes a weight of another type apart as a CPU does."""
+    """Stand in for `torch.rms_norm` of CUDA, which takes a weight of another type apart as a CPU does."""
     fused = weight is None or weight.dtype == source.dtype
     norm: Any = _RmsNorm.apply if fused else _ATEN.rms_norm.default.decompose
     result: Tensor = norm(source, shape, weight, eps)
@@ -44,12 +44,12 @@ def rms_norm(source: Tensor, shape: Any, weight: Tensor | None = None, eps: floa
 
 
 def softmax(source: Tensor, dimension: int, dtype: torch.dtype | None = None) -> Tensor:
-    """``softmax.int`` of CUDA, which reads fp16 and writes fp32 without a copy."""
+    """Stand in for ``softmax.int`` of CUDA, which reads fp16 and writes fp32 without a copy."""
     return _of_fp16(_ATEN._softmax, _ATEN.softmax.int, source, dimension, dtype)
 
 
 def log_softmax(source: Tensor, dimension: int, dtype: torch.dtype | None = None) -> Tensor:
-    """``log_softmax.int`` of CUDA, likewise."""
+    """Stand in for ``log_softmax.int`` of CUDA, likewise."""
     return _of_fp16(_ATEN._log_softmax, _ATEN.log_softmax.int, source, dimension, dtype)
 
 

@@ -29,7 +29,7 @@ COMPILED: Final = (
 
 
 def patches(gpu: torch.device | None) -> Iterator[Any]:
-    """What own code needs.
+    """Return the patches that own code needs.
 
     Args:
         gpu: label of the GPU that is predicted for; None for a CPU.
@@ -46,7 +46,8 @@ def patches(gpu: torch.device | None) -> Iterator[Any]:
 
 
 def trainer_patches(gpu: torch.device) -> Iterator[Any]:
-    """transformers' Trainer moves batches to this, which is the host under ``use_cpu=not torch.cuda.is_available()``."""
+    """Return the patches for transformers' Trainer, which moves batches to this device: the host under ``use_cpu=not
+    torch.cuda.is_available()``."""
     module = sys.modules["transformers.training_args"]
 
     def device(self: Any) -> torch.device:
@@ -109,7 +110,7 @@ class PythonCalls(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor of Python's numbers, or of those in a list of tensors."""
+        """Make a tensor of Python's numbers, or of those in a list of tensors."""
         if func is Tensor.new_tensor:
             like, *args = args
             kwargs = {**kwargs, "dtype": kwargs.get("dtype") or like.dtype, "device": kwargs.get("device") or like.device}
@@ -126,7 +127,7 @@ class PythonCalls(TorchFunctionMode):
         return made.detach().to(self._gpu).requires_grad_(made.requires_grad)
 
     def _readable(self, tensor: FakeTensor) -> Tensor:
-        """The contents, for numpy. Floats that nobody knows are 0.0, as where one of them is read."""
+        """Return the contents, for numpy. Floats that nobody knows are 0.0, as where one of them is read."""
         if tensor.fake_device == self._gpu:
             raise CheckFailed(
                 "the case makes a numpy array of a tensor on setup.device, which a GPU refuses; take Tensor.cpu()"
@@ -167,7 +168,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _of_numbers(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``torch.tensor`` of a list that may hold tensors, whose numbers C++ would read from their memory."""
+    """Make what ``torch.tensor`` makes of a list that may hold tensors, whose numbers C++ would read from their memory."""
     data, *others = args or (kwargs.pop("data"),)
     tensors = list(tensors_in(data)) if isinstance(data, list | tuple) else []
     if not tensors:
@@ -181,7 +182,7 @@ def _of_numbers(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tenso
 
 
 def _numbers(data: Any) -> Any:
-    """The tensors of a list as what their ``tolist`` gives: a float that nobody knows is 0.0."""
+    """Return the tensors of a list as what their ``tolist`` gives: a float that nobody knows is 0.0."""
     if isinstance(data, list | tuple):
         return [_numbers(part) for part in data]
     if not isinstance(data, Tensor):
@@ -190,7 +191,7 @@ def _numbers(data: Any) -> Any:
 
 
 def _dtypes(data: Any) -> Iterator[torch.dtype]:
-    """What torch makes a tensor of, by each of the numbers."""
+    """Return what torch makes a tensor of, by each of the numbers."""
     for part in data:
         if isinstance(part, list | tuple):
             yield from _dtypes(part)
@@ -202,7 +203,7 @@ _OF_NUMBER: Final = {bool: torch.bool, int: torch.int64, complex: torch.complex6
 
 
 def deepcopied(tensor: Any, memo: dict[Any, Any]) -> Tensor:
-    """``copy.deepcopy`` of a fake, which allocates what that of a real tensor does.
+    """Copy a fake like ``copy.deepcopy``, allocating what the copy of a real tensor does.
 
     A parameter is cloned. Of another tensor the whole storage is copied, once for all views of it.
     """
@@ -256,7 +257,8 @@ def _copy_of_storage(tensor: Any, memo: dict[Any, Any]) -> Tensor:
 
 
 def _truncated_normal(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch's draws anew what lies outside of the bounds until nothing does: how often follows from the bounds."""
+    """Fill like torch's, which draws anew what lies outside of the bounds until nothing does: how often follows from the
+    bounds."""
 
     @functools.wraps(original)
     def fill(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:

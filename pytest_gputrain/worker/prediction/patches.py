@@ -49,7 +49,7 @@ _PAGED_FROM: Final = 100_000
 
 @contextlib.contextmanager
 def patched(target: Target, device: torch.device) -> Iterator[None]:
-    """A context in which the recipe runs on fakes as it would on ``target``."""
+    """Provide a context in which the recipe runs on fakes as it would on ``target``."""
     with contextlib.ExitStack() as stack:
         stack.callback(forget_all)
         gpu = device if target.kind == "cuda" else None
@@ -127,7 +127,7 @@ def _to_list(self: FakeTensor) -> Any:
 
 
 def _load_in_this_process(self: Any, *args: Any, **kwargs: Any) -> None:
-    """`torch.utils.data.DataLoader.__init__`, in this process."""
+    """Stand in for `torch.utils.data.DataLoader.__init__`, in this process."""
     arguments = inspect.signature(_LOADER).bind(self, *args, **kwargs).arguments
     of_processes = {
         "num_workers",
@@ -209,7 +209,8 @@ def _peft_patches() -> Iterator[Any]:
 
 
 def _state_of_8bit_optimizer(self: Any, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The state of one weight: of a paged optimizer in unified memory, which is the host's until the GPU has room for it."""
+    """Make the state of one weight: of a paged optimizer in unified memory, which is the host's until the GPU has room for
+    it."""
     if self.is_paged and parameter.numel() >= _PAGED_FROM:
         return torch.zeros(parameter.shape, dtype=dtype, device="cpu")
     return torch.zeros_like(parameter, dtype=dtype)
@@ -248,7 +249,7 @@ def _list_patches() -> Iterator[Any]:
 
 
 def _register_cuda(library: Any, target: Target) -> None:
-    """CUDA's operators, where those of a CPU allocate otherwise."""
+    """Register CUDA's operators, where those of a CPU allocate otherwise."""
     with warnings.catch_warnings():
         # torch tells that a kernel is overridden, which is what this is for.
         warnings.simplefilter("ignore", UserWarning)
@@ -304,7 +305,7 @@ def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`torch.nn.Module._apply` for tensors that keep their identity, as all but fakes do."""
+    """Do what `torch.nn.Module._apply` does for tensors that keep their identity, as all but fakes do."""
     if recurse:
         for module in self.children():
             module._apply(fn)
@@ -349,7 +350,7 @@ def _four_bits(
     module: Any = None,
     bnb_quantized: bool = False,
 ) -> nn.Parameter:
-    """What ``bitsandbytes.nn.Params4bit`` makes; moving it to its device quantises it, see `_apply`."""
+    """Stand in for ``bitsandbytes.nn.Params4bit``; moving it to its device quantises it, see `_apply`."""
     parameter: Any = nn.Parameter(data, requires_grad=requires_grad)
 
     def quantise() -> None:

@@ -151,7 +151,7 @@ def _has_backward(trace: Trace) -> bool:
 
 
 def _places(storages: _Storages, device: torch.device) -> str:
-    """``1.2 GiB of them are on cpu``, for what is not on the device."""
+    """Say where tensors are that are not on the device: ``1.2 GiB of them are on cpu``."""
     sizes = Counter[str]()
     for where, size in storages.values():
         sizes[str(where)] += size

@@ -37,7 +37,7 @@ _INTERNAL: Final = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
 
 def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
-    """An exception in a prediction as a reply."""
+    """Turn an exception in a prediction into a reply."""
     crashed = crash(error, progress)
     sentence = str(error) if isinstance(error, CheckFailed) else _sentence(error) or crashed.sentence
     detail = "" if isinstance(error, CheckFailed) else crashed.detail
@@ -60,7 +60,8 @@ def _first_line(message: str) -> str:
 
 
 def _place(error: Exception) -> str:
-    """``test_mine.py:41: loss.backward()``, the last line of own code that the exception came through; empty without one."""
+    """Name the last line of own code that the exception came through, ``test_mine.py:41: loss.backward()``; empty without
+    one."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(Path(frame.filename))]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
@@ -76,7 +77,7 @@ def _is_internal(path: Path) -> bool:
 
 
 def _without_internals(error: Exception) -> str:
-    """The traceback without the lines of torch and of this package."""
+    """Return the traceback without the lines of torch and of this package."""
     described = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = described
     while link is not None:

@@ -208,7 +208,8 @@ class Shapes:
         return self._fake(element, result, tensors[0].fake_mode)  # type: ignore[attr-defined]
 
     def _fake(self, element: Tensor, result: Result, mode: Any) -> Tensor:
-        """``FakeTensor(mode, element, device)``, whose checks and 25 attributes, all alike, took a seventh of the time."""
+        """Make ``FakeTensor(mode, element, device)``, whose checks and 25 attributes, all alike, took a seventh of the
+        time."""
         device: Any = result.device
         attributes = self._fresh.get(device)
         if attributes is None:
@@ -229,6 +230,6 @@ def forget_shape(tensor: Any) -> None:
 
 
 def device_of(fake: Any) -> torch.device:
-    """The label of a fake; its ``device`` takes a way through all modes."""
+    """Return the label of a fake's device; its ``device`` takes a way through all modes."""
     device: torch.device = fake.fake_device
     return device

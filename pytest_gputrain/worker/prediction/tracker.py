@@ -114,7 +114,7 @@ class Tracker(TorchDispatchMode):
         return False
 
     def begin_step(self) -> None:
-        """A step starts: its phases and its work are counted anew."""
+        """Note that a step starts: its phases and its work are counted anew."""
         if self._phases.current == "build":
             self.trace.begin_training()
         self._phases.begin_step()
@@ -289,7 +289,7 @@ def _part(tensor: Any) -> Any:
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the storages of a sparse one; only torch's sparse gradients are followed."""
+    """Return the tensors that hold the storages of a sparse one; only torch's sparse gradients are followed."""
     return (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else ()
 
 

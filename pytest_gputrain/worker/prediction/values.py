@@ -130,7 +130,7 @@ def forget_all() -> None:
 
 
 def _read_by(package: str) -> bool:
-    """Whether the code that reads a scalar is the package's own."""
+    """Tell whether the code that reads a scalar is the package's own."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pytest_gputrain.worker.prediction."):
         frame = frame.f_back
@@ -138,7 +138,7 @@ def _read_by(package: str) -> bool:
 
 
 def _taken(func: Any, source: Tensor, indices: Any) -> Any:
-    """Elements of an unknown tensor by indices; a mask among them must be known."""
+    """Take elements of an unknown tensor by indices; a mask among them must be known."""
     if func is _SELECT:
         return source.new_empty((_count(indices),))
     first = indices[0]

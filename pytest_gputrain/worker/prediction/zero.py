@@ -115,7 +115,7 @@ class Kernels:
         """Stand in for `DeepSpeedCPUAdam`, as those below do: it works on the host, where nothing is counted."""
 
     def adam_update(self, *arguments: Any) -> None:
-        """One update."""
+        """Do one update."""
 
     def destroy_adam(self, *arguments: Any) -> None:
-        """The end."""
+        """Free the optimizer."""

@@ -34,7 +34,7 @@ FAMILIES: Final[dict[str, Callable[[Architecture, Case, Scale], Workload]]] = {
 
 
 def build(case: Case, scale: Scale, architecture: Architecture | None = None) -> Workload:
-    """The case's model on the default device and in the default dtype, not yet adapted.
+    """Build the case's model on the default device and in the default dtype, not yet adapted.
 
     Args:
         architecture: instead of the model's own.

@@ -67,7 +67,8 @@ class ClickThroughModel(Workload):
     own = (Deep, WideAndDeep)
 
     def batch(self, device: torch.device) -> Batch:
-        """``ids`` (batch, slots), one a slot, ``dense`` (batch, features) in the default dtype, and ``clicks`` (batch,).
+        """Draw ``ids`` (batch, slots), one a slot, ``dense`` (batch, features) in the default dtype, and ``clicks``
+        (batch,).
 
         By ``zipf`` a slot has as many categories as in Criteo's data (`SLOTS`), which share the table's rows where there are
         more than rows; that the n-th is an n-th as frequent as the first is an assumption.
@@ -89,7 +90,7 @@ class ClickThroughModel(Workload):
         return torch.stack(slots, dim=1) % int(facts["hashed_ids"])
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Cross entropy over click and no click; of a model with one output, the binary one."""
+        """Return the cross entropy over click and no click; of a model with one output, the binary one."""
         logits, clicks = self.model(inputs["ids"], inputs["dense"]), inputs["clicks"]
         if logits.shape[1] == 1:
             return functional.binary_cross_entropy_with_logits(logits.squeeze(1), clicks.to(logits.dtype))

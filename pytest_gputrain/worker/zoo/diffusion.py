@@ -34,7 +34,7 @@ TIMESTEPS: Final = 1000
 
 
 def image_diffusion(architecture: Architecture, case: Case, scale: Scale) -> ImageDiffusion:
-    """The workload of the model's denoiser."""
+    """Return the workload of the model's denoiser."""
     return DENOISERS[architecture.trained_part.model_class](architecture, case, scale)
 
 
@@ -67,14 +67,15 @@ class ImageDiffusion(Workload):
 
     @abc.abstractmethod
     def conditions(self) -> dict[str, Tensor]:
-        """What the denoiser takes beside latents and timesteps, on the default device; ``text`` unless it is encoded."""
+        """Return what the denoiser takes beside latents and timesteps, on the default device; ``text`` unless it is
+        encoded."""
 
     @abc.abstractmethod
     def denoise(self, noisy: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """The model's prediction, in the shape of ``noisy``."""
+        """Return the model's prediction, in the shape of ``noisy``."""
 
     def batch(self, device: torch.device) -> Batch:
-        """Random images or latents, captions or embeddings, noise, and a timestep a sample."""
+        """Draw random images or latents, captions or embeddings, noise, and a timestep a sample."""
         shape = self.latent_shape()
         with device:
             inputs = {"noise": torch.randn(shape), **self.conditions(), **self._times(len(shape))}
@@ -103,7 +104,8 @@ class ImageDiffusion(Workload):
         return flow_loss(predicted, latents, noise)
 
     def _times(self, dimensions: int) -> dict[str, Tensor]:
-        """Timesteps (samples,), and what they mean: factors of latents and noise, in fp32 and to be broadcast over them."""
+        """Draw timesteps (samples,), and return what they mean: factors of latents and noise, in fp32 and to be broadcast
+        over them."""
         step = self.architecture.step
         if step["objective"] == "epsilon":
             timesteps, signal, spread = ddpm_times(self.samples)
@@ -132,7 +134,7 @@ class ImageDiffusion(Workload):
         return scaled
 
     def _embeddings(self, text_width: int, pooled_width: int) -> dict[str, Tensor]:
-        """Cached embeddings of captions: of every token, and pooled."""
+        """Draw cached embeddings of captions: of every token, and pooled."""
         return {
             "text": torch.randn(self.samples, self.text_tokens, text_width),
             "pooled": torch.randn(self.samples, pooled_width),
@@ -255,7 +257,7 @@ DENOISERS: Final[dict[str, type[ImageDiffusion]]] = {
 
 
 def ddpm_times(samples: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uniform timesteps of DDPM (arXiv:2006.11239) with Stable Diffusion's betas, whose roots are equally spaced.
+    """Draw uniform timesteps of DDPM (arXiv:2006.11239) with Stable Diffusion's betas, whose roots are equally spaced.
 
     Returns:
         Timesteps as int64, and the factors of latents and of noise; each (samples,), the factors' squares add up to 1.
@@ -267,7 +269,7 @@ def ddpm_times(samples: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def flow_times(samples: int, shift: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logit-normal times of rectified flow, shifted towards noise (arXiv:2403.03206, sections 3.1 and 5.3.2).
+    """Draw logit-normal times of rectified flow, shifted towards noise (arXiv:2403.03206, sections 3.1 and 5.3.2).
 
     Returns:
         Timesteps from 0 to 1000, and the factors of latents and of noise; each (samples,), the factors add up to 1.
@@ -278,23 +280,23 @@ def flow_times(samples: int, shift: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def min_snr_weight(signal: Tensor, spread: Tensor, gamma: float) -> Tensor:
-    """Weight of each sample's epsilon loss (arXiv:2303.09556): min(snr, gamma) / snr."""
+    """Weight each sample's epsilon loss (arXiv:2303.09556): min(snr, gamma) / snr."""
     ratio = (signal / spread).square()
     return ratio.clamp(max=gamma) / ratio
 
 
 def epsilon_loss(predicted: Tensor, noise: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Weighted mean squared error of the predicted noise, in fp32."""
+    """Return the weighted mean squared error of the predicted noise, in fp32."""
     if weight is None:
         return functional.mse_loss(predicted.float(), noise.float())
     return (weight * (predicted.float() - noise.float()).square()).mean()
 
 
 def flow_loss(predicted: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
-    """Mean squared error of the predicted velocity from latents to noise, in fp32."""
+    """Return the mean squared error of the predicted velocity from latents to noise, in fp32."""
     return functional.mse_loss(predicted.float(), noise.float() - latents.float())
 
 
 def preconditioned_flow_loss(predicted: Tensor, noisy: Tensor, latents: Tensor, spread: Tensor) -> Tensor:
-    """The same error seen at the latents, which the predicted velocity leads to from ``noisy``."""
+    """Return the same error seen at the latents, which the predicted velocity leads to from ``noisy``."""
     return functional.mse_loss(noisy.float() - spread * predicted.float(), latents.float())

@@ -50,7 +50,7 @@ class LanguageModel(Workload):
         enable({"use_reentrant": False, "context_fn": self.checkpoint_contexts})
 
     def batch(self, device: torch.device) -> Batch:
-        """Random token ids and, shifted by one, their labels: both (batch, sequence) int64.
+        """Draw random token ids and, shifted by one, their labels: both (batch, sequence) int64.
 
         With samples of several lengths ``attention_mask`` tells padding, or ``position_ids`` where packed samples begin.
         """
@@ -77,7 +77,7 @@ class LanguageModel(Workload):
         return Batch(inputs=inputs, samples=samples, sequence_length=length, tokens=tokens)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Cross entropy of the next tokens."""
+        """Return the cross entropy of the next tokens."""
         self._labels = inputs["labels"]
         if self._is_own:
             return next_token_loss(self.model(inputs["input_ids"]), inputs["labels"])
@@ -86,7 +86,7 @@ class LanguageModel(Workload):
         return logits if self.case.loss_chunks > 1 else LOSSES[self._loss](logits, inputs["labels"])
 
     def _loss_in_place_of_logits(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The model's head and the loss, over one chunk of the tokens after the other; backward makes the logits anew.
+        """Run the model's head and the loss, over one chunk of the tokens after the other; backward makes the logits anew.
 
         In the head's own place, because parallelisms hook the model's forward pass: a loss beside it would miss them.
         """
@@ -114,7 +114,7 @@ class LanguageModel(Workload):
 
 
 def next_token_labels(ids: Tensor) -> Tensor:
-    """The id that follows each: same shape, the last one ignored."""
+    """Return the id that follows each: same shape, the last one ignored."""
     labels = torch.roll(ids, -1, dims=1)
     labels[:, -1] = IGNORED_LABEL
     return labels
@@ -129,7 +129,7 @@ def padded(labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of (batch, sequence, vocabulary) logits in their own dtype, ignored labels left out.
+    """Return the mean cross entropy of (batch, sequence, vocabulary) logits in their own dtype, ignored labels left out.
 
     transformers' own loss copies the logits to fp32, which alone is 8 GiB at 2 x 8192 tokens of a 128k vocabulary; the
     published memory figures exclude it. Shifting the labels instead of the logits saves another copy of them.
@@ -138,7 +138,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def transformers_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same by transformers, in fp32."""
+    """Return the same loss by transformers, in fp32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     # Any labels beside the shifted ones are not looked at.

@@ -13,7 +13,7 @@ class MaskedLanguageModel(Workload):
     """transformers' model with both heads, dropout on."""
 
     def batch(self, device: torch.device) -> Batch:
-        """Pairs of sentences of equal length, without padding, the same count of masked tokens in each pair.
+        """Draw pairs of sentences of equal length, without padding, the same count of masked tokens in each pair.
 
         ``input_ids``, ``token_type_ids`` and ``labels`` are (batch, sequence) int64, ``next_sentence_label`` is (batch,).
         A masked token is the mask token always: the tenths that BERT leaves alone or replaces by another cost the same.
@@ -34,7 +34,7 @@ class MaskedLanguageModel(Workload):
         return Batch(inputs=inputs, samples=size, sequence_length=length)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The model's own: cross entropy over the masked tokens plus that of the next sentence.
+        """Return the model's own loss: cross entropy over the masked tokens plus that of the next sentence.
 
         Its head computes the logits of all tokens, masked or not.
         """

@@ -51,7 +51,7 @@ class PanGu(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """GPT-2's scheme: what ends in the residual stream starts smaller, the deeper the model."""
+        """Initialise by GPT-2's scheme: what ends in the residual stream starts smaller, the deeper the model."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -111,7 +111,7 @@ class Attention(nn.Module):
         return result
 
     def _split(self, states: Tensor) -> Tensor:
-        """(batch, sequence, hidden) to (batch, heads, sequence, hidden / heads)."""
+        """Reshape (batch, sequence, hidden) to (batch, heads, sequence, hidden / heads)."""
         heads: Tensor = states.unflatten(2, (self.heads, -1)).transpose(1, 2)
         return heads
 

@@ -16,7 +16,8 @@ class TranslationModel(Workload):
     """
 
     def batch(self, device: torch.device) -> Batch:
-        """Sources and targets of the case's sequence length each, without padding; the decoder sees the targets one late.
+        """Draw sources and targets of the case's sequence length each, without padding; the decoder sees the targets one
+        late.
 
         All (batch, sequence) int64. Samples are sentence pairs, and a pair counts the tokens of its target.
         """
@@ -29,7 +30,7 @@ class TranslationModel(Workload):
         return Batch(inputs=inputs, samples=size, sequence_length=length)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Cross entropy with smoothed labels, which transformers' own loss does not have."""
+        """Return the cross entropy with smoothed labels, which transformers' own loss does not have."""
         logits = self.model(
             input_ids=inputs["input_ids"], decoder_input_ids=inputs["decoder_input_ids"], use_cache=False
         ).logits

@@ -39,7 +39,7 @@ class VideoDiffusion(Workload):
         super().__init__(architecture, case, scale)
 
     def batch(self, device: torch.device) -> Batch:
-        """Random latents of videos with noise of the same shape (batch, channels, frames, height, width), times in 0..1
+        """Draw random latents of videos with noise of the same shape (batch, channels, frames, height, width), times in 0..1
         (batch), and what the model is conditioned on, by the names of its arguments.
 
         Noise and times are drawn here, so that every step trains on the same. All tokens of the text are real.
@@ -57,7 +57,7 @@ class VideoDiffusion(Workload):
         return Batch(inputs=inputs, samples=samples)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Mean squared error of the velocity on the straight way between latents and noise.
+        """Return the mean squared error of the velocity on the straight way between latents and noise.
 
         Time runs as the model has it: to the noise, or with Mochi to the latents. The model gets thousandths of it.
         """
@@ -75,7 +75,7 @@ class VideoDiffusion(Workload):
 
 
 def latent_size(architecture: Architecture, case: Case, scale: Scale) -> tuple[int, int, int]:
-    """Frames, height and width of the case's videos as their encoder leaves them.
+    """Return frames, height and width of the case's videos as their encoder leaves them.
 
     Raises:
         CheckFailed: the video does not come out in whole tokens.
@@ -113,7 +113,7 @@ def _hunyuan(samples: int, tokens: dict[str, int], facts: dict[str, Any]) -> dic
 
 
 def _wan(samples: int, tokens: dict[str, int], facts: dict[str, Any]) -> dict[str, Tensor]:
-    """The text has 512 tokens at every scale: diffusers splits text from image there. With any other number the model runs
+    """Keep 512 tokens of text at every scale: diffusers splits text from image there. With any other number the model runs
     and its loss falls, but its image branch gets no gradient or the wrong tokens."""
     return {
         "encoder_hidden_states": torch.randn(samples, tokens["text"], facts["text_dim"]),

@@ -64,7 +64,7 @@ class VisionModel(Workload):
     own = (Vgg,)
 
     def batch(self, device: torch.device) -> Batch:
-        """Images (batch, 3, height, width) in the default dtype, and labels (batch,).
+        """Draw images (batch, 3, height, width) in the default dtype, and labels (batch,).
 
         At tiny scale no side is longer than `TINY_SIDE`.
         """

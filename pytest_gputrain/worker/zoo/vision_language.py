@@ -34,7 +34,7 @@ class VisionLanguageModel(Workload):
     """
 
     def batch(self, device: torch.device) -> Batch:
-        """Random text and images, labels for the text after the image. The tiny scale caps all three sizes.
+        """Draw random text and images, labels for the text after the image. The tiny scale caps all three sizes.
 
         Raises:
             CheckFailed: the case's sequences cannot hold its image, at full size.
@@ -64,7 +64,7 @@ class VisionLanguageModel(Workload):
         return Batch(inputs=inputs, samples=samples, sequence_length=ids.shape[1], tokens=tokens)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Cross entropy of the tokens that follow the image."""
+        """Return the cross entropy of the tokens that follow the image."""
         model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
         return LOSSES[self.case.loss or self.architecture.loss](
             self.model(**model_inputs, use_cache=False).logits, inputs["labels"]
@@ -98,7 +98,7 @@ class Image(abc.ABC):
 
     @abc.abstractmethod
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
-        """What the model takes beside token ids, for one image a sample and ``text`` tokens around each.
+        """Return what the model takes beside token ids, for one image a sample and ``text`` tokens around each.
 
         Sizes of images stay on the host: the library reads them in every step, and would wait for the device.
         """
@@ -123,7 +123,7 @@ class TiledImage(Image):
         return int(side * side + height * (width + 1))
 
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
-        """``pixel_values`` (batch, tiles, 3, height, width) and ``image_sizes`` (batch, 2), height first."""
+        """Draw ``pixel_values`` (batch, tiles, 3, height, width) and ``image_sizes`` (batch, 2), height first."""
         rows, columns = self._grid
         side = self.facts["vision_config"]["image_size"]
         return {
@@ -158,7 +158,8 @@ class PatchedImage(Image):
         return rows * columns
 
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
-        """Flat ``pixel_values`` (patches of all images, values) and what the library would find out by reading the device.
+        """Draw flat ``pixel_values`` (patches of all images, values) and what the library would find out by reading the
+        device.
 
         That is ``image_grid_thw`` (batch, 3) in patches, ``position_ids`` (3, batch, sequence), and the row and column of
         every patch (patches, 2).
@@ -182,7 +183,7 @@ class PatchedImage(Image):
         return max(1, round(self.height / pixels)), max(1, round(self.width / pixels))
 
     def _patches(self, merge: int) -> Tensor:
-        """Row and column of every patch (patches, 2), those of one token together."""
+        """Return row and column of every patch (patches, 2), those of one token together."""
         rows, columns = self._grid
         row, row_in, column, column_in = torch.meshgrid(
             *(torch.arange(count, device="cpu") for count in (rows, merge, columns, merge)), indexing="ij"
@@ -191,7 +192,8 @@ class PatchedImage(Image):
         return positions.transpose(1, 2).flatten(0, 3)
 
     def _positions(self, text: int) -> Tensor:
-        """Position of every token in time, height and width (3, sequence): text goes on after the image's longer side."""
+        """Return the position of every token in time, height and width (3, sequence): text goes on after the image's longer
+        side."""
         rows, columns = self._grid
         before = torch.arange(LEAD, device="cpu")
         row, column = torch.meshgrid(torch.arange(rows, device="cpu"), torch.arange(columns, device="cpu"), indexing="ij")

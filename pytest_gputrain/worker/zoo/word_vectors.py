@@ -37,7 +37,8 @@ class WordVectorModel(Workload):
     own = (SkipGram,)
 
     def batch(self, device: torch.device) -> Batch:
-        """``words`` (batch,), ``candidates`` (batch, 1 + negatives) with the true context first, and what is true of them.
+        """Draw ``words`` (batch,), ``candidates`` (batch, 1 + negatives) with the true context first, and what is true of
+        them.
 
         By ``zipf`` words and contexts are as frequent as in natural language (Zipf's law, exponent 1), and negatives are
         drawn by the power of 0.75 of the frequencies, as in the paper.
@@ -68,7 +69,7 @@ class WordVectorModel(Workload):
         return Batch(inputs=inputs, samples=size)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Binary cross entropy, summed over a word's candidates, averaged over the words."""
+        """Return the binary cross entropy, summed over a word's candidates, averaged over the words."""
         logits = self.model(inputs["words"], inputs["candidates"])
         total = functional.binary_cross_entropy_with_logits(logits, inputs["truth"], reduction="sum")
         mean: Tensor = total / logits.shape[0]

@@ -60,7 +60,7 @@ class Workload(abc.ABC):
             self.checkpoint_activations(float(case.activation_checkpointing))
 
     def build_part(self, name: str) -> nn.Module:
-        """One network by its library's class, from its hyper-parameters."""
+        """Build one network by its library's class, from its hyper-parameters."""
         part = self.architecture.parts[name]
         facts = part.facts(self.scale)
         if part.library == "transformers":
@@ -87,7 +87,7 @@ class Workload(abc.ABC):
         return [block for path in self.architecture.blocks for block in self.model.get_submodule(path).children()]
 
     def checkpointed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``forward(*args, **kwargs)``, recomputed in backward by the case's variant."""
+        """Run ``forward(*args, **kwargs)``, recomputed in backward by the case's variant."""
         if self.case.reentrant_checkpointing:
             return reentrant(forward, *args, **kwargs)
         if self.case.activation_checkpointing_policy:
@@ -104,7 +104,8 @@ class Workload(abc.ABC):
         return selective_contexts(self.case.activation_checkpointing_policy)
 
     def table_limited_length(self) -> int:
-        """The case's sequence length for a model with a table of positions; at tiny scale no more than the tiny table has.
+        """Return the case's sequence length for a model with a table of positions; at tiny scale no more than the tiny table
+        has.
 
         Raises:
             CheckFailed: the full-size model has fewer positions.
@@ -120,15 +121,15 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, device: torch.device) -> Batch:
-        """One batch of random data."""
+        """Draw one batch of random data."""
 
     @abc.abstractmethod
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Scalar loss of a batch, by ``self.model``."""
+        """Return the scalar loss of a batch, by ``self.model``."""
 
 
 def share_of(count: int, share: float, case: str) -> int:
-    """The share of ``count`` blocks, rounded down.
+    """Return the share of ``count`` blocks, rounded down.
 
     Raises:
         CheckFailed: that is none, told with the name of the case.
@@ -150,7 +151,7 @@ def _recomputed(forward: Callable[..., Any], checkpointed: Callable[..., Any]) -
 
 
 def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``forward(*args, **kwargs)``, recomputed in backward by saved-tensor hooks (``use_reentrant=False``)."""
+    """Run ``forward(*args, **kwargs)``, recomputed in backward by saved-tensor hooks (``use_reentrant=False``)."""
     if torch.compiler.is_compiling():
         # With a context of its own torch.compile takes the recomputation for any other work, and keeps the activations.
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -158,7 +159,7 @@ def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The same by torch's older variant: autograd sees one function, whose backward runs the whole forward pass anew.
+    """Run the same by torch's older variant: autograd sees one function, whose backward runs the whole forward pass anew.
 
     It differentiates by tensors that are arguments of their own, so those in tuples become such. Where none wants a
     gradient, as behind a frozen embedding, it differentiates nothing; the first tensor is then asked for one, as
