@@ -180,6 +180,26 @@ class Project:
         """From now on, this is what is on the GPUs before a case starts."""
         (self.path / "occupancy.json").write_text(json.dumps([free_bytes, processes]))
 
+    def comparable(self, name: str) -> dict[str, Any]:
+        """What the report ``name`` says of its cases, without what differs between two runs on the same machine.
+
+        The threads of gloo let go of a buffer sooner or later, so the peak of several processes on a CPU moves, and with it
+        how often such a case is measured again. Losses are rounded, because their last bits depend on the number of threads.
+        """
+        return {
+            result["key"]: (
+                result["verdict"]["status"],
+                re.sub(r"[\d.]+ (s|ms|µs)", "TIME", result["verdict"]["sentence"]),
+                result["platform"],
+                result["device"],
+                reply["outcome"],
+                None if len(reply.get("ranks", ())) > 1 else reply.get("peak_allocated_bytes"),
+                [f"{loss:.3g}" for loss in reply.get("losses", ())],
+            )
+            for result in self.report(name)["results"]
+            for reply in result["replies"][-1:]
+        }
+
     @property
     def launches(self) -> list[dict[str, Any]]:
         """What was launched so far, where `machine` gives the answers."""

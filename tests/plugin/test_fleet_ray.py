@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -131,20 +130,6 @@ def worker_of(shared: Path) -> psutil.Process:
     return psutil.Process(int((shared.parent / "pid.txt").read_text()))
 
 
-def comparable(report: dict[str, Any]) -> dict[str, Any]:
-    """What a run says of its cases, without what differs from run to run of the same machine."""
-    return {
-        result["key"]: (
-            result["verdict"]["status"],
-            re.sub(r"[\d.]+ (s|ms|µs)", "TIME", result["verdict"]["sentence"]),
-            result["platform"],
-            result["device"],
-            [(reply["outcome"], reply.get("peak_allocated_bytes"), reply.get("losses")) for reply in result["replies"]],
-        )
-        for result in report["results"]
-    }
-
-
 def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used: RayHere) -> None:
     project.write(code_of_mine=CODE, test_mine=SUITE)
     project.spawn("--gpu-baseline-update")
@@ -155,7 +140,7 @@ def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used:
     file.write_text(json.dumps(stored))
     project.spawn("--gpu-json=here.json")
     project.spawn("--gpu-json=there.json", "--gpu-executor=ray").assert_outcomes(passed=2, failed=2)
-    assert comparable(project.report("there.json")) == comparable(project.report("here.json"))
+    assert project.comparable("there.json") == project.comparable("here.json")
     assert project.verdicts("there.json") == {
         "ctr-dnn-full-fp32@tiny": "regressed",
         "ctr-dnn-full-fp32-ddp@tiny": "pass",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -148,20 +147,6 @@ def lost(outcome: Delivery | Lost) -> Lost:
     return outcome
 
 
-def comparable(report: dict[str, Any]) -> dict[str, Any]:
-    """What a run says of its cases, without what differs from run to run of the same machine."""
-    return {
-        result["key"]: (
-            result["verdict"]["status"],
-            re.sub(r"[\d.]+ (s|ms|µs)", "TIME", result["verdict"]["sentence"]),
-            result["platform"],
-            result["device"],
-            [(reply["outcome"], reply.get("peak_allocated_bytes"), reply.get("losses")) for reply in result["replies"]],
-        )
-        for result in report["results"]
-    }
-
-
 def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used: SlurmHere) -> None:
     project.write(code_of_mine=CODE, test_mine=SUITE)
     project.spawn("--gpu-baseline-update")
@@ -173,7 +158,7 @@ def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, used:
     file.write_text(json.dumps(stored))
     project.spawn("--gpu-json=here.json")
     project.spawn("--gpu-json=there.json", "--gpu-executor=slurm").assert_outcomes(passed=2, failed=2)
-    assert comparable(project.report("there.json")) == comparable(project.report("here.json"))
+    assert project.comparable("there.json") == project.comparable("here.json")
     assert project.verdicts("there.json") == {
         "ctr-dnn-full-fp32@tiny": "regressed",
         "ctr-dnn-full-fp32-ddp@tiny": "pass",
