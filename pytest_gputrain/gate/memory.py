@@ -30,8 +30,9 @@ SHARED_CPU_RATIO: Final = 0.1
 """Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
 the peak of tiny models under FSDP2 by up to 6 % from run to run."""
 
-_SHARED_CPU_PHASE_RATIO: Final = 0.15
-"""The same for a phase, as a share of that peak: two buffers of 6 % each were let go of late in one of four busy runs."""
+_SHARED_CPU_PHASE_RATIO: Final = 0.5
+"""The same for a phase, as a share of that peak. DDP sends a flattened copy of all parameters while it is built, and the
+peak of training is at least twice as large; that copy, let go of late, was 15.4 % of the peak of the click-through model."""
 
 PHASES: Final[dict[MetricName, TrainingPhase]] = {
     "build_peak_bytes": "build",

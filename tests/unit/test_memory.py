@@ -63,9 +63,9 @@ def test_every_phase_has_the_tolerance_of_the_peak(phase: str, share: float, sta
 
 
 @pytest.mark.parametrize("phase", PEAKS)
-@pytest.mark.parametrize(("share", "status"), [(0.14, "pass"), (0.16, "regressed"), (-0.14, "pass"), (-0.16, "improved")])
+@pytest.mark.parametrize(("share", "status"), [(0.49, "pass"), (0.51, "regressed"), (-0.49, "pass"), (-0.51, "improved")])
 def test_phases_of_several_processes_have_a_share_of_the_peak(phase: str, share: float, status: str) -> None:
-    """gloo's buffers are no smaller in a phase that needs little: they were 22 % of one under FSDP2."""
+    """A buffer of gloo that is let go of late is as large in a phase that needs little as in one that needs much."""
     changed = _counted(2, **{phase: round(PEAKS["backward"] * share)})
     assert _judged(changed, processes=2).metric(f"{phase}_peak_bytes").status == status  # type: ignore[union-attr,arg-type]
 
