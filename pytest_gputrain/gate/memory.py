@@ -28,7 +28,7 @@ from pytest_gputrain.utils.units import format_bytes, format_percent
 
 SHARED_CPU_RATIO: Final = 0.1
 """Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
-the peak of tiny models under FSDP2 by up to 6 % from run to run."""
+the peak of tiny models under FSDP2 by up to 7.3 % from run to run."""
 
 _SHARED_CPU_PHASE_RATIO: Final = 0.5
 """The same for a phase, as a share of that peak. DDP sends a flattened copy of all parameters while it is built, and the
