@@ -4,6 +4,8 @@ import pytest
 from preloaded_worker import measured
 from test_prediction_shards import H100, LLAMA, predicted
 
+from pytest_gputrain.gate.memory import SHARED_CPU_RATIO
+
 # A worker does not fail for what FSDP warns of, and neither do these.
 pytestmark = pytest.mark.filterwarnings("default")
 
