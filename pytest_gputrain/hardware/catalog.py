@@ -144,6 +144,16 @@ def marker_of(device_name: str, memory_bytes: int = 0, compute_units: int | None
     return possible[0] if len(possible) == 1 else None
 
 
+def title_of(marker: str, otherwise: str = "") -> str:
+    """Return the platform as sentences name it.
+
+    Args:
+        otherwise: for one that the catalog lacks, in place of its marker.
+    """
+    platform = PLATFORMS.get(marker)
+    return platform.title if platform else otherwise or marker
+
+
 def slug(device_name: str) -> str:
     """Return the name as a folder's: ``NVIDIA H100 80GB HBM3`` becomes ``nvidia-h100-80gb-hbm3``."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") or "unknown"

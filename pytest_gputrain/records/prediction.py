@@ -1,4 +1,4 @@
-"""Defines the records of a prediction: the target that it is made for, and the prediction itself."""
+"""Defines the records of a prediction: the target that it is made for, the prediction itself, and what it depends on."""
 
 from __future__ import annotations
 
@@ -146,6 +146,10 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     processes: Whole | None = None
     """Workers and servers that stand for more of them on a CPU; None where those run that the case names."""
 
+    @property
+    def conditions(self) -> PredictionConditions:
+        return PredictionConditions(packages=self.packages, target=self.target, processes=self.processes)
+
     def update_seconds(self, accumulation: int) -> None:
         """Return None: a `Measurement` has the seconds of an optimizer update."""
 
@@ -153,3 +157,11 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
         """Give None for a figure that a `Measurement` has and that cannot be predicted."""
         if name not in MEASURED_ONLY:
             raise AttributeError(f"a prediction has no {name}")
+
+
+class PredictionConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a prediction depends on, beside the case."""
+
+    packages: dict[str, str]
+    target: Target
+    processes: Whole | None = None

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pytest_gputrain.records import Case, Result, Scale
+from pytest_gputrain.cases.identity import key_of
+from pytest_gputrain.records import Case, Host, Result, Scale, Task, Verdict
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.session.selection import ExpectedCase
@@ -37,7 +38,7 @@ class Request:
 
 
 class CaseRunner(Protocol):
-    """Answers the requests of the tests of one pytest process: by measuring (`runner`), or by predicting (`predicting`)."""
+    """Answers the requests of the tests of one pytest process: by measuring, predicting or emulating."""
 
     settings: Settings
 
@@ -78,3 +79,19 @@ class CaseRunner(Protocol):
 
     def close(self) -> None:
         """End what was kept running for the cases to come."""
+
+
+def result_fields(request: Request, task: Task, host: Host, verdict: Verdict | None) -> dict[str, Any]:
+    """Return the fields that the results of all kinds have."""
+    return {
+        "nodeid": request.nodeid,
+        "suite": request.suite,
+        "key": key_of(task.case, task.scale),
+        "case": task.case,
+        "scale": task.scale,
+        "platform": host.platform,
+        "device": host.device,
+        "variables": tuple(task.variables),
+        "variables_digest": task.variables_digest,
+        "verdict": verdict,
+    }

@@ -15,14 +15,14 @@ from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.judge import Criteria, comparable_row, judge
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
-from pytest_gputrain.records import BatchSearch, Case, Host, LossStudy, Measured, Reply, Result, Scale, Task, Verdict
+from pytest_gputrain.records import BatchSearch, Case, LossStudy, Measured, Reply, Result, Scale, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.criteria import CriteriaLookup
 from pytest_gputrain.session.declared import DeclaredCases
 from pytest_gputrain.session.interleave import Interleaver
 from pytest_gputrain.session.prefetch import ExpectedTask, Prefetcher
 from pytest_gputrain.session.replies import Replies, Watch
-from pytest_gputrain.session.request import Request
+from pytest_gputrain.session.request import Request, result_fields
 from pytest_gputrain.session.selection import ExpectedCase, refuse_unfit
 from pytest_gputrain.session.studies import record_losses, search_batch
 from pytest_gputrain.session.tasks import TaskMaker
@@ -154,7 +154,7 @@ class Runner:
             replies = take(len(replies) + 1, before=replies)
         host = self._replies.host_of(task, request.inline)
         return Measured(
-            **self._common(request, task, host, judgement.verdict),
+            **result_fields(request, task, host, judgement.verdict),
             inline=request.inline,
             replies=shown,
             resumed=self._replies.resumed(task, request.inline, request.builder).origins,
@@ -179,25 +179,10 @@ class Runner:
         """Return the fields of a study, whose figures are those of another task than the case is declared with."""
         host = self._replies.host_of(studied)
         return {
-            **self._common(request, task, host, None),
+            **result_fields(request, task, host, None),
             "case": studied.case,
             "replies": (reply,),
             "summary": summarise(studied.case, host.platform, (reply,)),
-        }
-
-    def _common(self, request: Request, task: Task, host: Host, verdict: Verdict | None) -> dict[str, Any]:
-        """Return the fields that all results have."""
-        return {
-            "nodeid": request.nodeid,
-            "suite": request.suite,
-            "key": key_of(task.case, task.scale),
-            "case": task.case,
-            "scale": task.scale,
-            "platform": host.platform,
-            "device": host.device,
-            "variables": tuple(task.variables),
-            "variables_digest": task.variables_digest,
-            "verdict": verdict,
         }
 
     def _measure_other_cases(self) -> None:
