@@ -11,6 +11,7 @@ import msgspec
 
 from pytest_gputrain.cases.architectures.facts import Architecture, architectures, configured, denoisers
 from pytest_gputrain.records import Case
+from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import OneLineError
 from pytest_gputrain.utils.suggest import did_you_mean
@@ -122,16 +123,13 @@ def _file(path: Path) -> Path:
 
 def _json(file: Path) -> Config:
     try:
-        content: Any = msgspec.json.decode(file.read_bytes())
+        return json_text.read_object(file)
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read ({error.strerror}); give a path that is relative to the test file"
         ) from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); give the config.json of a model") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} is not a JSON object; give the config.json of a model")
-    return content
+    except ValueError as error:
+        raise ConfigError(f"{file} {error}; give the config.json of a model") from None
 
 
 def _complaint(config: Config) -> str | None:
