@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from pytest_gputrain.records.prediction import MEASURED_ONLY, LiveTensor, TrainingPhase
+from pytest_gputrain.records.prediction import FiguresWithoutTimes, LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
 
 NOT_MADE: Final = (
@@ -15,11 +15,13 @@ NOT_MADE: Final = (
 )
 
 
-class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="outcome"):
+class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"):
     """What a case took of an emulated GPU. It has no times, and losses mean nothing there.
 
     Exact: the same in every process with the same libraries. Of several processes the first one ran.
     """
+
+    _described = "a run on an emulated GPU"
 
     device_name: str
     """As the emulated driver tells it."""
@@ -66,14 +68,6 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     def largest(self) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
         """Nothing, likewise."""
         return {}
-
-    def update_seconds(self, accumulation: int) -> None:
-        """Return None: a `Measurement` has the seconds of an optimizer update."""
-
-    def __getattr__(self, name: str) -> None:
-        """Give None for a figure that a `Measurement` has and that an emulated GPU has not."""
-        if name not in MEASURED_ONLY:
-            raise AttributeError(f"a run on an emulated GPU has no {name}")
 
 
 class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

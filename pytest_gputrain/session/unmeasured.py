@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, cast
 
 import msgspec
@@ -14,21 +13,20 @@ from pytest_gputrain.execution.unmeasured import UnmeasuredExecutor
 from pytest_gputrain.gate.limits import judge_exact, with_limits
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.records import Case, Emulated, EmulatedRun, Predicted, Prediction, Result, Scale, Target, Task, Verdict
+from pytest_gputrain.records import Case, Emulated, EmulatedRun, Predicted, Prediction, Result, Target, Task, Verdict
 from pytest_gputrain.records.recorded import FiguresT, Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.criteria import records, refuse_missing_folder
-from pytest_gputrain.session.declared import DeclaredCases
 from pytest_gputrain.session.replies import Watch
-from pytest_gputrain.session.request import Request, result_fields
-from pytest_gputrain.session.selection import ExpectedCase, refuse_unfit
+from pytest_gputrain.session.request import CaseRunner, Request, result_fields
+from pytest_gputrain.session.selection import refuse_unfit
 from pytest_gputrain.session.tasks import TaskMaker
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.recorded import RecordedStore
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 
 
-class UnmeasuredRunner(abc.ABC, Generic[FiguresT]):
+class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
     """Answers requests for one platform, whose GPUs are not there.
 
     Args:
@@ -38,7 +36,6 @@ class UnmeasuredRunner(abc.ABC, Generic[FiguresT]):
         target, emulated: as of `TaskMaker`.
     """
 
-    waiting = 0
     source: ClassVar[str]
     """What gives the figures, in a sentence: ``a prediction``."""
     failing: ClassVar[str]
@@ -58,30 +55,9 @@ class UnmeasuredRunner(abc.ABC, Generic[FiguresT]):
         target: Target | None = None,
         emulated: str = "",
     ) -> None:
-        self.settings = settings
-        self._executor = executor
-        self._tasks = TaskMaker(settings, lambda: executor.host, environment, target, emulated)
+        super().__init__(settings, executor, TaskMaker(settings, lambda: executor.host, environment, target, emulated))
         self._watch = watch
-        self._declared = DeclaredCases(settings.root)
         self._store = self.store_type(settings.baseline_dir)
-
-    def scale(self) -> Scale:
-        return self._tasks.scale()
-
-    def declare(self, suite: str, case: Case) -> Case:
-        return self._declared.declare(suite, case)
-
-    def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
-        """Do nothing: no fleet runs them."""
-
-    def forget(self, nodeid: str) -> None:
-        """Do nothing: no baseline waits for further runs."""
-
-    def complete(self) -> Iterator[Result]:
-        return iter(())
-
-    def close(self) -> None:
-        self._executor.close()
 
     def run(self, request: Request) -> Result:
         """Find the case's figures, unless this session did already, and compare them with what is recorded if asked."""
