@@ -32,7 +32,7 @@ class PredictionPool:
         self._environ = environ
         self._threads = ThreadPoolExecutor(processes, "predict")
         self._own = threading.local()
-        """Each thread has its fork server, whose pipe knows one asker."""
+        """Each thread has its fork server, whose pipe one thread may use at a time."""
         self._servers: list[ForkServer] = []
         self._replies: dict[bytes, PredictionReply] = {}
 

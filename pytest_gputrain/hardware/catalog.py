@@ -94,9 +94,9 @@ def _platforms() -> Iterator[Platform]:
     for marker, board in file["boards"].items():
         figures: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        for document, told in board["from"].items():
-            figures |= told
-            sources |= dict.fromkeys(told, file["documents"][document])
+        for document, figures_there in board["from"].items():
+            figures |= figures_there
+            sources |= dict.fromkeys(figures_there, file["documents"][document])
         if "bf16" in figures:
             figures.setdefault("fp16", figures["bf16"])
             sources.setdefault("fp16", sources["bf16"])

@@ -136,7 +136,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         """Check that baselines can be written below the folder: before hours of measuring rather than after.
 
         Raises:
-            BaselineError: nothing can be written below the folder. Better told before hours of measuring than after.
+            BaselineError: nothing can be written below the folder.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
