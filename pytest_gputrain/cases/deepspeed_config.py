@@ -11,7 +11,6 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.records import Case
-from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.errors import BadCase
 
 Options = dict[str, Any]
@@ -77,13 +76,16 @@ def _read(file: Path, name: str) -> Options:
     if path.is_absolute() or ".." in path.parts:
         raise _Wrong("does not lie below the root of the project; give a path that is relative to it")
     try:
-        return json_text.read_object(file)
+        content: Any = msgspec.json.decode(file.read_bytes())
     except OSError as error:
         raise _Wrong(
             f"cannot be read ({error.strerror}); give a file relative to {file.parents[len(path.parts) - 1]}"
         ) from None
-    except ValueError as error:
-        raise _Wrong(f"{error}; write it as DeepSpeed's own configuration") from None
+    except msgspec.DecodeError as error:
+        raise _Wrong(f"is not JSON ({error}); write it as DeepSpeed's own configuration") from None
+    if not isinstance(content, dict):
+        raise _Wrong("is not a JSON object; write it as DeepSpeed's own configuration")
+    return content
 
 
 def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -11,7 +11,6 @@ import msgspec
 
 from pytest_gputrain.cases.architectures.facts import Architecture, architectures, configured, denoisers
 from pytest_gputrain.records import Case
-from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import OneLineError
 from pytest_gputrain.utils.suggest import did_you_mean
@@ -123,13 +122,16 @@ def _file(path: Path) -> Path:
 
 def _json(file: Path) -> Config:
     try:
-        return json_text.read_object(file)
+        content: Any = msgspec.json.decode(file.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read ({error.strerror}); give a path that is relative to the test file"
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{file} {error}; give the config.json of a model") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); give the config.json of a model") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} is not a JSON object; give the config.json of a model")
+    return content
 
 
 def _complaint(config: Config) -> str | None:

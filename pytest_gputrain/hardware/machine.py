@@ -165,14 +165,15 @@ def _allocated_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu
         HardwareError: none of them is here.
     """
     name = "SLURM_STEP_GPUS" if environ.get("SLURM_STEP_GPUS") else "SLURM_JOB_GPUS"
-    allocated = environ.get(name)
-    if not allocated or not gpus:
+    indices = environ.get(name)
+    if not indices or not gpus:
         return gpus
     # Slurm counts device files, also where a container shows only some of them.
-    chosen = [gpu for gpu in gpus if str(gpu.index if gpu.minor is None else gpu.minor) in allocated.split(",")]
+    chosen = [gpu for gpu in gpus if str(gpu.index if gpu.minor is None else gpu.minor) in indices.split(",")]
     if not chosen:
         raise HardwareError(
-            f"{name}={allocated} names none of the {len(gpus)} GPUs here; choose with CUDA_VISIBLE_DEVICES, by UUID, or unset it"
+            f"{name}={indices} names none of the {len(gpus)} GPUs here; choose with CUDA_VISIBLE_DEVICES, by UUID, or "
+            "unset it"
         )
     return chosen
 

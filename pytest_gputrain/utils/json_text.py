@@ -1,29 +1,12 @@
-"""Formats JSON that people read and compare, in parts: the last field of a document holds most of it. And reads theirs."""
+"""Formats JSON that people read and compare, in parts: the last field of a document holds most of it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a user's file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it holds none, as the rest of a sentence.
-    """
-    try:
-        content = msgspec.json.decode(file.read_bytes())
-    except msgspec.DecodeError as error:
-        raise ValueError(f"is not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError("is not a JSON object")
-    return content
 
 
 def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:

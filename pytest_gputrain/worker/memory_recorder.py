@@ -114,25 +114,17 @@ def _gpu(torch: ModuleType, device: int) -> int:
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
-def _beside(name: str) -> Any:
-    """Import a module of the package beside this one, which the program's environment may lack."""
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
-    package = "_gputrain_emulated_values"
-    if package not in sys.modules:
-        spec: Any = importlib.util.spec_from_file_location(
-            package, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
-        )
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[package] = module
-        spec.loader.exec_module(module)
-    return importlib.import_module(f"{package}.{name}")
-
-
-_program_lines = _beside("program_lines")
-
-
 def _load_values() -> Any:
-    return _beside("tracking")
+    """Import the tracking of values from the package beside this module, which the program's environment may lack."""
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
+    name = "_gputrain_emulated_values"
+    spec: Any = importlib.util.spec_from_file_location(
+        name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return importlib.import_module(f"{name}.tracking")
 
 
 def unknown() -> Iterator[str]:
@@ -260,6 +252,18 @@ def _moment(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) ->
 
 _OWN: Final = os.path.dirname(os.path.abspath(__file__))
 """The operators that `emulated_values` replaced call torch's own."""
+
+
+def _load_program_lines() -> Any:
+    """Import the module from the package beside this one, which the program's environment may lack."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values", "program_lines.py")
+    spec: Any = importlib.util.spec_from_file_location("_gputrain_program_lines", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_program_lines = _load_program_lines()
 
 
 def _part(frames: list[dict[str, Any]]) -> str:
