@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["table"]:
         console.say("there is no gputrain table; gputrain export prints the same tables")
         return 2
-    parser = _parser()
+    parser = command_parser()
     options, rest = parser.parse_known_args(words)
     if options.command == "ab":
         return ab.main(options, rest)
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command and its subcommands."""
     parser = argparse.ArgumentParser(
         prog="gputrain",
         description="Reports, histories and baselines of pytest-gputrain, and programs on emulated GPUs.",
