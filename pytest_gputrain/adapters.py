@@ -21,7 +21,7 @@ class LightningFit:
 
 
 def lightning(trainer: Any, *arguments: Any, **keywords: Any) -> LightningFit:
-    """Train with Lightning: return ``lightning(trainer, module, loader)`` instead of calling ``trainer.fit(module, loader)``.
+    """Train with Lightning: return ``lightning(trainer, module, loader)`` in place of ``trainer.fit(module, loader)``.
 
     Args:
         trainer: a Trainer of lightning or pytorch_lightning.
