@@ -36,8 +36,8 @@ from pytest_gputrain.utils.host import usable_cores
 from pytest_gputrain.utils.suggest import did_you_mean
 
 _KNOBS: Final = {
-    "method": ("method", "full, lora, qlora, ... (default: those of the three that the model has)"),
-    "batch": ("batch_size", "samples of a step on each GPU (default: 1)"),
+    "method": ("method", "full, lora, qlora, ... (default: all of these three that the model has)"),
+    "batch": ("batch_size", "samples per step on each GPU (default: 1)"),
     "sequence": ("sequence_length", "tokens of a sample (default: 2048)"),
     "precision": ("precision", "fp32, bf16, bf16-amp or fp16-amp (default: bf16)"),
     "optimizer": ("optimizer", "adamw, adamw-fused, sgd, ... (default: adamw)"),
@@ -46,7 +46,7 @@ _KNOBS: Final = {
         "true, false, or the share of blocks that are recomputed (default: false)",
     ),
     "parallel": ("parallel", "single, ddp, fsdp, zero1, zero2, zero3, ... (default: single)"),
-    "gpus": ("gpus", "how many GPUs train together (default: 1)"),
+    "gpus": ("gpus", "the number of GPUs that train together (default: 1)"),
 }
 """Options with the knobs that they set, and what they say of them."""
 
@@ -63,16 +63,17 @@ _EMULATED_SECONDS: Final = 30.0
 def add_to(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
-        help="will a model fit a GPU, by which method, and up to which batch?",
-        description="Predict the memory of training a model on GPUs that need not be here, by running it on tensors without "
-        "contents: gputrain predict llama-3.1-8b --method lora,qlora --gpu rtx_4090. Each option takes several values, "
-        "separated by commas, and all combinations are predicted. The exit status is 0 where there is an answer, whether "
-        "anything fits or not, and 2 for bad input.",
+        help="predict whether a model fits a GPU, by which method, and up to which batch",
+        description="Predict the memory of training a model on GPUs. The GPUs need not be here, because the training "
+        "runs on "
+        "tensors without contents. Each option takes several values, separated by commas, and all combinations are "
+        "predicted. The exit status is 0 whether anything fits or not, and 2 for bad input. Example: gputrain predict "
+        "llama-3.1-8b --method lora,qlora --gpu rtx_4090",
     )
     predict.add_argument(
         "model", metavar="MODEL", help="a model of the zoo, a config.json or its folder, or a model in the hub's local cache"
     )
-    predict.add_argument("--gpu", required=True, metavar="MARKER,...", help="which GPUs, as h100,rtx_4090 (docs/gpus.md)")
+    predict.add_argument("--gpu", required=True, metavar="MARKER,...", help="the GPUs, as h100,rtx_4090 (docs/gpus.md)")
     for option, (knob, text) in _KNOBS.items():
         predict.add_argument(f"--{option}", dest=knob, metavar="A,B", help=text)
     predict.add_argument(
@@ -83,16 +84,20 @@ def add_to(commands: Any) -> None:
         help="any other field of a case with its values, as resolution=512x512; may be repeated",
     )
     predict.add_argument(
-        "--only-cells", action="store_true", help="look neither for the largest batches nor for what makes the others fit"
+        "--only-cells",
+        action="store_true",
+        help="do not search for the largest batches, or for changes that make the others fit",
     )
     predict.add_argument(
         "--emulate",
         action="store_true",
-        help="run each combination on an emulated GPU, too, which takes minutes and the CUDA build of torch",
+        help="also run each combination on an emulated GPU; this takes minutes, and needs the CUDA build of torch",
     )
-    predict.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer as JSON")
-    predict.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown")
-    predict.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs nothing else")
+    predict.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer to this JSON file")
+    predict.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this Markdown file")
+    predict.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the answer to this HTML file, with everything inside"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
