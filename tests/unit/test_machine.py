@@ -20,6 +20,7 @@ from pytest_gputrain.hardware import catalog, drivers, nvidia
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS, marker_of, peak_flops, slug
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.machine import Machine, detect
+from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.utils.units import GiB, MiB
 
 H200 = ("GPU-1f0e5c1a-0000-1111-2222-333344445555", "NVIDIA H200", 141 * GiB)
@@ -385,6 +386,22 @@ def test_every_figure_of_a_platform_is_in_its_unit_and_has_its_document(marker: 
     assert platform.sources.keys() - {"usable"} == told
     assert "fp32" in told
     assert {"fp16", "bf16"} - told <= ({"bf16"} if platform.lacks("bf16") else {"bf16", "fp16"})
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_every_platform_is_a_target_and_less_is_usable_than_sold(marker: str) -> None:
+    target = target_of(marker)
+    assert target.marker == marker
+    assert (target.memory_bytes is None) == (marker == "cpu")
+    if marker != "cpu":
+        # Inline error correction takes a sixteenth, the driver less than a gigabyte or three hundredths more.
+        assert 0.9 * PLATFORMS[marker].memory_bytes < PLATFORMS[marker].usable_bytes < PLATFORMS[marker].memory_bytes
+
+
+def test_an_h100_is_what_its_messages_say() -> None:
+    target = target_of("h100")
+    assert (target.memory_bytes, target.capability) == (int(79.11 * GiB), (9, 0))
+    assert (target.workspace_bytes, target_of("v100").workspace_bytes) == (32 * MiB, 8_519_680)
 
 
 def test_every_figure_and_document_of_the_catalog_is_read() -> None:

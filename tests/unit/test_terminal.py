@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,9 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
-from unit_examples import CASE, RESULT_KINDS, crashed, measurement, out_of_memory, prediction, result, timed_out, values_of
+from unit_examples import (
+    CASE,
+    RESULT_KINDS,
+    crashed,
+    measurement,
+    out_of_memory,
+    prediction,
+    report,
+    result,
+    timed_out,
+    values_of,
+)
 
-from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
+from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Result, Summary, Verdict
+from pytest_gputrain.records.verdict import LimitVerdict
+from pytest_gputrain.report import json_report, uncompared
 from pytest_gputrain.report.progress_line import ProgressLine, describe
 from pytest_gputrain.report.terminal import advice, explain, render
 from pytest_gputrain.utils.units import GiB
@@ -212,6 +227,78 @@ def test_sentences_below_the_table_are_few_and_counted(snapshot: SnapshotAsserti
         ),
     }
     assert explained == snapshot
+
+
+# Many results
+
+
+def _results(*statuses: str) -> list[Result]:
+    """One for each, of cases that a number tells apart."""
+    made = []
+    for number, status in enumerate(statuses):
+        case = CASE.replace(batch_size=number + 1, named=("batch_size",))
+        verdict = Verdict(status=status, sentence=f"{case} is {status}")  # type: ignore[arg-type]
+        made.append(result(case=case, key=str(case), verdict=verdict))
+    return made
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_results_written_one_by_one_make_the_same_document(tmp_path: Path, count: int) -> None:
+    results = _results(*["pass"] * count)
+    whole = report(*results)
+    expected = msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
+    json_report.write(whole, tmp_path / "whole.json")
+    json_report.write(report(), tmp_path / "parts.json", iter(results))
+    json_report.write(report(*results[:1]), tmp_path / "both.json", iter(results[1:]))
+    for name in ("whole", "parts", "both"):
+        assert (tmp_path / f"{name}.json").read_bytes() == expected
+    assert msgspec.json.decode(expected, type=Report) == whole
+
+
+def test_a_text_like_the_end_of_a_document_does_not_split_it(tmp_path: Path) -> None:
+    odd = report(*_results("pass"), notes=('"results": []\n}', "[]"))
+    json_report.write(odd, tmp_path / "report.json")
+    assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report) == odd
+
+
+def _batches(results: Sequence[Result], most: int | None) -> tuple[list[int], str]:
+    """Of the rows of the table, and its last line."""
+    lines = render(results, width=200, colour=False, most=most).splitlines()
+    return [int(line.partition("batch_size=")[2].split()[0]) for line in lines if "batch_size=" in line], lines[-1]
+
+
+def test_of_too_many_cases_the_table_has_those_that_want_attention() -> None:
+    results = _results("pass", "pass", "regressed", "recorded", "failed", "new", "pass")
+    assert _batches(results, None)[0] == _batches(results, 7)[0] == [1, 2, 3, 4, 5, 6, 7]
+    assert _batches(results, 4) == ([3, 4, 5, 6], "(and 3 more cases; the JSON report has all)")
+
+
+# What a run did not compare
+
+
+def test_where_all_was_compared_there_is_no_line() -> None:
+    metrics = (MetricVerdict(metric="step_seconds", status="pass", value=1.0, baseline=1.0),)
+    assert uncompared.line([result(verdict=Verdict(status="pass", sentence="", metrics=metrics)), result()]) == ""
+
+
+def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
+    lacking = MetricVerdict(metric="flops_per_step", status="not-comparable")
+    limit = LimitVerdict(metric="step_seconds", status="not-judged", value=1.0, limit=2.0, stated="gpu_limit on test_it")
+    results = [
+        result(verdict=Verdict(status="new", sentence="")),
+        result(verdict=Verdict(status="new", sentence="", metrics=(lacking,))),
+        result(verdict=Verdict(status="recorded", sentence="")),
+        result(verdict=Verdict(status="pass", sentence="", metrics=(lacking,), limits=(limit,))),
+    ]
+    assert uncompared.line(results, skipped=1, unclaimed=2) == (
+        "not compared: 2 cases without a baseline, 1 case recorded instead, FLOPs of 1 case, step time of 1 case, "
+        "1 test skipped, 2 baselines that no test asked for"
+    )
+
+
+def test_time_is_not_compared_with_a_prediction() -> None:
+    held = Verdict(status="new", sentence="", held_to="prediction")
+    assert uncompared.line([result(CASE, verdict=held)]) == "not compared: step time of 1 case"
 
 
 # The progress line

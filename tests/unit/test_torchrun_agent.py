@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unit_examples import CASE, measurement
 
 from pytest_gputrain.execution.launch import node_service, torchrun
 from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
+from pytest_gputrain.hardware import drivers
 from pytest_gputrain.records import Crashed, Task
 from pytest_gputrain.records.node_protocol import (
     EXIT,
@@ -32,6 +34,7 @@ from pytest_gputrain.records.node_protocol import (
     write_record,
 )
 from pytest_gputrain.utils.linux import PARENT
+from pytest_gputrain.worker import torchrun_agent
 
 TASK = Task(case=CASE, scale="full", device_type="cpu", processes=4, root=".")
 
@@ -340,3 +343,76 @@ def test_a_seat_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
     assert seat.title == "a case that is over (case)"
     assert not seat.is_running()
     seat.leave()
+
+
+# ``gputrain node``
+
+
+def _serve_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What it says until its first pause, in which somebody types Ctrl-C."""
+    said: list[str] = []
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pytest_gputrain.execution.launch.node_service.time.sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        node_service.serve(shared, "node-2", said.append)
+    return said
+
+
+@pytest.fixture
+def of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A case of 24 GPUs on three nodes, beside a node that has none."""
+    monkeypatch.setattr(drivers, "gpus", lambda: ())
+    folder = tmp_path / "gputrain-case"
+    folder.mkdir()
+    task = msgspec.structs.replace(TASK, device_type="gpu", processes=24)
+    (folder / "case.json").write_bytes(msgspec.json.encode(task))
+    write_record(folder / NODES, Nodes(count=3, processes=24, join_seconds=60))
+    return folder
+
+
+def test_a_node_of_other_gpus_tells_why_it_cannot_take_part(
+    tmp_path: Path, of_gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _serve_once(tmp_path, monkeypatch)[1:] == [str(CASE)]
+    left = read_record(node_folder(of_gpus, 1) / LEFT, Left)
+    assert left is not None
+    assert left.failure.startswith("node node-2 cannot take part: it has 0 GPUs, and the case takes 8 of every node")
+
+
+def test_every_seat_is_taken_once_and_the_first_never(
+    tmp_path: Path, of_gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for taken in (["node1"], ["node1", "node2"], ["node1", "node2"]):
+        _serve_once(tmp_path, monkeypatch)
+        assert sorted(path.name for path in of_gpus.glob("node[0-9]")) == taken
+
+
+def test_a_case_that_cannot_be_read_is_told_of(tmp_path: Path, of_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (of_gpus / "case.json").write_text('{"case": {}, "of_a_later_version": 1}')
+    _serve_once(tmp_path, monkeypatch)
+    left = read_record(node_folder(of_gpus, 1) / LEFT, Left)
+    assert left is not None
+    assert "cannot take part" in left.failure
+
+
+@pytest.mark.parametrize(("count", "processes", "shares"), [(2, 16, [8, 8]), (2, 3, [2, 1]), (3, 8, [3, 3, 2])])
+def test_processes_are_spread_evenly(count: int, processes: int, shares: list[int]) -> None:
+    nodes = Nodes(count=count, processes=processes, join_seconds=1)
+    assert [nodes.processes_of(seat) for seat in range(count)] == shares
+
+
+@pytest.mark.parametrize(("name", "host"), [("localhost", "localhost"), ("n1.invalid", "this-host"), ("", "this-host")])
+def test_an_agent_goes_by_the_name_that_slurm_has_for_its_node_where_that_is_one(
+    name: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(asked: str, port: None) -> list[str]:
+        if asked != "localhost":
+            raise socket.gaierror(-2, "Name or service not known")
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-host")
+    assert torchrun_agent.reachable(name) == host
