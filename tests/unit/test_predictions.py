@@ -141,56 +141,46 @@ def versions(number: int) -> Prediction:
 
 
 def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path: Path) -> None:
-    store = PredictionStore(tmp_path)
-    store.update("h100", "llm", {"a": recorded(versions(1), versions(2)), "b": recorded(versions(1))})
-    store.update("h100", "llm", {"a": recorded(msgspec.structs.replace(versions(1), flops_per_step=5))})
-    a, b = (PredictionStore(tmp_path).get("h100", "llm", key) for key in "ab")
-    assert a is not None
-    assert b is not None
-    assert {entry.packages["torch"]: entry.flops_per_step for entry in a.predictions} == {"2.2.0": 10**15, "2.1.0": 5}
-    assert b.predictions == (versions(1),)
+    def update(**records: Any) -> dict[str, Any]:
+        PredictionStore(tmp_path).update("h100", "llm", records)
+        stored = {key: PredictionStore(tmp_path).get("h100", "llm", key) for key in "ab"}
+        return {
+            key: {it.packages["torch"]: it.flops_per_step for it in kept.predictions} for key, kept in stored.items() if kept
+        }
 
-
-def test_the_oldest_conditions_make_room(tmp_path: Path) -> None:
-    for number in range(MOST_CONDITIONS + 1):
-        PredictionStore(tmp_path).update("h100", "llm", {"a": recorded(versions(number))})
-    stored = PredictionStore(tmp_path).get("h100", "llm", "a")
-    assert stored is not None
-    assert {entry.packages["torch"] for entry in stored.predictions} == {f"2.{n}.0" for n in range(1, MOST_CONDITIONS + 1)}
-
-
-def test_predictions_of_another_declaration_go(tmp_path: Path) -> None:
-    store = PredictionStore(tmp_path)
-    store.update("h100", "llm", {"a": recorded(versions(1))})
-    store.update("h100", "llm", {"a": recorded(versions(2), case=CASE.replace(batch_size=4))})
-    stored = store.get("h100", "llm", "a")
-    assert stored is not None
-    assert stored.predictions == (versions(2),)
+    other = {"2.1.0": 10**15}
+    assert update(a=recorded(versions(1), versions(2)), b=recorded(versions(1))) == {
+        "a": {**other, "2.2.0": 10**15},
+        "b": other,
+    }
+    changed = msgspec.structs.replace(versions(1), flops_per_step=5)
+    assert update(a=recorded(changed)) == {"a": {"2.2.0": 10**15, "2.1.0": 5}, "b": other}
+    redeclared = recorded(versions(2), case=CASE.replace(batch_size=4))
+    assert update(a=redeclared) == {"a": {"2.2.0": 10**15}, "b": other}, "those of another declaration go"
+    for number in range(1, MOST_CONDITIONS + 2):
+        stored = update(b=recorded(versions(number)))
+    assert set(stored["b"]) == {f"2.{n}.0" for n in range(2, MOST_CONDITIONS + 2)}, "the oldest conditions make room"
 
 
 TASK = Task(case=CASE, scale="full", device_type="cpu", root=".", target=prediction().target)
 
 
-def test_a_prediction_is_found_again(tmp_path: Path) -> None:
+def test_a_prediction_is_found_again_for_the_same_task_only(tmp_path: Path) -> None:
     PredictionCache(tmp_path).put(TASK, prediction())
-    assert PredictionCache(tmp_path).get(TASK) == prediction()
-    longer = msgspec.structs.replace(TASK, case=CASE.replace(steps=99))
-    assert PredictionCache(tmp_path).get(longer) == prediction()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        msgspec.structs.replace(TASK, case=CASE.replace(batch_size=4)),
-        msgspec.structs.replace(TASK, scale="tiny"),
-        msgspec.structs.replace(TASK, processes=8),
-        msgspec.structs.replace(TASK, variables={"FLAG": "1"}),
-        msgspec.structs.replace(TASK, target=msgspec.structs.replace(prediction().target, capability=(7, 0))),
-    ],
-)
-def test_another_task_is_not(tmp_path: Path, other: Task) -> None:
-    PredictionCache(tmp_path).put(TASK, prediction())
-    assert PredictionCache(tmp_path).get(other) is None
+    replace = msgspec.structs.replace
+    for same in (TASK, replace(TASK, case=CASE.replace(steps=99))):
+        assert PredictionCache(tmp_path).get(same) == prediction()
+    for other in (
+        replace(TASK, case=CASE.replace(batch_size=4)),
+        replace(TASK, scale="tiny"),
+        replace(TASK, processes=8),
+        replace(TASK, variables={"FLAG": "1"}),
+        replace(TASK, target=replace(prediction().target, capability=(7, 0))),
+    ):
+        assert PredictionCache(tmp_path).get(other) is None
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"{")
+    assert PredictionCache(tmp_path).get(TASK) is None, "nor in a broken cache"
 
 
 @pytest.mark.parametrize(
@@ -216,13 +206,6 @@ def test_own_code_is_never_remembered(tmp_path: Path) -> None:
     task = msgspec.structs.replace(TASK, case=Case(model="mine", method="custom", code="test_it.py::mine"))
     PredictionCache(tmp_path).put(task, prediction())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_broken_cache_remembers_nothing(tmp_path: Path) -> None:
-    PredictionCache(tmp_path).put(TASK, prediction())
-    for file in tmp_path.iterdir():
-        file.write_bytes(b"{")
-    assert PredictionCache(tmp_path).get(TASK) is None
 
 
 def test_what_nobody_asked_for_in_a_month_is_forgotten(tmp_path: Path) -> None:

@@ -222,26 +222,17 @@ def test_the_folder_of_baselines_is_absolute(tmp_path: Path, monkeypatch: pytest
     assert _read({"baseline-dir": "figures"}).baseline_dir.is_absolute()
 
 
+EMULATED = {"predict": True, "find-batch": True, "loss": "20", "baseline": "published", "isolation": "inline"}
+EMULATED |= {"ids": "0", "runs": "3", "resume": "r.json", "executor": "slurm"}
+
+
 def test_options_that_cannot_both_be_meant_are_refused(snapshot: SnapshotAssertion, tmp_path: Path) -> None:
     (tmp_path / "old.json").touch()
     report = {"baseline": str(tmp_path / "old.json")}
     both: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"baseline-update": True, "baseline-update-new-only": True}, {}),
         ({"predict": True, "find-batch": True}, {}),
-        *(
-            ({"emulate": True, **other}, {})
-            for other in (
-                {"predict": True},
-                {"find-batch": True},
-                {"loss": "20"},
-                {"baseline": "published"},
-                {"isolation": "inline"},
-                {"ids": "0"},
-                {"runs": "3"},
-                {"resume": "r.json"},
-                {"executor": "slurm"},
-            )
-        ),
+        *(({"emulate": True, name: value}, {}) for name, value in EMULATED.items()),
         ({"find-batch": True, "loss": "20"}, {}),
         ({"find-batch": True, "runs": "2"}, {}),
         ({"loss": "20", "runs": "2"}, {}),
