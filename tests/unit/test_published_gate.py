@@ -9,10 +9,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
-from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, timed_out
+from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, timed_out
 
 from pytest_gputrain import GiB, MiB
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
+from pytest_gputrain.gate.new_device import TOLERANCE, judge_by_prediction
 from pytest_gputrain.gate.published import judge_published, step_seconds
 from pytest_gputrain.records import Case, Holder, Published, Reply, Verdict
 from pytest_gputrain.records.published import Figure, Figures
@@ -169,3 +170,64 @@ def test_verdicts_are_told_with_what_the_table_was_made_with(snapshot: SnapshotA
         verdicts[name] = judged(published, **given_)
         verdicts[f"{name}, out of memory"] = judged(published, out_of_memory(), **given_)
     assert {name: f"{verdict.status}: {verdict.sentence}" for name, verdict in verdicts.items()} == snapshot
+
+
+# A case without a baseline, beside its prediction or its published row
+
+NEW = Verdict(status="new", sentence=f"{CASE} has no baseline; record it")
+PEAK = 32 * GiB
+LIMIT = round(PEAK * (1 + TOLERANCE.ratio) + TOLERANCE.bytes)
+
+
+def _beside_prediction(*peaks: int, flops: int | None = 10**15, **fields: Any) -> Verdict:
+    runs = [measurement(peak_allocated_bytes=peak, flops_per_step=flops) for peak in peaks]
+    return judge_by_prediction(NEW, CASE, runs, prediction(peak_allocated_bytes=PEAK, **fields))
+
+
+@pytest.mark.parametrize(("peak", "status"), [(1, "new"), (PEAK, "new"), (LIMIT, "new"), (LIMIT + 1, "regressed")])
+def test_memory_may_grow_to_the_limit_and_shrink_at_will(peak: int, status: str) -> None:
+    verdict = _beside_prediction(peak)
+    assert (verdict.status, verdict.held_to) == (status, "prediction")
+
+
+def test_one_bad_process_of_three_fails_nothing() -> None:
+    assert _beside_prediction(PEAK, 2 * PEAK, PEAK).status == "new"
+    assert _beside_prediction(2 * PEAK, 2 * PEAK, PEAK).status == "regressed"
+
+
+@pytest.mark.parametrize(
+    ("flops", "status"), [(103 * 10**13, "new"), (104 * 10**13, "regressed"), (None, "new"), (10**14, "new")]
+)
+def test_flops_may_grow_by_three_percent(flops: int | None, status: str) -> None:
+    assert _beside_prediction(PEAK, flops=flops).status == status
+
+
+def test_the_sentence_names_only_what_was_compared() -> None:
+    assert (
+        "its memory and FLOPs are within what is predicted for h100 (32.0 GiB of 32.0 GiB)"
+        in _beside_prediction(PEAK).sentence
+    )
+    assert "its memory is within what is predicted" in _beside_prediction(PEAK, flops=None).sentence
+    both = _beside_prediction(2 * PEAK, flops=2 * 10**15).sentence
+    assert "needs 32.0 GiB (100.0 %) more memory" in both
+    assert "computes 100.0 % more" in both
+
+
+def _exactly(**figures: int) -> Published:
+    return row(**{name: figure(value, rounding=0) for name, value in figures.items()}) if figures else row()
+
+
+@pytest.mark.parametrize(("peak", "status"), [(PEAK, "new"), (LIMIT, "new"), (LIMIT + 70 * MiB, "regressed")])
+def test_reserved_memory_is_held_to_the_published_row(peak: int, status: str) -> None:
+    verdict = judge_by_published(NEW, CASE, [measurement(peak_reserved_bytes=peak)], _exactly(peak_reserved_bytes=PEAK))
+    assert (verdict.status, verdict.held_to) == (status, "published")
+    assert "published for h100 in a-table" in verdict.sentence
+
+
+def test_a_row_without_memory_holds_nothing() -> None:
+    runs = [measurement(peak_reserved_bytes=PEAK)]
+    assert judge_by_published(NEW, CASE, runs, _exactly()) is NEW
+    why = msgspec.structs.replace(_exactly(peak_reserved_bytes=PEAK), memory_not_judged="made with another engine")
+    assert judge_by_published(NEW, CASE, runs, why) is NEW
+    unmeasured = [measurement(device_used_bytes=None)]
+    assert judge_by_published(NEW, CASE, unmeasured, _exactly(device_used_bytes=PEAK)) is NEW
