@@ -13,7 +13,7 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 
 from pytest_gputrain import GiB, MiB
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
-from pytest_gputrain.gate.new_device import TOLERANCE, judge_by_prediction
+from pytest_gputrain.gate.new_device import TOLERANCE, judge_by_prediction, judge_by_published
 from pytest_gputrain.gate.published import judge_published, step_seconds
 from pytest_gputrain.records import Case, Holder, Published, Reply, Verdict
 from pytest_gputrain.records.published import Figure, Figures
