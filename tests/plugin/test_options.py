@@ -76,30 +76,6 @@ def test_an_abbreviation_is_no_option(suite: Project, abbreviated: str) -> None:
     result.stderr.fnmatch_lines([f"*unrecognized arguments: {abbreviated}"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "failed"),
-    [
-        (["--gpu-strict", "--no-gpu-strict"], 0),
-        (["--no-gpu-strict", "--gpu-strict"], 1),
-        (["--no-gpu-strict"], 0),
-        (["--no-gpu-strict", "--gpu-strict", "--no-gpu-strict"], 0),
-    ],
-)
-@pytest.mark.parametrize("written", ["true", "false"])
-def test_of_a_switch_and_its_opposite_the_last_counts(
-    suite: Project, written: str, arguments: list[str], failed: int
-) -> None:
-    suite.ini(f"gpu_strict = {written}")
-    suite.run(*ONE_CASE, *arguments).assert_outcomes(passed=1 - failed, failed=failed, deselected=2)
-
-
-def test_an_opposite_counts_before_the_strictness_of_ci(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
-    monkeypatch.setenv("CI", "true")
-    suite.run("--no-gpu-strict").assert_outcomes(passed=3)
-    suite.run().assert_outcomes(passed=2, failed=1)
-
-
 def test_an_update_of_the_ini_file_is_turned_off_for_one_run(suite: Project) -> None:
     suite.ini("gpu_baseline_update = true")
     suite.run(*ONE_CASE, "--no-gpu-baseline-update").assert_outcomes(passed=1, deselected=2)
