@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from leftovers import wait_until
 from plugin_project import BUILD, Project
 from slurm_here import lacking, slurm_here
 
@@ -185,14 +186,7 @@ def measurement(outcome: Delivery | Lost) -> Measurement:
 
 def assert_no_worker(folder: Path) -> None:
     """The case's own process ends."""
-    _wait_for(lambda: not psutil.pid_exists(int((folder / "pid.txt").read_text())))
-
-
-def _wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not psutil.pid_exists(int((folder / "pid.txt").read_text())))
 
 
 def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, nodes: Nodes) -> None:
@@ -263,7 +257,7 @@ def test_an_end_by_a_signal_cancels_what_runs_and_writes_the_report(
     command = [sys.executable, "-m", "pytest", f"--gpu-executor={nodes.name}", "--gpu-json=report.json"]
     with subprocess.Popen(command, cwd=project.path, stdout=subprocess.DEVNULL) as run:
         pid = project.path / "pid.txt"
-        _wait_for(lambda: run.poll() is not None or (pid.exists() and pid.read_text()), 200)
+        wait_until(lambda: run.poll() is not None or (pid.exists() and pid.read_text()), 200)
         run.send_signal(number)
         assert run.wait(120) == pytest.ExitCode.INTERRUPTED
     assert_no_worker(project.path)
