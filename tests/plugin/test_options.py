@@ -132,20 +132,13 @@ def test_a_setting_of_another_plugin_is_left_alone(suite: Project) -> None:
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
-def test_workers_have_the_settings_of_the_controller(suite: Project, workers: str) -> None:
+def test_workers_have_the_settings_of_the_controller(gated: Project, workers: str) -> None:
     pytest.importorskip("xdist")
-    suite.ini("gpu_steps = 3", "gpu_warmup = 2", "gpu_strict = true", "gpu_timeout = 5min")
-    suite.spawn(workers, "-o", "gpu_steps=7", "--gpu-timeout=6min", "--no-gpu-strict").assert_outcomes(passed=3)
-    launched = {(launch["steps"], launch["warmup"], launch["timeout_seconds"]) for launch in suite.launches}
+    gated.ini("gpu_steps = 3", "gpu_warmup = 2", "gpu_strict = true", "gpu_timeout = 5min", "gpu_reruns = 0")
+    gated.answer(recorded(slower=1.2), to=GEMMA)
+    options = ("-o", "gpu_steps=7", "--gpu-timeout=6min", "--no-gpu-strict", "-o", "gpu_reruns=1")
+    result = gated.spawn(workers, *options) if workers == "-n2" else gated.run(*options)
+    result.assert_outcomes(passed=2, failed=1)
+    launched = {(launch["steps"], launch["warmup"], launch["timeout_seconds"]) for launch in gated.launches}
     assert launched == {(7, 2, 360.0)}
-
-
-@pytest.mark.parametrize("workers", ["-n0", "-n2"])
-def test_workers_have_ini_only_settings_of_the_command_line(suite: Project, workers: str) -> None:
-    pytest.importorskip("xdist")
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    (suite.path / "launches.jsonl").unlink()
-    suite.ini("gpu_reruns = 0")
-    suite.answer(recorded(slower=1.2), to=GEMMA)
-    suite.spawn(workers, "-o", "gpu_reruns=1").assert_outcomes(passed=2, failed=1)
-    assert [launch["id"] for launch in suite.launches].count(GEMMA) == 2
+    assert [launch["id"] for launch in gated.launches].count(GEMMA) == 2
