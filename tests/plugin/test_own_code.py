@@ -124,7 +124,7 @@ def test_own_code_is_found_with_its_helpers_and_measured(project: Project) -> No
         my_decorators=DECORATORS,
         test_figures=FIGURES,
         test_helped=HELPED + CHECKED.format(name="helped"),
-        test_recipes=f"from my_recipes import build\n{CHECKED.format(name='recipes')}",
+        test_from_recipes=f"from my_recipes import build\n{CHECKED.format(name='recipes')}",
         test_decorated="from my_decorators import logged\n"
         + BUILD.replace("def build", "@logged\ndef build")
         + CHECKED.format(name="decorated"),
@@ -205,13 +205,13 @@ def test_functions_that_a_worker_could_not_find_are_refused(h100: Project, tmp_p
         "len": f"len {below}, *",
         "textwrap.dedent": f"dedent {below}, *",
         "build": f"build {below}, so the worker may not run it",
-        "build, gpus=2": "*choose parallel='ddp', under which torch.distributed is ready*",
+        "here, gpus=2": "*choose parallel='ddp', under which torch.distributed is ready*",
     }
     local = "    def local(setup):\n        return lambda: None\n\n"
     tests = "".join(
         f"\n\ndef test_{number}(gputrain):\n{local}    gputrain.check({what})\n" for number, what in enumerate(refused)
     )
-    group = "class Group:\n    @staticmethod\n    def method(setup):\n        return lambda: None\n"
+    group = "def here(setup):\n    return lambda: None\n\n\nclass Group:\n    @staticmethod\n    def method(setup):\n        return lambda: None\n"
     h100.write(test_mine=f"import functools\nimport textwrap\n\nfrom far_recipes import build\n\n\n{group}{tests}")
     told = failures(h100.run())
     assert len(told) == len(refused)

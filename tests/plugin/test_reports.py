@@ -182,13 +182,17 @@ def test_zz_folder_becomes_a_file():
     ("option", "vanish", "what"),
     [
         ("--gpu-json=deep/report.json", FOLDER_VANISHES, "the report *deep/report.json"),
+        ("--gpu-html=deep/page.html", FOLDER_VANISHES, "the report *deep/page.html"),
+        ("--gpu-history=deep/history.jsonl", FOLDER_VANISHES, "the history *deep/history.jsonl"),
         ("--gpu-baseline-update", BASELINES_VANISH, "*.json"),
     ],
-    ids=["report", "baselines"],
+    ids=["json", "html", "history", "baselines"],
 )
 def test_what_cannot_be_written_fails_the_run_and_keeps_the_figures(
     suite: Project, monkeypatch: pytest.MonkeyPatch, option: str, vanish: str, what: str
 ) -> None:
+    if "html" in option:
+        pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     aside = suite.path / "aside"
     aside.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(aside))
