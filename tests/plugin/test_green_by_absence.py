@@ -92,15 +92,15 @@ def test_a_mark_that_a_conftest_adds_for_an_option_is_nobody_s_decision(suite: P
 
 
 @pytest.mark.parametrize(
-    ("suite", "told", "strict_status"),
+    ("text", "told", "strict_status"),
     [
         (CAUGHT, "1 failure caught by the test, which passed", 1),
         (SUITE.replace("@pytest", "@pytest.mark.xfail\n@pytest", 1), "1 failure expected by a mark (xfail)", 0),
     ],
     ids=["caught", "expected"],
 )
-def test_a_failure_that_does_not_fail_its_test_is_told(gated: Project, suite: str, told: str, strict_status: int) -> None:
-    gated.write(test_tuning=suite)
+def test_a_failure_that_does_not_fail_its_test_is_told(gated: Project, text: str, told: str, strict_status: int) -> None:
+    gated.write(test_tuning=text)
     gated.answer(recorded(slower=1.1), to=GEMMA)
     for strict, status in (((), 0), (("--gpu-strict",), strict_status)):
         result = gated.run(*strict)
@@ -169,7 +169,7 @@ def _skipping(how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("suite", "conftest", "arguments", "why"),
+    ("text", "conftest", "arguments", "why"),
     [
         (SUITE, "", ["-k", "gemma"], "tests of it were deselected"),
         (SUITE, "", [f"test_tuning.py::test_tuning[{GEMMA}]"], "only some of its tests were chosen"),
@@ -181,9 +181,9 @@ def _skipping(how: str) -> str:
     ids=["deselected", "chosen", "failed", "skipped", "import", "left out"],
 )
 def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(
-    gated: Project, suite: str, conftest: str, arguments: list[str], why: str
+    gated: Project, text: str, conftest: str, arguments: list[str], why: str
 ) -> None:
-    gated.write(test_tuning=suite)
+    gated.write(test_tuning=text)
     with (gated.path / "conftest.py").open("a") as file:
         file.write(conftest)
     gated.answer(recorded("crashed"), to=GEMMA)

@@ -211,8 +211,9 @@ def test_functions_that_a_worker_could_not_find_are_refused(h100: Project, tmp_p
     tests = "".join(
         f"\n\ndef test_{number}(gputrain):\n{local}    gputrain.check({what})\n" for number, what in enumerate(refused)
     )
-    group = "def here(setup):\n    return lambda: None\n\n\nclass Group:\n    @staticmethod\n    def method(setup):\n        return lambda: None\n"
-    h100.write(test_mine=f"import functools\nimport textwrap\n\nfrom far_recipes import build\n\n\n{group}{tests}")
+    here = "def here(setup):\n    return lambda: None\n\n\n"
+    group = "class Group:\n    @staticmethod\n    def method(setup):\n        return lambda: None\n"
+    h100.write(test_mine=f"import functools\nimport textwrap\n\nfrom far_recipes import build\n\n\n{here}{group}{tests}")
     told = failures(h100.run())
     assert len(told) == len(refused)
     for number, sentence in enumerate(refused.values()):
