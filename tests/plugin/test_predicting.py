@@ -11,7 +11,7 @@ from plugin_project import GEMMA, LLAMA, LLAMA_2, RECORDED, Project, assert_refu
 
 from pytest_gputrain.records import Case, Prediction
 from pytest_gputrain.records.recorded import Recorded
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
 PREDICT = ("--gpu-predict", "--gpu-platform=h100")
@@ -285,7 +285,7 @@ def predict_tuning(suite: Project) -> None:
             f"{model}-lora-bf16": Recorded(
                 case=base.replace(model=model),
                 scale="full",
-                predictions=(prediction_of_case(roofline_seconds=time, fits=fits),),
+                figures=(prediction_of_case(roofline_seconds=time, fits=fits),),
             )
             for model, (time, fits) in seconds.items()
         },
