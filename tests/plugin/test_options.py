@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -46,8 +47,11 @@ def test_the_help_of_the_ini_file_says_what_each_setting_is(project: Project) ->
         assert re.search(rf"^  {option.ini} \(string\):\s+{re.escape(begin)}", settings, re.MULTILINE)
 
 
-@pytest.mark.parametrize("words", [["{}=2"], ["{}", "2"], ["{}", "test_tuning.py"]], ids=["one word", "two", "a path"])
-@pytest.mark.parametrize("name", WENT)
+# Each form of a value in turn.
+FORMS = ["{}=2"], ["{}", "2"], ["{}", "test_tuning.py"]
+
+
+@pytest.mark.parametrize(("name", "words"), list(zip(WENT, itertools.cycle(FORMS), strict=False)))
 def test_a_flag_that_went_is_refused_with_its_heir(suite: Project, name: str, words: list[str]) -> None:
     heir = next(option for option in OPTIONS if option.name == GONE.get(name, name))
     value = "true" if heir.switch else words[-1].removeprefix("{}=")
@@ -95,12 +99,6 @@ def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suit
     suite.ini("gpu_nodes = 0")
     assert_refused(suite, "gpu_nodes: '0' is not a whole number from 1 on")
     suite.run(*ONE_CASE, "-o", "gpu_nodes=1").assert_outcomes(passed=1, deselected=2)
-
-
-def test_settings_are_refused_by_their_names(suite: Project) -> None:
-    for option in INI_ONLY:
-        if option.name != "shared":  # every text is a path
-            assert_refused(suite, f"{option.ini}: *", "-o", f"{option.ini}='no such value")
 
 
 def test_the_arguments_of_a_scheduler_may_be_overridden_by_several_lines(suite: Project) -> None:
