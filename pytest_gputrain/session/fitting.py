@@ -119,12 +119,12 @@ class Fitting:
         """Predict each case for its GPU, in the order given.
 
         Args:
-            remedies: whether to look for what makes the smallest batch fit of those that do not.
+            remedies: whether to look for what makes the smallest batch surely fit of those that do not.
         """
         cells = self._done(self._cell, asked, "predictions")
         unfit: dict[tuple[Case, str], int] = {}
         for number, cell in enumerate(cells):
-            if cell.fit == "does-not-fit":
+            if cell.fit in ("does-not-fit", "within-error"):
                 key = _without_batch(cell.case), cell.gpu
                 if key not in unfit or cell.case.batch_size < cells[unfit[key]].case.batch_size:
                     unfit[key] = number
