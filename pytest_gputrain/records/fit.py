@@ -40,7 +40,7 @@ class FitCell(Struct, frozen=True, kw_only=True):
     failure: str = ""
     """Why there are no figures."""
     remedy: str = ""
-    """The cheapest change that makes it surely fit, or that none of those tried does; of the smallest batch that does not."""
+    """The cheapest change under which it surely fits, or that none is enough; of the smallest batch that does not."""
 
 
 class LargestBatch(Struct, frozen=True, kw_only=True):

@@ -98,7 +98,11 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
         return ALL_LINEAR
     whole: Any = model
     head = whole.get_output_embeddings()
-    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
     return tuple(sorted(linear - {"out_proj"}))
 
 

@@ -51,7 +51,9 @@ def test_the_count_of_a_language_model_is_the_sum_of_its_layers(name: str) -> No
     hidden, kind = config["hidden_size"], config["model_type"]
     tables = 1 if config.get("tie_word_embeddings", kind == "gemma3_text") else 2
     norms = 4 if kind == "gemma3_text" else 2
-    layers = sum(attention(config) + feed_forward(config, layer) + norms * hidden for layer in range(config["num_hidden_layers"]))
+    layers = sum(
+        attention(config) + feed_forward(config, layer) + norms * hidden for layer in range(config["num_hidden_layers"])
+    )
     assert tables * config["vocab_size"] * hidden + layers + hidden == PUBLISHED[name].parameters
 
 
@@ -65,7 +67,9 @@ def test_the_count_of_stable_diffusion_3_5_is_the_sum_of_its_blocks(name: str, p
     def linear(inputs: int, outputs: int) -> int:
         return inputs * outputs + outputs
 
-    stream = linear(width, 6 * width) + 4 * linear(width, width) + 2 * head + linear(width, 4 * width) + linear(4 * width, width)
+    stream = (
+        linear(width, 6 * width) + 4 * linear(width, width) + 2 * head + linear(width, 4 * width) + linear(4 * width, width)
+    )
     second_attention = linear(width, 3 * width) + 4 * linear(width, width) + 2 * head
     # The last block lets go of the text behind its attention.
     left_out = linear(width, 4 * width) + linear(width, width) + linear(width, 4 * width) + linear(4 * width, width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -24,8 +24,15 @@ from pytest_gputrain.worker.zoo.tiny import tiny_denoiser, tiny_language_model
 _REQUIRED: Final = ("num_hidden_layers", "hidden_size")
 """Keys without which a class would silently build a model of its own defaults."""
 
-_COUNTS: Final = {"num_hidden_layers": 2000, "hidden_size": 10**6, "num_attention_heads": 10**5, "vocab_size": 10**8}
-"""Keys that are counts, and the most that is built."""
+_COUNTS: Final = {
+    "num_hidden_layers": 2000,
+    "hidden_size": 10**6,
+    "vocab_size": 10**8,
+    "num_attention_heads": 10**5,
+    "num_key_value_heads": 10**5,
+    "intermediate_size": 10**7,
+}
+"""Keys that are counts, and the most that is built. Classes take others without complaint, and there would be a figure."""
 
 SCALES: Final[tuple[Scale, ...]] = ("full", "tiny")
 
@@ -115,21 +122,31 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
 
 
 def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> None:
-    """Check the keys that a model would be built from without complaint, and be none.
+    """Check counts that a class would build anything from.
 
     Args:
-        names: what the class calls them.
+        names: what the class calls the keys.
 
     Raises:
-        CheckFailed: one of them is no count, or so large that nobody could build the model.
+        CheckFailed: one of them is no count, or so large that nobody could build the model, or two do not belong together.
     """
+    counts: dict[str, int] = {}
     for common, most in _COUNTS.items():
         for key in {common, names.get(common, common)} & given.keys():
             value = given[key]
+            if common not in _REQUIRED and (value is None or isinstance(value, list)):
+                continue  # which the class knows to read
             if type(value) is not int or not 1 <= value <= most:
                 raise CheckFailed(
                     f"{name} has {key}={value!r} in its config.json; it must be a whole number from 1 to {most:,}"
                 )
+            counts[common] = value
+    heads, key_heads = counts.get("num_attention_heads", 0), counts.get("num_key_value_heads", 1)
+    if heads % key_heads:
+        raise CheckFailed(
+            f"{name} has num_attention_heads={heads} in its config.json, which is no multiple of "
+            f"num_key_value_heads={key_heads}"
+        )
 
 
 def _is_computed(config_class: type, key: str) -> bool:
