@@ -97,6 +97,8 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
     layers = architecture.repetitions or architecture.trained_part.config.get("num_hidden_layers", 0)
+    if not isinstance(layers, int):  # in a config.json that the worker will refuse
+        layers = 0
     if layers and case.parallel in ("single", "fsdp"):
         return _SHALLOW_SECONDS
     return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS)
