@@ -173,7 +173,8 @@ class Fitting:
                 return None
 
         assert cell.prediction is not None
-        return msgspec.structs.replace(cell, remedy=remedy(cell.case, cell.prediction, changed))
+        helps = remedy(cell.case, cell.prediction, changed, may_fit=cell.fit == "within-error")
+        return msgspec.structs.replace(cell, remedy=helps)
 
     def _largest(self, known: Sequence[FitCell]) -> LargestBatch:
         case, gpu = known[0].case, known[0].gpu

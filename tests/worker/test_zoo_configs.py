@@ -172,8 +172,8 @@ def test_a_denoiser_without_what_the_zoo_s_model_is_conditioned_on_trains(class_
         ),
         (
             "UNet2DConditionModel",
-            {"addition_embed_type": "image"},
-            "has addition_embed_type='image' in its config.json, a cond",
+            {"encoder_hid_dim": 768, "encoder_hid_dim_type": "text_proj"},
+            "has encoder_hid_dim_type='text_proj' in its config.json, a cond",
         ),
         ("FluxTransformer2DModel", {"in_channels": 384, "out_channels": 64}, "has in_channels=384 and out_channels=64"),
         ("WanTransformer3DModel", {"in_channels": 48, "out_channels": 48}, "only latents of 16 channels are known"),
