@@ -262,7 +262,7 @@ def test_a_limit_on_all_jobs_of_a_user_is_a_turn_and_one_on_a_job_is_not(doing: 
     assert [_job("PENDING", "", reason).doing for reason in reasons] == [doing] * 3
 
 
-# Ray, by a stand-in for its module; tests/plugin/test_fleet_ray.py has a real one
+# Ray, by a stand-in for its module; tests/plugin/test_fleet_on_nodes.py has a real one
 
 
 class _Remote:
