@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -127,10 +128,18 @@ class EmulatingRunner:
             self._replies[identity] = self._executor.run(task, watch=lambda event: self._watch(task.case, event, 1))
         return self._replies[identity]
 
+    def _tells_where(self, case: Case) -> str:
+        """Name the command that shows what a script allocates."""
+        command = shlex.join(["python", case.code, *msgspec.json.decode(case.args or "[]", type=list[str])])
+        platform = self._executor.host.platform
+        return f"gputrain emulate --gpu {platform} -- {command} tells what is allocated at the peak, and where"
+
     def _judged(self, case: Case, run: EmulatedRun, recorded: RecordedRuns | None) -> Verdict:
         platform = catalog.PLATFORMS.get(self._executor.host.platform)
         title = platform.title if platform else self._executor.host.platform
         verdict = emulation.judge(case, run, recorded, title)
+        if case.method == "script" and verdict.status == "regressed":
+            verdict = msgspec.structs.replace(verdict, sentence=f"{verdict.sentence}; {self._tells_where(case)}")
         if not records(self.settings, recorded=recorded is not None):
             return verdict
         unfit = "" if run.fits else f", not fitting {title},"

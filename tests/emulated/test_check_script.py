@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from recipes import patched
 
 import pytest_gputrain
@@ -62,7 +61,8 @@ def test_no_gpu(gputrain):
 
 
 PAGE = re.compile(
-    r"^```python\n(?P<program>.*?)^```\n.*?^```python\n(?P<test>.*?)^```\n.*?peaks at (?P<peak>[\w. ]+?) on an emulated H100.*?"
+    r"^```python\n(?P<program>.*?)^```\n.*?^```python\n(?P<test>.*?)^```\n.*?"
+    r"peaks at (?P<peak>[\w. ]+?) on an emulated H100.*?"
     r"^```diff\n(?P<regression>.*?)^```\n.*?^```text\n(?P<sentence>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
@@ -165,4 +165,4 @@ def test_a_script_s_choices_among_unknown_scores_are_dealt_in_turn(tmp_path, emu
     (result,) = json.loads((tmp_path / "report.json").read_bytes())["results"]
     notes = result["reply"]["notes"]
     assert any(note.startswith("balanced routing is assumed: unknown scores were dealt in turn") for note in notes), notes
-    assert any("zeros were read where a GPU would have computed a value" in note and "choosing.py:14" in note for note in notes)
+    assert any(note.startswith("zeros were read") and "choosing.py:14" in note for note in notes), notes

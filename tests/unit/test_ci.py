@@ -130,9 +130,7 @@ def test_the_oldest_versions_are_those_that_are_allowed() -> None:
     pyproject = tomllib.loads((ci.ROOT / "pyproject.toml").read_text())
     project, frameworks = pyproject["project"], pyproject["dependency-groups"]["frameworks"]
     extras = project["optional-dependencies"]
-    floors = dict(
-        each.split(">=") for each in [*project["dependencies"], *extras["suite"], *extras["report"], *frameworks]
-    )
+    floors = dict(each.split(">=") for each in [*project["dependencies"], *extras["suite"], *extras["report"], *frameworks])
     lines = (ci.ROOT / "constraints-oldest.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     for name, floor in floors.items():
