@@ -131,8 +131,8 @@ def shown(told: dict[str, Any], folder: Path) -> list[str]:
     """A line for each GPU with what is known of it, and one for all of them."""
     lines = []
     for gpu, reading, holders, free in zip(told["gpus"], told["readings"], told["holders"], told["free"], strict=True):
-        known = {name: value for name, value in {**gpu, **reading, "holders": holders, "free": free}.items()}
-        known = {name: value for name, value in known.items() if value not in (None, "", [])}
+        everything = {**gpu, **reading, "holders": holders, "free": free}
+        known = {name: value for name, value in everything.items() if value not in (None, "", [])}
         lines.append(", ".join(f"{name} {value}" for name, value in known.items()))
     others = {name: told[name] for name in ("paths", "left_out", "unseen") if told[name]}
     return [
