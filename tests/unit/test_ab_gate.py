@@ -102,7 +102,7 @@ def test_what_is_said_of_two_sides(snapshot: Any) -> None:
 
 def test_the_report_has_the_figures_as_they_were_measured() -> None:
     (judged,) = compare([_round(1.0), _round(1.2)], [_round(1.1), _round(1.3)], "base")
-    assert [reply.step_seconds[0] for reply in judged.replies] == [1.1, 1.3]  # type: ignore[union-attr]
+    assert [reply.step_seconds[0] for reply in judged.replies] == [1.1, 1.3]
 
 
 def test_cases_that_head_lacks_in_all_rounds_or_in_some_are_told() -> None:

@@ -80,7 +80,7 @@ class Scheduler:
         self.now += seconds
         assert self.now < 10_000, "the fleet waits for ever"
         for at in [at for at in self.script if at <= self.now]:
-            self.script.pop(at)()  # type: ignore[operator]
+            self.script.pop(at)()
 
 
 @pytest.fixture
