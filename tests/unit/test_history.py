@@ -30,26 +30,35 @@ DOCS = Path(__file__).parents[2] / "docs"
 SESSION = RunInfo(id="s1", created="2026-02-01T00:00:00Z", commit="c0ffee", branch="main")
 LINE = lines_of([result()], SESSION)[0]
 
-_WRITER = """
-import sys
+_PRELUDE = """
+import os, resource, sys
 from pathlib import Path
 import msgspec
 from pytest_gputrain.storage.history import append
 from pytest_gputrain.records import HistoryLine
 
-path, name, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 print("ready", flush=True)
 line = msgspec.json.decode(sys.stdin.buffer.readline(), type=HistoryLine)
-for number in range(times):
-    append(path, [msgspec.structs.replace(line, session=f"{name}-{number}", sentence="x" * 5000)] * 3)
+path, *arguments = Path(sys.argv[1]), *sys.argv[2:]
 """
 
 
 def _spawn(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    writer = subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE)
-    writer.stdin.write(msgspec.json.encode(LINE))
-    writer.stdin.close()
-    return writer
+    """A process that is past its imports, and waits for a line."""
+    command = [sys.executable, "-c", _PRELUDE + code, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def _ends(*processes: subprocess.Popen[bytes]) -> list[int]:
+    """How those that wait end, once all have got their line."""
+    for process in processes:
+        process.stdin.write(msgspec.json.encode(LINE) + b"\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+    return [process.returncode for process in processes]
 
 
 def _sessions(path: Path) -> list[str]:
@@ -141,18 +150,15 @@ def test_lines_are_of_the_types_they_declare(share: Any) -> None:
 # The file
 
 
+_WRITER = """
+for number in range(20):
+    append(path, [msgspec.structs.replace(line, session=f"{arguments[0]}-{number}", sentence="x" * 5000)] * 3)
+"""
+
+
 def test_several_processes_append_at_once_and_every_line_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
-    command, pipes = [sys.executable, "-c", _WRITER, str(path)], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    writers = [subprocess.Popen([*command, name, "20"], **pipes) for name in "abcd"]
-    # All are past their imports before one begins, so that they meet.
-    assert [writer.stdout.readline() for writer in writers] == [b"ready\n"] * 4
-    for writer in writers:
-        writer.stdin.write(msgspec.json.encode(LINE) + b"\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate(timeout=60)
-        assert writer.returncode == 0
+    assert _ends(*[_spawn(_WRITER, str(path), name) for name in "abcd"]) == [0] * 4
     sessions = _sessions(path)
     assert sorted(sessions) == sorted(f"{name}-{number}" for name in "abcd" for number in range(20) for _ in range(3))
     runs = [sessions[at : at + 3] for at in range(0, len(sessions), 3)]
@@ -160,23 +166,16 @@ def test_several_processes_append_at_once_and_every_line_is_whole(tmp_path: Path
 
 
 _CRASHES = """
-import os, sys
-from pathlib import Path
-import msgspec
-from pytest_gputrain.storage.history import append
-from pytest_gputrain.records import HistoryLine
-
-line = msgspec.json.decode(sys.stdin.buffer.read(), type=HistoryLine)
 whole = os.write
 
 def write(descriptor, data):
     if len(data) < 1000:  # of the lock
         return whole(descriptor, data)
-    whole(descriptor, data[: len(data) - int(sys.argv[2])])
+    whole(descriptor, data[: len(data) - int(arguments[0])])
     os.kill(os.getpid(), 9)
 
 os.write = write
-append(Path(sys.argv[1]), [msgspec.structs.replace(line, session=name) for name in ("killed-1", "killed-2")])
+append(path, [msgspec.structs.replace(line, session=name) for name in ("killed-1", "killed-2")])
 """
 
 
@@ -184,7 +183,7 @@ append(Path(sys.argv[1]), [msgspec.structs.replace(line, session=name) for name 
 def test_after_a_kill_in_mid_write_the_next_line_stands_by_itself(tmp_path: Path, missing: int, kept: list[str]) -> None:
     path = tmp_path / "history.jsonl"
     append(path, [_named("before")])
-    assert _spawn(_CRASHES, str(path), str(missing)).wait(60) == -9
+    assert _ends(_spawn(_CRASHES, str(path), str(missing))) == [-9]
     said = append(path, [_named("after")])
     assert _sessions(path) == ["before", *kept, "after"]
     assert bool(said) == (missing > 1)
@@ -225,14 +224,6 @@ def test_a_torn_line_longer_than_what_is_read_at_once_is_removed(tmp_path: Path,
 
 
 _FULL = """
-import resource, sys
-from pathlib import Path
-import msgspec
-from pytest_gputrain.storage.history import append
-from pytest_gputrain.records import HistoryLine
-
-line = msgspec.json.decode(sys.stdin.buffer.read(), type=HistoryLine)
-path = Path(sys.argv[1])
 size = path.stat().st_size + 100  # of the two lines, a hundred bytes can be written
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 try:
@@ -246,7 +237,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     append(path, [_named("before")])
     before = path.read_bytes()
-    assert _spawn(_FULL, str(path)).wait(60) == 3
+    assert _ends(_spawn(_FULL, str(path))) == [3]
     assert path.read_bytes() == before
 
 
