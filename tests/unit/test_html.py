@@ -266,57 +266,50 @@ def test_of_a_case_in_several_reports_the_latest_counts() -> None:
     assert "1.00 s" not in reader.text
 
 
-@pytest.mark.parametrize("fields", [{"scale": "tiny"}, {"platform": "h100"}, {"summary": None, "replies": (crashed(),)}])
+@pytest.mark.parametrize(
+    "fields", [{"scale": "tiny"}, {"platform": "h100"}, {"summary": None, "replies": (crashed(),)}, {"batch_size": 2}]
+)
 def test_what_is_no_published_row_has_no_bars(fields: dict[str, Any]) -> None:
-    assert "published" not in read(report(published_result(**fields))).sections
-
-
-def test_a_row_of_another_case_has_no_bars() -> None:
-    """The same id at another batch is not what was published."""
-    published = published_result()
-    other = msgspec.structs.replace(published, case=published.case.replace(batch_size=2))
-    assert "published" not in read(report(other)).sections
+    """The same id at another batch is not what was published, either."""
+    row = published_result()
+    changed = {"case": row.case.replace(**fields)} if "batch_size" in fields else fields
+    assert "published" not in read(report(msgspec.structs.replace(row, **changed))).sections
 
 
 def test_one_count_of_gpus_is_no_scaling() -> None:
     assert "scaling" not in read(report(timed(1.0), timed(2.0, key="other"))).sections
 
 
+def points_of(reader: Reader) -> list[list[Any]]:
+    """Of each chart: to the right, down, and what is said of the point."""
+    return [json.loads(str(chart["data-points"])) for chart in reader.all("div") if chart.get("data-points")]
+
+
 def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
-    history_trends = history_trends_of(
-        tmp_path, *([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24))
-    )
-    reader = read(history_trends=history_trends)
+    runs = ([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24))
+    reader = read(history_trends=history_trends_of(tmp_path, *runs))
     text = squeezed(reader.text)
     assert reader.sections == ["trends"]
     assert "+10.0 % on 2026-01-13: 1.00 s to 1.10 s commits c11..c12" in text
     assert text.index("+10.0 %") < text.index("1 case without a change") < text.index("steady")
-    charts = [json.loads(str(chart["data-points"])) for chart in reader.all("div") if chart.get("data-points")]
-    assert len(charts) == 4
-    assert [point[2] for point in charts[0]][:2] == ["2026-01-01 c0 1.00 s", "2026-01-02 c1 1.00 s"]
-    rights, heights = zip(*((right, down) for right, down, _ in charts[0]), strict=True)
+    first, *others = points_of(reader)
+    assert len(others) == 3
+    rights, heights, said = zip(*first, strict=True)
+    assert said[:2] == ("2026-01-01 c0 1.00 s", "2026-01-02 c1 1.00 s")
     assert list(rights) == sorted(rights)
     assert min(heights[:12]) > max(heights[12:])  # slower is higher up
 
 
-def test_too_many_trends_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_to_draw_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trends, "MOST_CARDS", 2)
-    runs = ([timed(1.0 + 0.2 * (name == "c" and day > 9), key=name) for name in "abcd"] for day in range(20))
+    monkeypatch.setattr(trends, "MOST_RUNS", 10)
+    runs = ([timed(1.0 + 0.2 * (name == "c" and day > 9), key=name) for name in "abcd"] for day in range(30))
     reader = read(report(timed(1.0, key="d")), history_trends=history_trends_of(tmp_path, *runs))
     titles = re.findall(r"Time of a step of (\w)", reader.text)
     assert titles == ["c", "d"]  # the one that changed, then the one that has just run
     assert "trends are drawn of 2 of 4 cases, those with the largest changes first" in reader.text
-
-
-def test_long_series_are_drawn_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trends, "MOST_RUNS", 10)
-    history_trends = history_trends_of(tmp_path, *([timed(1.0 if day < 12 else 1.2)] for day in range(30)))
-    (chart, *_) = (
-        json.loads(str(chart["data-points"]))
-        for chart in read(history_trends=history_trends).all("div")
-        if chart.get("data-points")
-    )
-    assert [point[2][:10] for point in chart] == [f"2026-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(20, 30)]
+    days = [f"2026-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(20, 30)]
+    assert [point[2][:10] for point in points_of(reader)[0]] == days, "the end of a long series"
 
 
 def test_series_of_two_runs_have_no_chart(tmp_path: Path) -> None:
