@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +20,8 @@ from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, Largest
 from pytest_gputrain.report import fit
 from pytest_gputrain.session.fitting import possible
 from pytest_gputrain.session.remedies import remedy
-from pytest_gputrain.storage.hub_cache import cached_models, hub_cache, snapshot
+from pytest_gputrain.storage.hub_cache import cached_models, hub_cache
+from pytest_gputrain.storage.hub_cache import snapshot as snapshot_of
 
 RECORDED = Path(__file__).parents[1] / "plugin" / "replies" / "h100_predicted.json"
 
@@ -163,7 +165,7 @@ def test_what_cannot_be_is_told_once_and_what_can_be_stays() -> None:
     ]
 
 
-def report(*cells: FitCell, **fields: object) -> FitReport:
+def report(*cells: FitCell, **fields: Any) -> FitReport:
     given = {
         "generator": "pytest-gputrain 0",
         "model": "llama-3.1-8b",
@@ -181,33 +183,32 @@ def report(*cells: FitCell, **fields: object) -> FitReport:
 LORA = Case(model="llama-3.1-8b", method="lora", sequence_length=2048, batch_size=4)
 
 
-def cell(kind: str | None, **fields: object) -> FitCell:
+def cell(kind: str | None, **fields: Any) -> FitCell:
     prediction = msgspec.structs.replace(
         predicted(30 * GiB), peak_bytes_by_origin={"build": 10**10, "forward": 10**10, "between": 8}
     )
     given = {"case": LORA, "gpu": "h100", "fit": kind, "needed_bytes": 30 * GiB, "prediction": prediction}
-    return FitCell(**{**given, **fields})  # type: ignore[arg-type]
+    return FitCell(**{**given, **fields})
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("fits", "fits"), ("within-error", "within the error"), ("does-not-fit", "does not fit")]
-)
-def test_a_cell_says_how_much_and_whether_it_fits(kind: str, words: str) -> None:
-    memory = fit.tables(report(cell(kind)))[0]
-    assert memory.headers == ("method", "batch_size", "H100 (79.0 GiB)")
-    assert memory.rows == (("lora", "4", f"30.0 GiB {words}"),)
+COMPILED = cell("does-not-fit", prediction=None, needed_bytes=None, emulated=emulated(79 * GiB, fits=False))
+FAILED = cell(None, prediction=None, needed_bytes=None, failure="it crashed")
+REPORTS = {
+    "it fits": report(cell("fits")),
+    "within the error": report(cell("within-error")),
+    "a remedy, and what cannot be": report(
+        cell("does-not-fit", remedy="batch_size=1 makes it fit"), left_out=("x cannot be",)
+    ),
+    "compiled code, on an emulated GPU": report(COMPILED),
+    "failures of one kind": report(FAILED, FAILED),
+}
 
 
-def test_compiled_code_that_runs_out_of_memory_on_an_emulated_gpu_has_no_figure_but_an_answer() -> None:
-    unknown = cell("does-not-fit", prediction=None, needed_bytes=None, emulated=emulated(79 * GiB, fits=False))
-    told = report(unknown)
-    assert fit.tables(told)[0].rows == (("lora", "4", "does not fit"),)
-    assert "1 combination ran on emulated GPUs (CUDA 13.0)" in "\n".join(fit.notes(told))
-
-
-def test_the_common_knobs_are_told_above_the_table() -> None:
-    (about,) = fit.tables(report(cell("fits")))[0].about
-    assert about == "precision bf16, sequence_length 2048, optimizer adamw"
+@pytest.mark.parametrize("what", REPORTS)
+def test_what_is_said_of_a_cell(what: str, snapshot: Any) -> None:
+    written = REPORTS[what]
+    memory = fit.tables(written)[0]
+    assert {"about": memory.about, "head": memory.headers, "rows": memory.rows, "notes": [*fit.notes(written)]} == snapshot
 
 
 @pytest.mark.parametrize(
@@ -220,23 +221,10 @@ def test_the_common_knobs_are_told_above_the_table() -> None:
         ({"batch_size": 0, "failure": "it crashed"}, "not known"),
     ],
 )
-def test_the_largest_batch_in_words(fields: dict[str, object], text: str) -> None:
+def test_the_largest_batch_in_words(fields: dict[str, Any], text: str) -> None:
     given = {"case": LORA, "gpu": "h100", "needed_bytes": None, "roofline_seconds": None, "perhaps": 0, "is_bound": False}
-    found = LargestBatch(**{**given, **fields})  # type: ignore[arg-type]
+    found = LargestBatch(**{**given, **fields})
     assert fit.tables(report(cell("fits"), largest=(found,)))[1].rows == (("lora", text),)
-
-
-def test_notes_tell_remedies_failures_peaks_and_versions_once() -> None:
-    notes = [
-        *fit.notes(report(cell("does-not-fit", remedy="batch_size=1 makes it fit, in 9 GiB"), left_out=("x cannot be",)))
-    ]
-    assert notes[0] == "llama-3.1-8b-lora-bf16 does not fit H100: batch_size=1 makes it fit, in 9 GiB"
-    assert notes[1].startswith("llama-3.1-8b-lora-bf16 at its peak, in ")
-    assert ": 9.31 GiB weights, 9.31 GiB activations; largest " in notes[1]
-    assert notes[2] == "x cannot be"
-    assert notes[-1] == "predicted for torch 2.13.0, not compiled; nothing was trained"
-    failed = cell(None, prediction=None, needed_bytes=None, failure="it crashed")
-    assert [*fit.notes(report(failed, failed))].count("it crashed") == 1
 
 
 def test_what_may_not_fit_is_told_so_and_what_is_said_of_the_model_too() -> None:
@@ -303,18 +291,14 @@ def hub(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_of_the_hub_is_its_main_revision_by_its_own_name(hub: Path) -> None:
+def test_a_model_of_the_hub_is_its_main_revision_or_any_other_that_was_fetched(hub: Path) -> None:
+    variables = {"HF_HUB_CACHE": str(hub)}
+    fetched = snapshot_of("Qwen/Qwen3-8B", variables)
+    assert (fetched / "config.json").is_file()
+    assert snapshot_of("Qwen/Qwen4", variables) is None
     refs = hub / "models--Qwen--Qwen3-8B" / "refs"
     refs.mkdir()
     (refs / "main").write_text("aaa\n")
-    folder = snapshot("Qwen/Qwen3-8B", {"HF_HUB_CACHE": str(hub)})
-    assert folder is not None
+    folder = snapshot_of("Qwen/Qwen3-8B", variables)
     assert folder.name == "aaa"
     assert with_model(Case(model=str(folder)), Path()).model.startswith("Qwen3-8B#")
-
-
-def test_a_model_that_was_fetched_by_a_revision_is_found_too(hub: Path) -> None:
-    folder = snapshot("Qwen/Qwen3-8B", {"HF_HUB_CACHE": str(hub)})
-    assert folder is not None
-    assert (folder / "config.json").is_file()
-    assert snapshot("Qwen/Qwen4", {"HF_HUB_CACHE": str(hub)}) is None
