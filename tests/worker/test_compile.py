@@ -3,11 +3,8 @@
 import os
 import weakref
 
-import preloaded_worker
 import pytest
 import torch
-from one_process import losses_of_one_process
-from test_parallel import _engine
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_examples import EXAMPLES, measured, run
 
@@ -85,14 +82,6 @@ def test_lists_of_blocks_are_compiled_block_by_block():
     compiling.compile_in_place([blocks], "default", torch.device("cpu"))
     torch.nn.Sequential(*blocks)(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("knobs", [_engine(name) for name in ("ddp", "fsdp", "zero0", "zero1", "zero2")])
-def test_compiled_blocks_train_in_several_processes(knobs):
-    case = LLAMA.replace(**knobs, gpus=2, compile="default")
-    plain = losses_of_one_process(case.replace(compile="off"), [True] * (2 + case.warmup + case.steps))  # two counted
-    assert preloaded_worker.measured(case).losses == pytest.approx(plain, rel=1e-4)
 
 
 def _weights_after(case, updates=2):

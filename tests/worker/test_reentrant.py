@@ -1,17 +1,10 @@
 """Recomputation, and torch's older variant of it: the same training as without, with a block's forward pass anew."""
 
 import pytest
-from preloaded_worker import measured as measured_alone
-from test_parallel import _engine
 from test_prediction import compare
-from test_prediction_shards import predicted
 from zoo_examples import METHODS_OF_MODELS, example, measured
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.gate.memory import SHARED_CPU_RATIO
-
-# A worker does not fail for what DeepSpeed and FSDP warn of, and neither do these.
-pytestmark = pytest.mark.filterwarnings("default")
 
 RECOMPUTING = [(model, method) for model, method in METHODS_OF_MODELS if architectures()[model].blocks]
 # The quickest of each family.
@@ -68,15 +61,3 @@ def test_every_model_with_blocks_is_among_the_quick_ones_by_its_family():
 @pytest.mark.parametrize(("model", "method"), [*SOME, ("sd-1.5", "lora")])
 def test_a_prediction_is_what_a_worker_counts(model, method):
     compare(both(model, method, precision="bf16-amp" if method == "lora" else "bf16")[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("knobs", [_engine("ddp"), _engine("fsdp"), _engine("zero1"), _engine("zero2"), _engine("zero3")])
-def test_under_every_engine(knobs):
-    newer, older = both("llama-3.1-8b", "full", gpus=2, sequence_length=32, **knobs)
-    real, prediction = measured_alone(older), predicted(older)
-    assert real.losses == pytest.approx(measured_alone(newer).losses, rel=1e-5)
-    more = real.ranks[0].peak_allocated_bytes - prediction.peak_allocated_bytes
-    assert 0 <= more <= (SHARED_CPU_RATIO if older.parallel == "fsdp" else 0.0001) * prediction.peak_allocated_bytes
-    assert prediction.flops_per_step * 2 == real.flops_per_step
-    assert prediction.recomputed_flops_per_step * 2 == real.recomputed_flops_per_step
