@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 import pytest_gputrain
-from pytest_gputrain.hardware.emulation import build, libraries
-from pytest_gputrain.utils.errors import CannotEmulate
 
 ROOT = Path(pytest_gputrain.__file__).parents[1]
 
@@ -59,12 +57,8 @@ def test_no_gpu(gputrain):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(stand_ins, tmp_path_factory):
     """Run the tests: what they printed, and the report."""
-    try:
-        build.stand_ins(libraries.find_torch())
-    except CannotEmulate as error:
-        pytest.skip(f"needs a CUDA build of torch: {error}")
     folder = tmp_path_factory.mktemp("scripts")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "idle.py").write_text("import torch")

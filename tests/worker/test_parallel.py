@@ -1,15 +1,11 @@
 """Cases of several processes, with real ones on the CPU: what they compute, what they measure, how they end."""
 
-import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from leftovers import FAULTS, Leftovers, own_case, wait_for
+from leftovers import FAULTS, REASONS, assert_hung, assert_told, own_case
 from one_process import losses_of_one_process
 from preloaded_worker import measured, run
 from several_processes import engine, needs_deepspeed
@@ -18,7 +14,7 @@ from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.gate.rank_spread import widest
-from pytest_gputrain.records import Crashed, Event, Measurement, OutOfMemory, Task, TimedOut
+from pytest_gputrain.records import Crashed, Event, Measurement, Task
 from pytest_gputrain.worker.parallel.zero import configure
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
@@ -140,11 +136,6 @@ def test_figures_are_those_of_all_ranks():
 
 
 @pytest.fixture
-def leftovers(tmp_path, monkeypatch):
-    return Leftovers(tmp_path, monkeypatch)
-
-
-@pytest.fixture
 def faults(tmp_path, leftovers):
     (tmp_path / "code.py").write_text(FAULTS)
 
@@ -178,92 +169,16 @@ def test_a_straggler_is_told_though_all_steps_take_as_long(faults):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kind", "says"),
-    [
-        ("raises", Crashed, "ValueError: a bad day"),
-        ("killed", Crashed, "ended by SIGKILL"),
-        ("memory", OutOfMemory, "no room"),
-    ],
-)
-def test_one_rank_s_end_ends_the_case_with_its_own_reason(faults, leftovers, name, kind, says):
-    reply = faults(name, timeout_seconds=300)
-    assert isinstance(reply, kind), reply
-    assert reply.rank == 1
-    assert says in (reply.sentence if kind is Crashed else reply.message)
+@pytest.mark.parametrize("name", REASONS)
+def test_one_rank_s_end_ends_the_case_with_its_own_reason(faults, leftovers, name):
+    assert_told(faults(name, timeout_seconds=300), name)
     assert leftovers.all() == []
 
 
 @pytest.mark.slow
 def test_a_hang_shows_where_every_rank_stands(faults, leftovers):
-    reply = faults("hangs", timeout_seconds=25)
-    assert isinstance(reply, TimedOut), reply
-    first, second = reply.detail.split("rank 1:")
-    assert "all_reduce" in first
-    assert "code.py" in second
-    assert "all_reduce" not in second
+    assert_hung(faults("hangs", timeout_seconds=25))
     assert leftovers.all() == []
-
-
-PROJECT = """
-from pytest_gputrain import Case
-from code_of_mine import hangs
-
-# Imports torch alone.
-ZOO = Case(model="ctr-dnn", precision="fp32", batch_size=50, gpus=2, steps=1_000_000, warmup=0)
-
-
-def test_hangs(gputrain):
-    gputrain.measure(hangs, parallel="ddp", gpus=2, precision="fp32", steps=2, warmup=0)
-
-
-def test_ddp(gputrain):
-    gputrain.measure(ZOO, parallel="ddp")
-
-
-def test_zero2(gputrain):
-    gputrain.measure(ZOO, parallel="zero2")
-"""
-
-
-@pytest.fixture
-def project(tmp_path, leftovers):
-    """Starts a pytest over one test of a project and waits until its ranks are at their steps."""
-    (tmp_path / "code_of_mine.py").write_text(FAULTS)
-    (tmp_path / "test_project.py").write_text(PROJECT)
-    (tmp_path / "tox.ini").write_text("[pytest]\n")
-    started = []
-
-    def start(name, *arguments):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
-        process = subprocess.Popen(
-            [*command, f"test_project.py::{name}", "--gpu-platform=cpu"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        at_steps = ("started0", "started1") if name == "test_hangs" else ()
-        wait_for(*(tmp_path / file for file in at_steps))
-        while not at_steps and not _measuring(tmp_path / "tmp"):
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.1)
-        assert len(leftovers.processes(but=[process.pid])) >= 2
-        return process
-
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def _measuring(temporary):
-    """Whether both ranks of the only case have come to their timed steps."""
-    files = [*temporary.glob("gputrain-*/rank*/progress.jsonl")]
-    return len(files) == 2 and all('"measure"' in file.read_text() for file in files)
 
 
 ENDED = [
