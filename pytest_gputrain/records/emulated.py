@@ -1,4 +1,4 @@
-"""Defines the record of a case that ran on an emulated GPU, and what is stored of such runs."""
+"""Defines the record of a case that ran on an emulated GPU, and what its figures depend on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from pytest_gputrain.records.case import Case, Scale
-from pytest_gputrain.records.prediction import MEASURED_ONLY, LiveTensor, TrainingPhase
+from pytest_gputrain.records.prediction import FiguresWithoutTimes, LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
 
 NOT_MADE: Final = (
@@ -16,11 +15,13 @@ NOT_MADE: Final = (
 )
 
 
-class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="outcome"):
+class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"):
     """What a case took of an emulated GPU. It has no times, and losses mean nothing there.
 
     Exact: the same in every process with the same libraries. Of several processes the first one ran.
     """
+
+    _described = "a run on an emulated GPU"
 
     device_name: str
     """As the emulated driver tells it."""
@@ -50,6 +51,15 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     """As in `Measurement`."""
 
     @property
+    def conditions(self) -> EmulatedConditions:
+        return EmulatedConditions(
+            packages=self.packages,
+            device_name=self.device_name,
+            device_memory_bytes=self.device_memory_bytes,
+            runtime=self.runtime,
+        )
+
+    @property
     def phase_peak_bytes(self) -> dict[TrainingPhase, int]:
         """Nothing: an allocator keeps no peak of a phase."""
         return {}
@@ -59,14 +69,6 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
         """Nothing, likewise."""
         return {}
 
-    def update_seconds(self, accumulation: int) -> None:
-        """Return None: a `Measurement` has the seconds of an optimizer update."""
-
-    def __getattr__(self, name: str) -> None:
-        """Give None for a figure that a `Measurement` has and that an emulated GPU has not."""
-        if name not in MEASURED_ONLY:
-            raise AttributeError(f"a run on an emulated GPU has no {name}")
-
 
 class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run on an emulated GPU depends on, beside the case."""
@@ -75,25 +77,3 @@ class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     device_name: str
     device_memory_bytes: Whole
     runtime: str | None
-
-
-def conditions_of(run: EmulatedRun) -> EmulatedConditions:
-    return EmulatedConditions(
-        packages=run.packages,
-        device_name=run.device_name,
-        device_memory_bytes=run.device_memory_bytes,
-        runtime=run.runtime,
-    )
-
-
-class RecordedRuns(Struct, frozen=True, kw_only=True):
-    """What is stored of one case on one emulated platform."""
-
-    case: Case
-    scale: Scale
-    runs: tuple[EmulatedRun, ...]
-    """One for each set of conditions, the latest recorded last."""
-
-    def like(self, run: EmulatedRun) -> EmulatedRun | None:
-        """Return the run under the same conditions as ``run``."""
-        return next((candidate for candidate in self.runs if conditions_of(candidate) == conditions_of(run)), None)

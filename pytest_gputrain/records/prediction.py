@@ -1,8 +1,8 @@
-"""Defines the records of a prediction: the target that it is made for, and the prediction itself."""
+"""Defines the records of a prediction: the target that it is made for, the prediction itself, and what it depends on."""
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from msgspec import Struct
 
@@ -99,8 +99,24 @@ MEASURED_ONLY: Final = (
 """What a `Measurement` has and a `Prediction` has not."""
 
 
-class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="outcome"):
+class FiguresWithoutTimes(Struct, frozen=True, kw_only=True, tag_field="outcome"):
+    """What a prediction and a run on an emulated GPU have in common: no time was measured."""
+
+    _described: ClassVar[str]
+
+    def update_seconds(self, accumulation: int) -> None:
+        """Return None: a `Measurement` has the seconds of an optimizer update."""
+
+    def __getattr__(self, name: str) -> None:
+        """Give None for a figure that a `Measurement` has and these have not."""
+        if name not in MEASURED_ONLY:
+            raise AttributeError(f"{self._described} has no {name}")
+
+
+class Prediction(FiguresWithoutTimes, frozen=True, kw_only=True, tag="predicted"):
     """A case that ran to its end on fake tensors. Exact: the same on every machine with the same library versions."""
+
+    _described = "a prediction"
 
     target: Target
     fidelity: Literal["cpu", "cuda-rules"]
@@ -146,10 +162,14 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     processes: Whole | None = None
     """Workers and servers that stand for more of them on a CPU; None where those run that the case names."""
 
-    def update_seconds(self, accumulation: int) -> None:
-        """Return None: a `Measurement` has the seconds of an optimizer update."""
+    @property
+    def conditions(self) -> PredictionConditions:
+        return PredictionConditions(packages=self.packages, target=self.target, processes=self.processes)
 
-    def __getattr__(self, name: str) -> None:
-        """Give None for a figure that a `Measurement` has and that cannot be predicted."""
-        if name not in MEASURED_ONLY:
-            raise AttributeError(f"a prediction has no {name}")
+
+class PredictionConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a prediction depends on, beside the case."""
+
+    packages: dict[str, str]
+    target: Target
+    processes: Whole | None = None

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -251,22 +250,20 @@ def _moment(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) ->
     }
 
 
-_LIBRARIES: Final = tuple(
-    os.path.join(path, "") for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
-)
-
-
 _OWN: Final = os.path.dirname(os.path.abspath(__file__))
 """The operators that `emulated_values` replaced call torch's own."""
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file or _is_compiled(file)
+def _load_program_lines() -> Any:
+    """Import the module from the package beside this one, which the program's environment may lack."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values", "program_lines.py")
+    spec: Any = importlib.util.spec_from_file_location("_gputrain_program_lines", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def _is_compiled(file: str) -> bool:
-    """Tell whether torch.compile wrote this file."""
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{os.sep}torchinductor_") in file
+_program_lines = _load_program_lines()
 
 
 def _part(frames: list[dict[str, Any]]) -> str:
@@ -280,8 +277,8 @@ def _part(frames: list[dict[str, Any]]) -> str:
         return "weights and buffers"
     if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):
         return "forward pass"
-    # Autograd's threads run without the program's frames.
-    return "the rest of the program" if any(not _is_library(frame["filename"]) for frame in frames) else "backward pass"
+    in_program = any(not _program_lines.is_library(frame["filename"]) for frame in frames)
+    return "the rest of the program" if in_program else _program_lines.BACKWARD
 
 
 _RECOMPUTING: Final = ("unpack_hook", "recompute_fn", "backward")
@@ -297,22 +294,16 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
         file = frame["filename"]
         if file.startswith(_OWN):
             continue
-        if not _is_library(file):
+        if not _program_lines.is_library(file):
             own = _line(frame)
             break
-        if not library and _is_compiled(file):
+        if not library and _program_lines.is_compiled(file):
             library = "code of torch.compile"
         elif not library and "site-packages/" in file and f"{os.sep}torch{os.sep}" not in file:
             library = _line(frame)
-    # Autograd's threads run without the program's frames.
-    return ", ".join(filter(None, (own or "backward pass", library)))
+    return ", ".join(filter(None, (own or _program_lines.BACKWARD, library)))
 
 
 def _line(frame: dict[str, Any]) -> str:
-    file = frame["filename"]
-    if "site-packages/" in file:
-        file = file.rpartition("site-packages/")[2]
-    else:
-        shorter = os.path.relpath(file)
-        file = file if shorter.startswith("..") else shorter
-    return f"{file}:{frame['line']} in {frame['name']}"
+    described: str = _program_lines.describe_line(frame["filename"], frame["line"], frame["name"])
+    return described

@@ -10,7 +10,7 @@ from plugin_project import SUITE, Project, assert_refused, only_sentence, record
 
 from pytest_gputrain.records import Case, LiveTensor, OperatorWork, Prediction, Target
 from pytest_gputrain.records.recorded import Recorded
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
 PREDICT = ("--gpu-predict", "--gpu-platform=h100")
@@ -310,7 +310,7 @@ def predict_tuning(suite: Project) -> None:
             f"{model}-lora-bf16": Recorded(
                 case=base.replace(model=model),
                 scale="full",
-                predictions=(prediction_of_case(roofline_seconds=time, fits=fits),),
+                figures=(prediction_of_case(roofline_seconds=time, fits=fits),),
             )
             for model, (time, fits) in seconds.items()
         },

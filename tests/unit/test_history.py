@@ -391,6 +391,7 @@ def test_three_libraries_have_a_one_liner() -> None:
     assert [library for _, library in ONE_LINERS] == ["pandas", "polars", "duckdb"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "library"), ONE_LINERS, ids=[library for _, library in ONE_LINERS])
 def test_a_one_liner_makes_a_column_of_every_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, library: str

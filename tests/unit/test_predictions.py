@@ -21,10 +21,9 @@ from pytest_gputrain.records.prediction import MEASURED_ONLY
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.storage import prediction_cache as cache_module
-from pytest_gputrain.storage.by_conditions import MOST_CONDITIONS
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.prediction_cache import PredictionCache
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import MOST_CONDITIONS, PredictionStore
 from pytest_gputrain.utils.units import GiB, MiB
 
 TOLERANCE = MemoryTolerance(ratio=0.02)
@@ -214,8 +213,8 @@ def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path: Path)
     a, b = (PredictionStore(tmp_path).get("h100", "llm", key) for key in "ab")
     assert a is not None
     assert b is not None
-    assert {entry.packages["torch"]: entry.flops_per_step for entry in a.predictions} == {"2.2.0": 10**15, "2.1.0": 5}
-    assert b.predictions == (versions(1),)
+    assert {entry.packages["torch"]: entry.flops_per_step for entry in a.figures} == {"2.2.0": 10**15, "2.1.0": 5}
+    assert b.figures == (versions(1),)
 
 
 def test_the_oldest_conditions_make_room(tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_the_oldest_conditions_make_room(tmp_path: Path) -> None:
         PredictionStore(tmp_path).update("h100", "llm", {"a": recorded(versions(number))})
     stored = PredictionStore(tmp_path).get("h100", "llm", "a")
     assert stored is not None
-    assert {entry.packages["torch"] for entry in stored.predictions} == {f"2.{n}.0" for n in range(1, MOST_CONDITIONS + 1)}
+    assert {entry.packages["torch"] for entry in stored.figures} == {f"2.{n}.0" for n in range(1, MOST_CONDITIONS + 1)}
 
 
 def test_predictions_of_another_declaration_go(tmp_path: Path) -> None:
@@ -232,7 +231,7 @@ def test_predictions_of_another_declaration_go(tmp_path: Path) -> None:
     store.update("h100", "llm", {"a": recorded(versions(2), case=CASE.replace(batch_size=4))})
     stored = store.get("h100", "llm", "a")
     assert stored is not None
-    assert stored.predictions == (versions(2),)
+    assert stored.figures == (versions(2),)
 
 
 TASK = Task(case=CASE, scale="full", device_type="cpu", root=".", target=prediction().target)
