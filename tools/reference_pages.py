@@ -207,7 +207,7 @@ def commands() -> str:
 def _command(parser: argparse.ArgumentParser, summary: str) -> str:
     actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     description, _, example = (parser.description or f"{summary[:1].upper()}{summary[1:]}.").partition(" Example: ")
-    parts = [f"## `{parser.prog}`", _cell(description), *([f"```console\n$ {example}\n```"] if example else [])]
+    parts = [f"## `{parser.prog}`", _cell(description), *([f"Example: `{example}`"] if example else [])]
     usage = " ".join(word.replace(" ", "\0") for word in (parser.prog, *_usages(parser, actions)))
     parts.append(
         "```text\n"

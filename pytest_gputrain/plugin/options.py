@@ -219,8 +219,8 @@ OPTIONS: Final = (
         default=str(MOST_RUNS - 1),
         metavar="N",
         help=(
-            "the most further fresh processes for a case that looks slower, faster, bigger or out of memory, which run until "
-            "they agree; 0 judges by the first process alone, against a wider limit "
+            "the most further fresh processes for a case that looks slower, faster, bigger or out of memory, which run "
+            "until they agree; 0 judges by the first process alone, against a wider limit "
             f"(default: {MOST_RUNS - 1})"
         ),
     ),
