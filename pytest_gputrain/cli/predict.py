@@ -142,8 +142,8 @@ def _model(name: str) -> Case:
         in_cache = snapshot(name, os.environ)
         if in_cache is None:
             raise ValueError(
-                f"the model {name!r} is unknown{did_you_mean(name, zoo)}: it is no file or folder, and not in the local "
-                f"cache of the hub ({hub_cache(os.environ)}), where it would have to be; the zoo has {', '.join(zoo)}"
+                f"the model {name!r} is unknown{did_you_mean(name, zoo)}: it is neither a file, a folder, nor in the local "
+                f"cache of the hub ({hub_cache(os.environ)}), where it would have to be; known models: {', '.join(zoo)}"
             )
         path = in_cache
     try:

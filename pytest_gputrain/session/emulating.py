@@ -78,7 +78,7 @@ class EmulatingRunner:
         if request.case.servers:
             raise CannotRun("takes parameter servers, which have to answer, and an emulated GPU runs the first worker alone")
         if request.inline:
-            raise CannotRun("runs inline, but an emulated GPU takes a process of its own")
+            raise CannotRun("runs inline, but an emulated GPU needs a process of its own")
         self._declared.refuse_same_id(request.suite, request.case)
         task = self._tasks.make(
             self._tasks.with_steps(request.case), request.module, growth_bytes=request.terms.growth_bytes

@@ -79,7 +79,7 @@ class PredictingRunner:
         if case.compile != "off":
             raise CannotRun("is compiled, and a prediction does not know what a compiler makes of it")
         if request.inline:
-            raise CannotRun("runs inline, but a prediction takes a process of its own")
+            raise CannotRun("runs inline, but a prediction needs a process of its own")
         self._declared.refuse_same_id(request.suite, case)
         task = self._tasks.make(case, request.module)
         case = task.case

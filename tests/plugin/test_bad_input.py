@@ -110,7 +110,7 @@ def test_the_same_id_in_two_suites_is_fine(h100: Project) -> None:
     ("what", "sentence"),
     [
         ("'gemma-7b'", "'gemma-7b' is neither a Case nor a function that builds a step"),
-        ("GOOD, batchsize=2", "batchsize is no field of a case (did you mean 'batch_size'?); known: model, *"),
+        ("GOOD, batchsize=2", "batchsize is not a field of a case (did you mean 'batch_size'?); known: model, *"),
         ("GOOD, steps=0", "* has steps=0; it must be at least 1"),
     ],
 )

@@ -179,7 +179,7 @@ def assert_refused_folder(project: Project) -> None:
     (project.path / "launches.jsonl").unlink()
     assert_refused(
         project,
-        "--gpu-summary: * cannot be written (it is no regular file); give another file",
+        "--gpu-summary: * cannot be written (it is not a regular file); give another file",
         f"--gpu-summary={project.path}",
     )
 

@@ -84,7 +84,7 @@ class CommandProject:
         self.add_suites(words)
         self.project.machine(H100 if any("h100" in word for word in words) else None)
         result = self.project.run(*words, "-n0")  # recorded replies are for this process
-        if "--gpu-emulate" in words and "is no CUDA build" in result.stderr.str():
+        if "--gpu-emulate" in words and "is not a CUDA build" in result.stderr.str():
             return  # The options were taken, and then this machine lacked what they need.
         assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), result.stderr.str()
         outcomes = result.parseoutcomes()

@@ -85,7 +85,7 @@ def test_it_needs_one_platform(emulating: Project) -> None:
 
 
 def test_it_refuses_what_is_no_nvidia_gpu(emulating: Project) -> None:
-    assert_refused(emulating, "mi300x is no NVIDIA GPU that can be emulated; *", "-m", "mi300x", "--gpu-emulate")
+    assert_refused(emulating, "mi300x is not an NVIDIA GPU that can be emulated; *", "-m", "mi300x", "--gpu-emulate")
 
 
 def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_strict(emulating: Project) -> None:

@@ -103,7 +103,9 @@ def test_a_history_that_cannot_be_written_fails_the_run_and_keeps_the_figures(
 
 
 def test_a_folder_is_refused_before_anything_runs(suite: Project) -> None:
-    assert_refused(suite, "--gpu-history: * cannot be written (it is no regular file); give another file", "--gpu-history=.")
+    assert_refused(
+        suite, "--gpu-history: * cannot be written (it is not a regular file); give another file", "--gpu-history=."
+    )
 
 
 def test_a_line_that_a_crash_cut_off_is_told_and_removed(suite: Project) -> None:

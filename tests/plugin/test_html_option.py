@@ -68,7 +68,7 @@ def test_a_damaged_history_costs_the_trends_alone(suite: Project) -> None:
     (suite.path / "history.jsonl").write_text("damaged\n")
     result = suite.run("--gpu-html=page.html", "--gpu-history=history.jsonl")
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["*/page.html shows no trends: *history.jsonl:1 is no line of a history*"])
+    result.stdout.fnmatch_lines(["*/page.html shows no trends: *history.jsonl:1 is not a line of a history*"])
     assert "3 new" in text_of(suite.path / "page.html")
 
 
@@ -81,5 +81,5 @@ def test_without_the_libraries_it_is_refused_before_anything_runs(suite: Project
 
 def test_a_folder_is_refused(suite: Project) -> None:
     assert_refused(
-        suite, "--gpu-html: * cannot be written (it is no regular file); give another file", f"--gpu-html={suite.path}"
+        suite, "--gpu-html: * cannot be written (it is not a regular file); give another file", f"--gpu-html={suite.path}"
     )

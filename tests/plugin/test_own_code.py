@@ -210,7 +210,7 @@ def test_inline_refuses_an_engine_that_needs_a_process_group(project: Project) -
         """
     )
     sentence = only_sentence(project.run(), "test_sharded")
-    assert sentence.endswith("needs a process group, which an inline run has not; leave inline out")
+    assert sentence.endswith("needs a process group, which an inline run does not have; leave out inline")
 
 
 def test_own_code_on_two_processes_exchanges_scales_and_is_named_once(project: Project) -> None:
@@ -539,7 +539,7 @@ def test_tensors_that_every_step_keeps_fail_a_test_unless_it_allows_them(project
     result.assert_outcomes(passed=1, failed=1)
     assert only_sentence(result, "test_leaks") == (
         "build-fp32 gave no measurement (count): build keeps 16.0 KiB more of tensors after every step, most of it float32 "
-        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:10; let go of them (a loss that is kept without detach() "
+        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:10; do not keep them (a loss that is kept without detach() "
         'keeps its graph), or, if a buffer is meant to fill, allow it with @pytest.mark.gpu_tolerance(growth="20 KiB")'
     )
 

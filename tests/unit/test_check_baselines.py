@@ -96,7 +96,7 @@ def test_a_case_that_stands_twice_is_told_where_it_does_again(tmp_path: Path) ->
     begin = line_of(path, f'"{OTHER}": {{') - 1
     end = line_of(path, f'"{CASE}": {{') - 1
     path.write_text("\n".join([*lines[:end], *lines[begin:end], *lines[end:]]))
-    assert problems(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} stands here a second time; delete one of them"]
+    assert problems(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} occurs here a second time; delete one of them"]
 
 
 def test_a_name_that_its_case_does_not_have_is_told(tmp_path: Path) -> None:
@@ -104,7 +104,9 @@ def test_a_name_that_its_case_does_not_have_is_told(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"batch_size": 2', '"batch_size": 2', 1).replace(f'"{CASE}"', f'"{CASE}-new"'))
     line = line_of(path, f'"{CASE}-new"')
     (sentence,) = problems(tmp_path)
-    assert sentence.startswith(f"cpu/llm.json:{line}: {CASE}-new is no name of the case in it, {CASE}, so no run finds it; ")
+    assert sentence.startswith(
+        f"cpu/llm.json:{line}: {CASE}-new is not the name of the case in it, {CASE}, so no run finds it; "
+    )
 
 
 @pytest.mark.parametrize("suffix", ["-batch_size=3", "-batch_size", "-colour=red", "x", "-batch_size=2x", "é"])
@@ -180,7 +182,7 @@ def test_json_that_is_cut_off_is_told_by_its_line(tmp_path: Path) -> None:
     path = record(tmp_path)
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:10]))
-    assert problems(tmp_path)[0].startswith("cpu/llm.json:10: no JSON: ")
+    assert problems(tmp_path)[0].startswith("cpu/llm.json:10: not JSON: ")
 
 
 def test_predictions_are_checked_too(tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, cap
 
 def test_a_folder_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-baselines", str(tmp_path / "gone")]) == 2
-    assert capsys.readouterr().err.endswith("gone is no folder; give the one that --gpu-baseline-dir names\n")
+    assert capsys.readouterr().err.endswith("gone is not a folder; give the one that --gpu-baseline-dir names\n")
 
 
 # What lets more pass than before
@@ -342,7 +344,7 @@ def test_a_folder_that_the_commit_has_not_lets_no_more_pass(repository: Path, ca
 @pytest.mark.parametrize("reference", ["nowhere", "--output=made", "HEAD:baselines"])
 def test_what_is_no_commit_is_told(repository: Path, capsys: pytest.CaptureFixture[str], reference: str) -> None:
     assert main(["check-baselines", str(repository), f"--since={reference}"]) == 2
-    assert f"{reference!r} is no commit of the repository that" in capsys.readouterr().err
+    assert f"{reference!r} is not a commit of the repository of" in capsys.readouterr().err
     assert not (repository / "made").exists()
 
 

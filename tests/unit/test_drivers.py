@@ -480,10 +480,10 @@ def test_a_machine_without_gpus_says_so(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "is no JSON"),
-        ("{}", "it is no recording of a vendor's library"),
-        ("[3]", "it is no recording of a vendor's library"),
-        ('{"library": "os", "calls": {}}', "it is no recording of a vendor's library"),
+        ("{", "is not JSON"),
+        ("{}", "it is not a recording of a vendor's library"),
+        ("[3]", "it is not a recording of a vendor's library"),
+        ('{"library": "os", "calls": {}}', "it is not a recording of a vendor's library"),
         (None, "cannot be read: No such file"),
     ],
 )

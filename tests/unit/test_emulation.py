@@ -122,7 +122,7 @@ def test_versions_are_those_that_torch_asks_for(tmp_path, package, version):
 def test_a_cpu_build_is_refused_with_what_to_install(tmp_path):
     (tmp_path / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
     with pytest.raises(
-        CannotEmulate, match=r"torch 2.13.0\+cpu in .* is no CUDA build; install one .* pip install --no-deps"
+        CannotEmulate, match=r"torch 2.13.0\+cpu in .* is not a CUDA build; install one .* pip install --no-deps"
     ):
         libraries.read_torch(tmp_path)
 
@@ -344,7 +344,7 @@ def test_a_number_of_gpus_that_cannot_be_emulated_is_refused(capsys, number):
     with pytest.raises(SystemExit) as ended:
         main(["emulate", "--gpu", "h100", f"--gpus={number}", "--", "true"])
     assert ended.value.code == 2
-    assert f"{number!r} is no number of GPUs from 1 to 16" in capsys.readouterr().err
+    assert f"{number!r} is not a number of GPUs from 1 to 16" in capsys.readouterr().err
 
 
 def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeypatch, tmp_path):

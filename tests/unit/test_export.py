@@ -405,8 +405,11 @@ def test_the_command_writes_a_file_and_a_folder(written: str, tmp_path: Path) ->
     [
         (["gone.json", "--format=csv"], "gone.json cannot be read: No such file or directory"),
         (["report.json", "report.json", "--format=bencher"], "bencher holds one run, and 2 reports were given; give one"),
-        (["report.json", "--format=otava"], "otava is several files; give a folder for them with -o"),
-        (["report.json", "--format=otava", "-o", "report.json"], "otava is several files, and report.json is no folder"),
+        (["report.json", "--format=otava"], "otava writes several files; give a folder for them with -o"),
+        (
+            ["report.json", "--format=otava", "-o", "report.json"],
+            "otava writes several files, and report.json is not a folder",
+        ),
         (["predicted.json", "--format=pytest-benchmark"], "predicted.json has no case with figures for pytest-benchmark"),
         (["report.json", "-o", "table.txt"], "terminal is printed; give the --format that table.txt is to have"),
         (

@@ -70,12 +70,12 @@ def test_nothing_fails_where_never_is_given(command: str) -> None:
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        ("regresed", "'regresed' is no verdict (did you mean 'regressed'?); give some of regressed, over-limit, "),
-        ("regressed,not comparable", "'not comparable' is no verdict (did you mean 'not-comparable'?); give some of "),
-        ("slower", "'slower' is no verdict; give some of regressed, "),
-        ("pass", "'pass' is no verdict"),
-        ("new,never", "'never' is no verdict"),
-        ("", "'' is no verdict"),
+        ("regresed", "'regresed' is not a verdict (did you mean 'regressed'?); give some of regressed, over-limit, "),
+        ("regressed,not comparable", "'not comparable' is not a verdict (did you mean 'not-comparable'?); give some of "),
+        ("slower", "'slower' is not a verdict; give some of regressed, "),
+        ("pass", "'pass' is not a verdict"),
+        ("new,never", "'never' is not a verdict"),
+        ("", "'' is not a verdict"),
     ],
 )
 def test_another_word_is_refused_in_one_sentence_with_the_nearest(

@@ -233,7 +233,7 @@ def test_a_job_that_the_scheduler_has_forgotten_ended_nobody_knows_how(fleet: Fl
     outcome = lost(fleet.run(order()))
     assert (outcome.cause, outcome.host) == ("no_delivery", "n7")
     assert outcome.sentence == (
-        "Test does not know its job a on n7 any more; there is no delivery, and how it ended nobody knows; "
+        "Test does not know its job a on n7 any more; there is no delivery, and it is not known how it ended; "
         "pytest --lf runs it again"
     )
     assert GRACE_SECONDS <= scheduler.now - 10 <= GRACE_SECONDS + 3 * ASK_SECONDS

@@ -440,7 +440,7 @@ def test_running_out_of_memory_beside_others_says_nothing_of_the_case() -> None:
         status="inconclusive",
         sentence=(
             f"{CASE} ran out of device memory (measure in step 2): CUDA out of memory.; "
-            "1 other process computed on the GPU when it started, so that says nothing of the case, which fitted with "
+            "1 other process computed on the GPU when it started, so the case may still fit; it fitted with "
             "40.0 GiB allocated"
         ),
     )

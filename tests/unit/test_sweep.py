@@ -44,14 +44,14 @@ def test_values_have_the_type_of_their_field(text: str, values: tuple[Any, ...])
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("batchsize=1", "'batchsize' is no knob of a case (did you mean 'batch_size'?); known: model, "),
+        ("batchsize=1", "'batchsize' is not a knob of a case (did you mean 'batch_size'?); known: model, "),
         ("platforms=h100,h10", "the platform 'h10' is unknown (did you mean 'h100'?); known: "),
         ("platforms=h100,h100", "'platforms=h100,h100' gives a value twice"),
-        ("named=batch_size", "'named' is no knob of a case"),
-        ("code=a.py::b", "'code' is no knob of a case"),
+        ("named=batch_size", "'named' is not a knob of a case"),
+        ("code=a.py::b", "'code' is not a knob of a case"),
         ("batch_size", "'batch_size' is not a knob with its values; write it as batch_size=1,2,4"),
         ("batch_size=", "'batch_size=' is not a knob with its values"),
-        ("=1", "'' is no knob of a case"),
+        ("=1", "'' is not a knob of a case"),
         ("batch_size=1,,2", "batch_size='' is not a whole number"),
         ("batch_size=two", "batch_size='two' is not a whole number"),
         ("batch_size=0", "a case has batch_size=0; it must be at least 1"),
