@@ -186,7 +186,7 @@ def trend(folder: Path) -> None:
             terminal.replace("test_trend.py", "checkpoint(block, hidden, use_reentrant=False)", "block(hidden)")
         terminal.commit(f"Commit {commit}")
         terminal.run(
-            "pytest --gpu-platform=cpu --gpu-isolation=inline --gpu-steps=100 --gpu-history=history.jsonl", hidden=True
+            "pytest --gpu-platform=cpu --gpu-isolation=inline --gpu-steps=30 --gpu-history=history.jsonl", hidden=True
         )
     terminal.run("gputrain trend history.jsonl --html=trend.html", status=1)
     terminal.draw("trend", "Commits that changed a case")

@@ -298,7 +298,7 @@ def test_slower_than_tolerated_within_the_noise_is_inconclusive_and_told() -> No
     verdict = _judged([_took(1.05)] * 3, noisy).verdict
     assert verdict.status == "inconclusive"
     assert "5.0 % slower at 1.05 s a step than baseline 1.00 s +- 0.03 (5 runs); limit " in verdict.sentence
-    assert "0 of 3 fresh runs slower; more than the tolerance of 3.0 %" in verdict.sentence
+    assert "0 of 3 fresh runs slower; this exceeds the tolerance of 3.0 %" in verdict.sentence
 
 
 def test_what_the_whole_suite_shares_is_inconclusive_and_told() -> None:
