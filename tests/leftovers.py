@@ -7,13 +7,14 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
 import pytest
 
 from pytest_gputrain import Case
+from pytest_gputrain.records import Crashed, OutOfMemory, TimedOut
 
 FAULTS = """
 import os, signal, time
@@ -68,11 +69,39 @@ def own_case(name: str) -> Case:
     )
 
 
+REASONS = {"raises": "ValueError: a bad day", "killed": "ended by SIGKILL", "memory": "no room"}
+"""What is told of the ends of faults."""
+
+
+def assert_told(reply: object, fault: str) -> None:
+    """Assert that the case ended by this fault of its second process."""
+    assert isinstance(reply, OutOfMemory if fault == "memory" else Crashed), reply
+    assert reply.rank == 1
+    assert REASONS[fault] in (reply.sentence if isinstance(reply, Crashed) else reply.message)
+
+
+def assert_hung(reply: object) -> None:
+    """Assert that the first process is told to wait for the second, and the second to be in its own code."""
+    assert isinstance(reply, TimedOut), reply
+    first, second = reply.detail.split("rank 1:")
+    assert "all_reduce" in first
+    assert "code.py" in second
+    assert "all_reduce" not in second
+
+
 def wait_for(*paths: Path, seconds: float = 200) -> None:
     """Until the files are there."""
     deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"not there after {seconds} s: {paths}"
+        time.sleep(0.05)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
         time.sleep(0.05)
 
 

@@ -83,7 +83,8 @@ def described(name: str) -> str:
         return f"### `{own_name}`\n\n{_function(node)}"
     members = list(_members(node))
     rows = [member for member in members if isinstance(member, Row)]
-    bases = [base for base in map(ast.unparse, node.bases) if base in definitions]
+    owners = (definitions.get(base) for base in map(ast.unparse, node.bases))
+    bases = [owner.name for owner in owners if owner and any(isinstance(member, Row) for member in _members(owner))]
     with_defaults = own_name in _WITH_DEFAULTS
     headings = ("name", "type", *(("default",) if with_defaults else ()), "meaning")
     cells = ((row.name, row.type, *((row.default,) if with_defaults else ()), row.meaning) for row in rows)
@@ -114,14 +115,18 @@ class Row(NamedTuple):
 
 def _members(owner: ast.ClassDef) -> Iterator[Row | ast.FunctionDef]:
     for member, after in zip(owner.body, [*owner.body[1:], None], strict=True):
-        if isinstance(member, ast.AnnAssign) and ast.unparse(member.target) not in _INTERNAL:
+        if isinstance(member, ast.AnnAssign) and _is_public(ast.unparse(member.target)):
             default = "" if member.value is None else f"`{ast.unparse(member.value)}`"
             yield Row(f"`{ast.unparse(member.target)}`", _type(member.annotation), default, prose(_text(after)))
-        elif isinstance(member, ast.FunctionDef) and not member.name.startswith("_") and member.name not in _INTERNAL:
+        elif isinstance(member, ast.FunctionDef) and _is_public(member.name):
             if any(ast.unparse(decorator) == "property" for decorator in member.decorator_list):
                 yield Row(f"`{member.name}`", _type(member.returns), "", prose(ast.get_docstring(member) or ""))
             else:
                 yield member
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") and name not in _INTERNAL
 
 
 def _text(node: ast.stmt | None) -> str:

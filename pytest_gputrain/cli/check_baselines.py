@@ -18,10 +18,9 @@ from pytest_gputrain.cli import baseline_changes
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, knob_text
-from pytest_gputrain.storage import emulations, predictions, published
+from pytest_gputrain.storage import published, recorded
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
-from pytest_gputrain.storage.emulations import EmulationStore
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.utils import console, markdown
 from pytest_gputrain.utils.files import conflicts, read_whole
 from pytest_gputrain.utils.git import files_of_repository, in_ci
@@ -148,13 +147,13 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Probl
     match folders:
         case [published.FOLDER]:
             published.load(path)
-        case [device] if device not in (predictions.FOLDER, emulations.FOLDER):
+        case [device] if device not in (recorded.PREDICTED, recorded.EMULATED):
             measured = BaselineStore(folder)
             yield from _entries(path, measured, device)
             yield from _sessions(path, device, list(measured.suite(device, path.stem).values()))
-        case [predictions.FOLDER, platform]:
+        case [recorded.PREDICTED, platform]:
             yield from _entries(path, PredictionStore(folder), platform)
-        case [emulations.FOLDER, platform]:
+        case [recorded.EMULATED, platform]:
             yield from _entries(path, EmulationStore(folder), platform)
         case _:
             yield Problem(path, 1, _MISPLACED)

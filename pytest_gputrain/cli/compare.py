@@ -17,9 +17,8 @@ from pytest_gputrain.gate.ab import by_case, missing, told_of_base, tolerance_of
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.regression import Circumstances, first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
-from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.catalog import title_of
 from pytest_gputrain.records import Baseline, Emulated, EmulatedRun, Measured, Predicted, Prediction, Report, Result, Verdict
-from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
@@ -110,8 +109,8 @@ def _judge_prediction(
         return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
     if not isinstance(before, Predicted) or before.figures is None:
         return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no prediction of it")
-    recorded = Recorded(case=before.case, scale=before.scale, predictions=(before.figures,))
-    return prediction_gate.judge(result.case, prediction, recorded, tolerance, _title(result))
+    recorded = Recorded(case=before.case, scale=before.scale, figures=(before.figures,))
+    return prediction_gate.judge(result.case, prediction, recorded, tolerance, title_of(result.platform))
 
 
 def _judge_emulated(result: Emulated, before: Result | None, base_name: str) -> Verdict:
@@ -121,11 +120,5 @@ def _judge_emulated(result: Emulated, before: Result | None, base_name: str) -> 
         return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
     if not isinstance(before, Emulated) or before.figures is None:
         return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no emulated run of it")
-    recorded = RecordedRuns(case=before.case, scale=before.scale, runs=(before.figures,))
-    return emulation_gate.judge(result.case, result.reply, recorded, _title(result))
-
-
-def _title(result: Result) -> str:
-    """Return the name of the platform in a sentence."""
-    platform = PLATFORMS.get(result.platform)
-    return platform.title if platform else result.platform
+    recorded = Recorded(case=before.case, scale=before.scale, figures=(before.figures,))
+    return emulation_gate.judge(result.case, result.reply, recorded, title_of(result.platform))

@@ -126,9 +126,9 @@ def links(gpus: Sequence[Gpu], host: topology.Sysfs) -> tables.TextTable:
         "Cores": [place.cores for place in places],
         "NUMA node": ["" if place.numa_node is None else str(place.numa_node) for place in places],
     }
-    told = {header: column for header, column in columns.items() if any(cell not in ("", UNKNOWN) for cell in column)}
-    rows = zip((f"GPU {gpu.index}" for gpu in whole), *told.values(), strict=True)
-    return tables.TextTable(title="Paths between GPUs and to network cards", headers=("", *told), rows=tuple(rows))
+    filled = {header: column for header, column in columns.items() if any(cell not in ("", UNKNOWN) for cell in column)}
+    rows = zip((f"GPU {gpu.index}" for gpu in whole), *filled.values(), strict=True)
+    return tables.TextTable(title="Paths between GPUs and to network cards", headers=("", *filled), rows=tuple(rows))
 
 
 def _drivers(gpus: Sequence[Gpu]) -> str:

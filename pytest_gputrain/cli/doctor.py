@@ -241,11 +241,11 @@ def torch_build() -> Torch | None:
     with contextlib.suppress(OSError):
         text = Path(spec.origin).with_name("version.py").read_text()
 
-    def told(name: str) -> str:
+    def attribute(name: str) -> str:
         match = re.search(rf"^{name}\b.*= *'([^']*)'", text, re.MULTILINE)
         return match[1] if match else ""
 
-    return Torch(told("__version__") or _installed("torch"), told("cuda"), told("hip"))
+    return Torch(attribute("__version__") or _installed("torch"), attribute("cuda"), attribute("hip"))
 
 
 def _torch(gpus: Sequence[Gpu]) -> Iterator[Check]:

@@ -15,7 +15,7 @@ import msgspec
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
-from pytest_gputrain.cases.model_config import with_model
+from pytest_gputrain.cases.model_config import quantised_by, with_model
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import ERROR
 from pytest_gputrain.gate.messages import count
@@ -27,7 +27,7 @@ from pytest_gputrain.report import fit, json_report
 from pytest_gputrain.report.html import fit as html
 from pytest_gputrain.session.fit_emulated import EmulatedFitting
 from pytest_gputrain.session.fitting import Fitting, possible, seconds_of
-from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
+from pytest_gputrain.storage.hub_cache import cached_models, hub_cache, snapshot
 from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import BadCase, CannotEmulate
@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
         cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
         if len(cases) * len(gpus) > _MOST_CELLS:
             raise ValueError(f"{len(cases) * len(gpus):,} combinations are too many; ask for at most {_MOST_CELLS:,}")
-        report = _answer(options, base.model.partition("#")[0], cases, gpus, axes)
+        report = _answer(options, base.model.partition("#")[0], cases, gpus, axes, _about(options.model))
         _write(options, report)
     except (ValueError, BadCase, CannotEmulate) as error:
         console.say(error)
@@ -137,19 +137,34 @@ def _model(name: str) -> Case:
     zoo = architectures()
     if name in zoo:
         return Case(model=name)
-    path = Path(name).expanduser()
-    if not path.exists():
-        in_cache = snapshot(name, os.environ)
-        if in_cache is None:
-            raise ValueError(
-                f"the model {name!r} is unknown{did_you_mean(name, zoo)}: it is neither a file, a folder, nor in the local "
-                f"cache of the hub ({hub_cache(os.environ)}), where it would have to be; known models: {', '.join(zoo)}"
-            )
-        path = in_cache
+    path = _path(name)
+    if path is None:
+        raise ValueError(_unknown(name))
     try:
         return with_model(Case(model=str(path.absolute())), Path.cwd())
     except BadCase as error:
         raise ValueError(str(error).partition(", but ")[2] or str(error)) from None
+
+
+def _path(name: str) -> Path | None:
+    """Return the file or folder of that name, or that of the model in the cache of the hub; None where there is neither."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else snapshot(name, os.environ)
+    except (OSError, RuntimeError, ValueError):  # no name that a file could have
+        return None
+
+
+def _unknown(name: str) -> str:
+    """Say that there is no such model, and which was meant."""
+    zoo = architectures()
+    # The hub's names have an organisation before them, and capitals.
+    near = did_you_mean(name, cached_models(os.environ)) or did_you_mean(name.rpartition("/")[2].lower(), zoo)
+    known = "" if near else f"; the zoo has {', '.join(zoo)}"
+    return (
+        f"the model {name!r} is unknown{near}: it is no file or folder, and not in the local cache of the hub "
+        f"({hub_cache(os.environ)}), where it would have to be{known}"
+    )
 
 
 def _gpus(text: str) -> list[str]:
@@ -186,9 +201,17 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
 
 
 def _answer(
-    options: argparse.Namespace, model: str, cases: list[Case], gpus: list[str], axes: dict[str, tuple[Any, ...]]
+    options: argparse.Namespace,
+    model: str,
+    cases: list[Case],
+    gpus: list[str],
+    axes: dict[str, tuple[Any, ...]],
+    about: tuple[str, ...],
 ) -> FitReport:
     """Predict, or emulate, all combinations.
+
+    Args:
+        about: sentences about the model.
 
     Raises:
         ValueError: none of the combinations can be, or none has a prediction.
@@ -233,6 +256,19 @@ def _answer(
         cells=tuple(cells),
         largest=tuple(largest),
         left_out=tuple(left_out),
+        about=about,
+    )
+
+
+def _about(name: str) -> tuple[str, ...]:
+    """Say what of a config is not looked at, though memory would depend on it."""
+    path = None if name in architectures() else _path(name)
+    packing = "" if path is None else quantised_by(path)
+    if not packing:
+        return ()
+    return (
+        f"the quantization_config of {name} ({packing}) is not looked at: full and lora keep the weights in the type of the "
+        "precision, and qlora packs them as NF4",
     )
 
 

@@ -1,4 +1,4 @@
-"""Defines the record of a case that ran on an emulated GPU, and what is stored of such runs."""
+"""Defines the record of a case that ran on an emulated GPU, and what its figures depend on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from pytest_gputrain.records.case import Case, Scale
-from pytest_gputrain.records.prediction import MEASURED_ONLY, LiveTensor, TrainingPhase
+from pytest_gputrain.records.prediction import FiguresWithoutTimes, LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
 
 NOT_MADE: Final = (
@@ -16,12 +15,14 @@ NOT_MADE: Final = (
 )
 
 
-class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="outcome"):
+class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"):
     """What a case took of an emulated GPU. It has no times, and its losses mean nothing.
 
     It is exact: the same in every process with the same libraries. If the case has several processes, only the first one
     ran.
     """
+
+    _described = "a run on an emulated GPU"
 
     device_name: str
     """The name that the emulated driver reports."""
@@ -59,6 +60,16 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     """What was not counted, each as a sentence."""
 
     @property
+    def conditions(self) -> EmulatedConditions:
+        """Return what the figures depend on, beside the case."""
+        return EmulatedConditions(
+            packages=self.packages,
+            device_name=self.device_name,
+            device_memory_bytes=self.device_memory_bytes,
+            runtime=self.runtime,
+        )
+
+    @property
     def phase_peak_bytes(self) -> dict[TrainingPhase, int]:
         """Empty, because an allocator keeps no peak of a phase."""
         return {}
@@ -68,14 +79,6 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
         """Empty likewise."""
         return {}
 
-    def update_seconds(self, accumulation: int) -> None:
-        """Return None: a `Measurement` has the seconds of an optimizer update."""
-
-    def __getattr__(self, name: str) -> None:
-        """Give None for a figure that a `Measurement` has and that an emulated GPU has not."""
-        if name not in MEASURED_ONLY:
-            raise AttributeError(f"a run on an emulated GPU has no {name}")
-
 
 class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run on an emulated GPU depends on, beside the case."""
@@ -84,25 +87,3 @@ class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     device_name: str
     device_memory_bytes: Whole
     runtime: str | None
-
-
-def conditions_of(run: EmulatedRun) -> EmulatedConditions:
-    return EmulatedConditions(
-        packages=run.packages,
-        device_name=run.device_name,
-        device_memory_bytes=run.device_memory_bytes,
-        runtime=run.runtime,
-    )
-
-
-class RecordedRuns(Struct, frozen=True, kw_only=True):
-    """What is stored of one case on one emulated platform."""
-
-    case: Case
-    scale: Scale
-    runs: tuple[EmulatedRun, ...]
-    """One for each set of conditions, the latest recorded last."""
-
-    def like(self, run: EmulatedRun) -> EmulatedRun | None:
-        """Return the run under the same conditions as ``run``."""
-        return next((candidate for candidate in self.runs if conditions_of(candidate) == conditions_of(run)), None)

@@ -1,8 +1,8 @@
-"""Defines the records of a prediction: the target that it is made for, and the prediction itself."""
+"""Defines the records of a prediction: the target that it is made for, the prediction itself, and what it depends on."""
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from msgspec import Struct
 
@@ -108,8 +108,24 @@ MEASURED_ONLY: Final = (
 """What a `Measurement` has and a `Prediction` has not."""
 
 
-class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="outcome"):
+class FiguresWithoutTimes(Struct, frozen=True, kw_only=True, tag_field="outcome"):
+    """What a prediction and a run on an emulated GPU have in common: no time was measured."""
+
+    _described: ClassVar[str]
+
+    def update_seconds(self, accumulation: int) -> None:
+        """Return None: a `Measurement` has the seconds of an optimizer update."""
+
+    def __getattr__(self, name: str) -> None:
+        """Give None for a figure that a `Measurement` has and these have not."""
+        if name not in MEASURED_ONLY:
+            raise AttributeError(f"{self._described} has no {name}")
+
+
+class Prediction(FiguresWithoutTimes, frozen=True, kw_only=True, tag="predicted"):
     """A case that ran to its end on fake tensors. It is exact: the same on every machine with the same library versions."""
+
+    _described = "a prediction"
 
     target: Target
     """The device that it was predicted for."""
@@ -162,10 +178,15 @@ class Prediction(Struct, frozen=True, kw_only=True, tag="predicted", tag_field="
     processes: Whole | None = None
     """The number of workers and servers that stood for more of them on a CPU. None if as many ran as the case declares."""
 
-    def update_seconds(self, accumulation: int) -> None:
-        """Return None: a `Measurement` has the seconds of an optimizer update."""
+    @property
+    def conditions(self) -> PredictionConditions:
+        """Return what the figures depend on, beside the case."""
+        return PredictionConditions(packages=self.packages, target=self.target, processes=self.processes)
 
-    def __getattr__(self, name: str) -> None:
-        """Give None for a figure that a `Measurement` has and that cannot be predicted."""
-        if name not in MEASURED_ONLY:
-            raise AttributeError(f"a prediction has no {name}")
+
+class PredictionConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a prediction depends on, beside the case."""
+
+    packages: dict[str, str]
+    target: Target
+    processes: Whole | None = None

@@ -137,7 +137,7 @@ def check_gputrain(command: Command, command_project: CommandProject) -> None:
             main.main([words[0], "--help"])
         assert exit_info.value.code == 0
         return
-    options, rest = main._parser().parse_known_args(words)
+    options, rest = main.command_parser().parse_known_args(words)
     if options.command == "emulate":  # needs a CUDA build of torch
         assert options.program
     elif options.command == "ab":
