@@ -189,7 +189,7 @@ def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(
     gated.answer(recorded("crashed"), to=GEMMA)
     before = gated.baseline_file("tuning", H100_FOLDER).read_bytes()
     result = gated.run("--gpu-baseline-prune", *arguments)
-    result.stdout.fnmatch_lines([f"not pruned, because not every test was seen to its end: test_tuning.py: {why}"])
+    result.stdout.fnmatch_lines([f"not pruned, because not every test ran to its end: test_tuning.py: {why}"])
     assert gated.baseline_file("tuning", H100_FOLDER).read_bytes() == before
     assert "no test asks any more" not in gated.run("--gpu-strict", *arguments).stdout.str()
 
