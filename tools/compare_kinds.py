@@ -20,9 +20,8 @@ from typing import Final, NamedTuple
 
 from pytest_gputrain.records import Case, EmulatedRun, Prediction
 from pytest_gputrain.records.published import Figure
-from pytest_gputrain.storage.emulations import EmulationStore
-from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.published import GATED, PublishedStore
+from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.utils.markdown import table
 from pytest_gputrain.utils.units import GiB, format_percent
 
@@ -102,8 +101,8 @@ def rows(platform: str, folder: Path) -> Iterator[Row]:
             case = (after or before).case  # type: ignore[union-attr]
             yield Row(
                 case,
-                before.predictions[-1] if before else None,
-                after.runs[-1] if after else None,
+                before.figures[-1] if before else None,
+                after.figures[-1] if after else None,
                 figures.device_used_bytes if figures else None,
             )
 

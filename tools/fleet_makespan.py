@@ -37,8 +37,8 @@ from claims import Row, parser, report
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.fleet.job_queue import ASK_SECONDS, LEAST_WAITING
 from pytest_gputrain.storage.history import read
-from pytest_gputrain.storage.predictions import PredictionStore
 from pytest_gputrain.storage.published import PublishedStore
+from pytest_gputrain.storage.recorded import PredictionStore
 
 BASELINES: Final = Path(__file__).parents[1] / "baselines"
 PLATFORM: Final = "h100"
@@ -100,12 +100,12 @@ class Suites:
         self.recorded, self.ratios = [], []
         for path in sorted((BASELINES / "predicted" / PLATFORM).glob("*.json")):
             for key, recorded in predictions.suite(PLATFORM, path.stem).items():
-                least, case = recorded.predictions[-1].roofline_seconds, recorded.case
-                if least is None or recorded.predictions[-1].fits is False:
+                least, case = recorded.figures[-1].roofline_seconds, recorded.case
+                if least is None or recorded.figures[-1].fits is False:
                     continue
                 count = case.steps + case.warmup
                 seconds = measured.get((path.stem, key_of(case, "full")))
-                start = START_SECONDS + START_SECONDS_OF_A_BILLION * (recorded.predictions[-1].parameters or 0) / 1e9
+                start = START_SECONDS + START_SECONDS_OF_A_BILLION * (recorded.figures[-1].parameters or 0) / 1e9
                 self.recorded.append(PredictedCase(start, least * count, None if seconds is None else seconds * count))
                 row = published.get(PLATFORM, path.stem, key)
                 if row is not None and row.figures and (figure := row.figures["pytorch"].step_seconds) is not None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.records import Measurement, Prediction, Result
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.markdown import table
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
@@ -132,7 +132,7 @@ def ordered(nodes: Sequence[str], marker: str) -> list[str]:
 def predicted(store: PredictionStore, platform: str, suite: str, key: str) -> Prediction | None:
     """For the platform, or for an H100, whose kernels take the same memory as those of its kin."""
     entry = (store.suite(platform, suite) or store.suite("h100", suite)).get(key)
-    return entry.predictions[-1] if entry else None
+    return entry.figures[-1] if entry else None
 
 
 def left_over(todo: Iterator[Step], done: Sequence[Done], seconds_left: float) -> Step | None:

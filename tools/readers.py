@@ -36,7 +36,7 @@ from pytest_gputrain.storage import published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.prediction_cache import PredictionCache
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
 from pytest_gputrain.utils.files import UNREADABLE
 from pytest_gputrain.utils.git import RunInfo
@@ -164,7 +164,7 @@ def read_predictions(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     scratch.file("predicted/h100/llm_finetuning.json", data)
     store = PredictionStore(scratch.folder)
     for key, entry in store.suite("h100", "llm_finetuning").items():
-        results = [sound_prediction(prediction, key=key) for prediction in entry.predictions]
+        results = [sound_prediction(prediction, key=key) for prediction in entry.figures]
         show(results)
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytest_gputrain.gate.baseline_changes import Loosened, loosened
-from pytest_gputrain.storage import emulations, predictions, published
+from pytest_gputrain.storage import published, recorded
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
-from pytest_gputrain.storage.emulations import EmulationStore
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.utils import git
 
 
@@ -48,7 +47,7 @@ def since(reference: str, folder: Path) -> Iterator[Changed]:
 def _of_store(before: SuiteStore[Any, Any], now: SuiteStore[Any, Any]) -> Iterator[Changed]:
     for path in sorted(before.folder.glob("*/*.json")):
         device, suite = path.parent.name, path.stem
-        if not before.parent and device in (predictions.FOLDER, emulations.FOLDER, published.FOLDER):
+        if not before.parent and device in (recorded.PREDICTED, recorded.EMULATED, published.FOLDER):
             continue
         file = "/".join((*before.parent, device, f"{suite}.json"))
         try:

@@ -18,10 +18,9 @@ from pytest_gputrain.cli import baseline_changes
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, knob_text
-from pytest_gputrain.storage import emulations, predictions, published
+from pytest_gputrain.storage import published, recorded
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
-from pytest_gputrain.storage.emulations import EmulationStore
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.utils import console, markdown
 from pytest_gputrain.utils.files import conflicts, read_whole
 from pytest_gputrain.utils.git import files_of_repository, in_ci
@@ -42,20 +41,28 @@ class Problem(NamedTuple):
 
 def add_to(commands: Any) -> None:
     check = commands.add_parser(
-        "check-baselines", help="check the files of a folder of baselines: one line for each problem, and exit status 1"
+        "check-baselines",
+        help="check the files of a folder of baselines",
+        description="Check the files of a folder of baselines, and print a line for each problem. The exit status is 1 "
+        "if there "
+        "is one.",
     )
-    check.add_argument("folder", nargs="?", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
     check.add_argument(
-        "--since", metavar="COMMIT", help="list every baseline that was raised, removed or changed in kind since this commit"
+        "folder", nargs="?", type=Path, default=Path("baselines"), metavar="DIR", help="the folder (default: baselines)"
+    )
+    check.add_argument(
+        "--since",
+        metavar="COMMIT",
+        help="also list every baseline that was raised, removed or changed in kind since this commit",
     )
     check.add_argument(
         "--strict",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="exit status 1 where one was removed or changed in kind since then (default: where CI is set)",
+        help="exit with status 1 if a baseline was removed or changed in kind since then (default: if CI is set)",
     )
     check.add_argument(
-        "--format", choices=("terminal", "markdown"), default="terminal", help="form of that list (default: terminal)"
+        "--format", choices=("terminal", "markdown"), default="terminal", help="the format of that list (default: terminal)"
     )
 
 
@@ -140,13 +147,13 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Probl
     match folders:
         case [published.FOLDER]:
             published.load(path)
-        case [device] if device not in (predictions.FOLDER, emulations.FOLDER):
+        case [device] if device not in (recorded.PREDICTED, recorded.EMULATED):
             measured = BaselineStore(folder)
             yield from _entries(path, measured, device)
             yield from _sessions(path, device, list(measured.suite(device, path.stem).values()))
-        case [predictions.FOLDER, platform]:
+        case [recorded.PREDICTED, platform]:
             yield from _entries(path, PredictionStore(folder), platform)
-        case [emulations.FOLDER, platform]:
+        case [recorded.EMULATED, platform]:
             yield from _entries(path, EmulationStore(folder), platform)
         case _:
             yield Problem(path, 1, _MISPLACED)

@@ -17,9 +17,8 @@ from pytest_gputrain.gate.ab import by_case, missing, told_of_base, tolerance_of
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.regression import Circumstances, first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
-from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.catalog import title_of
 from pytest_gputrain.records import Baseline, Emulated, EmulatedRun, Measured, Predicted, Prediction, Report, Result, Verdict
-from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
@@ -30,12 +29,12 @@ from pytest_gputrain.utils import console
 def add_to(commands: Any) -> None:
     compare = commands.add_parser(
         "compare",
-        help="judge a report against an earlier one",
-        description="Judges the cases of the report B against those of the report A, by the rule of the gate and the "
-        "tolerances of B.",
+        help="compare a report with an earlier one",
+        description="Compare the cases of report B with those of report A, by the rule of the gate and with the tolerances "
+        "of B.",
     )
-    compare.add_argument("base", type=Path, metavar="A", help="report of --gpu-json to compare with")
-    compare.add_argument("head", type=Path, metavar="B", help="report of --gpu-json to judge")
+    compare.add_argument("base", type=Path, metavar="A", help="the report of --gpu-json to compare with")
+    compare.add_argument("head", type=Path, metavar="B", help="the report of --gpu-json to judge")
     failing.add_option(compare)
 
 
@@ -110,8 +109,8 @@ def _judge_prediction(
         return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
     if not isinstance(before, Predicted) or before.figures is None:
         return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no prediction of it")
-    recorded = Recorded(case=before.case, scale=before.scale, predictions=(before.figures,))
-    return prediction_gate.judge(result.case, prediction, recorded, tolerance, _title(result))
+    recorded = Recorded(case=before.case, scale=before.scale, figures=(before.figures,))
+    return prediction_gate.judge(result.case, prediction, recorded, tolerance, title_of(result.platform))
 
 
 def _judge_emulated(result: Emulated, before: Result | None, base_name: str) -> Verdict:
@@ -121,11 +120,5 @@ def _judge_emulated(result: Emulated, before: Result | None, base_name: str) -> 
         return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
     if not isinstance(before, Emulated) or before.figures is None:
         return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no emulated run of it")
-    recorded = RecordedRuns(case=before.case, scale=before.scale, runs=(before.figures,))
-    return emulation_gate.judge(result.case, result.reply, recorded, _title(result))
-
-
-def _title(result: Result) -> str:
-    """Return the name of the platform in a sentence."""
-    platform = PLATFORMS.get(result.platform)
-    return platform.title if platform else result.platform
+    recorded = Recorded(case=before.case, scale=before.scale, figures=(before.figures,))
+    return emulation_gate.judge(result.case, result.reply, recorded, title_of(result.platform))

@@ -43,23 +43,24 @@ def add_to(commands: Any) -> None:
     emulate = commands.add_parser(
         "emulate",
         allow_abbrev=False,
-        help="run a training script on an emulated GPU: does it fit, and what is in memory at the peak?",
-        description="Run a program on an emulated GPU, on a machine that needs none: gputrain emulate --gpu h100 -- python "
-        "train.py. torch's own allocator and CUDA operators decide how much memory is allocated, and kernels compute "
-        "nothing: losses and times mean nothing. The program runs with your rights, as it would without gputrain. The exit "
-        "status is the program's own, or 2 where the GPU cannot be emulated.",
+        help="run a training script on an emulated GPU, to see whether it fits and what is in memory at the peak",
+        description="Run a program on an emulated GPU. This needs no GPU. torch's own allocator and CUDA operators "
+        "decide how "
+        "much memory is allocated. Kernels compute nothing, so losses and times mean nothing. The program runs with your "
+        "rights, as it would without gputrain. The exit status is that of the program, or 2 if the GPU cannot be emulated. "
+        "Example: gputrain emulate --gpu h100 -- python train.py",
     )
-    emulate.add_argument("--gpu", required=True, metavar="MARKER", help=f"which GPU: {', '.join(boards.emulated_markers())}")
+    emulate.add_argument("--gpu", required=True, metavar="MARKER", help=f"the GPU: {', '.join(boards.emulated_markers())}")
     emulate.add_argument(
         "--gpus",
         type=_number_of_gpus,
         default=1,
         metavar="N",
-        help="how many of them, for torchrun and its like (default: 1)",
+        help="the number of GPUs, for torchrun and similar programs (default: 1)",
     )
-    emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this JSON file")
     emulate.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with a picture of memory, which needs the extra 'report'"
+        "--html", type=Path, metavar="FILE", help="write a page with a picture of memory; this needs the extra 'report'"
     )
     emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
 
@@ -104,7 +105,7 @@ def main(options: argparse.Namespace) -> int:
     except CannotEmulate as error:
         console.say(error)
         return 2
-    for line in _told(report):
+    for line in _report_lines(report):
         console.say(line)
     if options.json is not None and not _written(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n"):
         return status or 2
@@ -165,7 +166,7 @@ def _use(state: Path) -> Iterator[DeviceUse]:
                     yield DeviceUse(process=int(path.name), gpu=gpu, peak_bytes=peak)
 
 
-def _told(report: Emulation) -> Iterator[str]:
+def _report_lines(report: Emulation) -> Iterator[str]:
     """Render the report as lines."""
     if not report.use:
         yield (
@@ -180,7 +181,7 @@ def _told(report: Emulation) -> Iterator[str]:
     )
     by_process = {process.process: process for process in report.processes}
     for use in report.use:
-        yield from _told_of(use, by_process.get(use.process), report, whole=use is max(report.use, key=_peak))
+        yield from _lines_of_use(use, by_process.get(use.process), report, whole=use is max(report.use, key=_peak))
     for gpu, shared in itertools.groupby(sorted(report.use, key=_gpu), key=_gpu):
         uses = list(shared)
         if len(uses) > 1:
@@ -193,7 +194,7 @@ _gpu: Final = operator.attrgetter("gpu")
 _peak: Final = operator.attrgetter("peak_bytes")
 
 
-def _told_of(use: DeviceUse, process: EmulatedProcess | None, report: Emulation, *, whole: bool) -> Iterator[str]:
+def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emulation, *, whole: bool) -> Iterator[str]:
     """Describe what a process took of a GPU; the tensors at the peak only for the one that took most."""
     if len(report.use) > 1:
         rank = f", rank {process.rank}" if process is not None and process.rank else ""
@@ -214,11 +215,11 @@ def _told_of(use: DeviceUse, process: EmulatedProcess | None, report: Emulation,
         f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
         f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
     )
-    yield from _told_of_refusals(device)
+    yield from _lines_of_refusals(device)
     if whole:
         if process.unknown:
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
-        yield from _told_of_peak(device)
+        yield from _lines_of_peak(device)
         if process.dealt:
             yield f"  balanced routing is assumed: unknown scores were dealt in turn, by {_lines(process.dealt)}"
         if process.unknown_reads:
@@ -234,7 +235,7 @@ def _lines(happened: Sequence[AtLine]) -> str:
     return ", ".join(named) + (f" and at {rest} other {'lines' if rest > 1 else 'line'}" if rest else "")
 
 
-def _told_of_refusals(device: EmulatedDevice) -> Iterator[str]:
+def _lines_of_refusals(device: EmulatedDevice) -> Iterator[str]:
     for refused in device.refused:
         yield (
             f"  out of memory: {format_bytes(refused.bytes)} were asked for and {format_bytes(refused.free)} were free, at "
@@ -242,7 +243,7 @@ def _told_of_refusals(device: EmulatedDevice) -> Iterator[str]:
         )
 
 
-def _told_of_peak(device: EmulatedDevice) -> Iterator[str]:
+def _lines_of_peak(device: EmulatedDevice) -> Iterator[str]:
     peak = device.peak
     if peak is None:
         yield (

@@ -9,12 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
-from pytest_gputrain.execution.executor import not_started
-from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
-from pytest_gputrain.execution.predicted import PredictionReply
-from pytest_gputrain.hardware.lease import lease_cores
-from pytest_gputrain.records import Prediction, Task
+from pytest_gputrain.execution.predicted import PredictionReply, predict
+from pytest_gputrain.records import Task
 from pytest_gputrain.storage.prediction_cache import PredictionCache
 
 Job = TypeVar("Job")
@@ -35,7 +32,7 @@ class PredictionPool:
         self._environ = environ
         self._threads = ThreadPoolExecutor(processes, "predict")
         self._own = threading.local()
-        """Each thread has its fork server, whose pipe knows one asker."""
+        """Each thread has its fork server, whose pipe one thread may use at a time."""
         self._servers: list[ForkServer] = []
         self._replies: dict[bytes, PredictionReply] = {}
 
@@ -47,22 +44,14 @@ class PredictionPool:
         """
         identity = msgspec.json.encode(task)
         if identity not in self._replies:
-            reply: PredictionReply | None = self._cache.get(task)
-            if reply is None:
-                reply = self._run(task)
-                if isinstance(reply, Prediction):
-                    self._cache.put(task, reply)
-            self._replies[identity] = reply
+            self._replies[identity] = predict(
+                task,
+                self._cache,
+                timeout_seconds=self._timeout_seconds,
+                environ=self._environ,
+                fork_server=self._server(),
+            )
         return self._replies[identity]
-
-    def _run(self, task: Task) -> PredictionReply:
-        try:
-            with lease_cores(1):
-                return launcher.predict(
-                    task, timeout_seconds=self._timeout_seconds, fork_server=self._server(), environ=self._environ
-                )
-        except OSError as error:
-            raise not_started(task.case, error) from None
 
     def map(self, work: Callable[[Job], Answer], jobs: Iterable[Job]) -> Iterator[tuple[Job, Answer]]:
         """Do the jobs, each on one of the threads, which may call `predict`; yield each when it is done."""

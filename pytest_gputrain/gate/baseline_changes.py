@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, EmulatedRun, Prediction
-from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent, format_seconds
 
@@ -25,7 +24,7 @@ class Loosened(NamedTuple):
 
 
 _Stored = Baseline | Prediction | EmulatedRun
-_Record = Baseline | Recorded | RecordedRuns
+_Record = Baseline | Recorded[Any]
 
 
 class _Figure(NamedTuple):
@@ -67,9 +66,7 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
 def _pairs(before: _Record, after: _Record) -> Iterator[tuple[_Stored, _Stored]]:
     """Yield what a run would be compared with before and now: of figures without times each, under its own conditions."""
     if isinstance(before, Recorded) and isinstance(after, Recorded):
-        yield from ((old, after.like(old) or after.predictions[-1]) for old in before.predictions)
-    elif isinstance(before, RecordedRuns) and isinstance(after, RecordedRuns):
-        yield from ((old, after.like(old) or after.runs[-1]) for old in before.runs)
+        yield from ((old, after.like(old) or after.figures[-1]) for old in before.figures)
     elif isinstance(before, Baseline) and isinstance(after, Baseline):
         yield before, after
 

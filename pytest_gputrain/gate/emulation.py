@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.messages import count, describe_metric
+from pytest_gputrain.gate.unmeasured import Sentences, comparable
 from pytest_gputrain.records import Case, EmulatedRun, MetricName, MetricVerdict, Status, Verdict
-from pytest_gputrain.records.emulated import RecordedRuns, conditions_of
+from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils.units import format_bytes
 
 _JUDGED: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_bytes", "flops_per_step")
@@ -21,32 +21,31 @@ _COMPILED_RATIO: Final = 0.001
 _RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
 
 
-def judge(case: Case, run: EmulatedRun, recorded: RecordedRuns | None, title: str) -> Verdict:
+def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, title: str) -> Verdict:
     """Judge ``run`` against what is recorded of its case.
 
     Args:
         title: of the platform, as sentences name it.
     """
-    same = recorded is not None and recorded.case.identity() == case.identity()
-    before = recorded.like(run) if recorded is not None and same else None
-    nearest = before or (_nearest(recorded, run) if recorded is not None and same else None)
-    if not run.fits and (nearest is None or nearest.fits):
-        verb = "does not fit" if nearest is None else "no longer fits"
-        sentence = f"{case} {what_does_not_fit(run, title, verb)}; if that is expected, {_RECORD}"
-        return Verdict(status="failed" if before is None else "regressed", sentence=sentence)
-    if recorded is None:
-        return Verdict(status="new", sentence=f"{case} was never recorded on an emulated {title}; {_RECORD}-new-only")
-    if nearest is None:
-        change = differences(recorded.case, case)
-        sentence = f"{case} is not what was recorded on an emulated {title} ({change}); {_RECORD}"
-        return Verdict(status="not-comparable", sentence=sentence)
-    if before is None:
-        moved = (
-            "; ".join(_changes(list(_metrics(case, nearest, run)), ("regressed", "improved"))) or "its memory is the same"
-        )
-        changed = ", ".join(_changed_conditions(nearest, run))
-        sentence = f"{case} was recorded under other conditions ({changed}); {moved}; {_RECORD}"
-        return Verdict(status="not-comparable", sentence=sentence)
+    before = comparable(
+        case,
+        run,
+        recorded,
+        title,
+        Sentences(
+            record=_RECORD,
+            never_recorded=f"was never recorded on an emulated {title}",
+            other_case=f"is not what was recorded on an emulated {title}",
+            unchanged="its memory is the same",
+        ),
+        does_not_fit=lambda did: _what_does_not_fit(run, title, "no longer fits" if did else "does not fit"),
+        changes=lambda nearest: _changes(list(_metrics(case, nearest, run)), ("regressed", "improved")),
+    )
+    if isinstance(before, Verdict):
+        return before
+    if before.fits and not run.fits:
+        sentence = f"{case} {_what_does_not_fit(run, title, 'no longer fits')}; if that is expected, {_RECORD}"
+        return Verdict(status="regressed", sentence=sentence)
     if run.fits and not before.fits:
         return Verdict(status="improved", sentence=f"{case} fits {title} now; {_RECORD}")
     metrics = tuple(_metrics(case, before, run))
@@ -57,14 +56,9 @@ def judge(case: Case, run: EmulatedRun, recorded: RecordedRuns | None, title: st
     return Verdict(status="pass", sentence=f"{case} takes what is recorded", metrics=metrics)
 
 
-def what_does_not_fit(run: EmulatedRun, title: str, what: str = "does not fit") -> str:
+def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:
     """Say what does not fit, to follow the case in a sentence: ``does not fit H100 (79.1 GiB): CUDA out of memory. ...``."""
     return f"{what} {title} ({format_bytes(run.device_memory_bytes)}): {run.refused.rstrip('.')}"
-
-
-def _nearest(recorded: RecordedRuns, run: EmulatedRun) -> EmulatedRun:
-    """Return the recorded run whose libraries are most alike, and of several the latest."""
-    return max(reversed(recorded.runs), key=lambda candidate: len(candidate.packages.items() & run.packages.items()))
 
 
 def _metrics(case: Case, before: EmulatedRun, now: EmulatedRun) -> Iterator[MetricVerdict]:
@@ -93,13 +87,3 @@ def _describe(metric: MetricVerdict) -> str:
     change, kind = int(metric.value - metric.baseline), metric.metric.removeprefix("peak_").removesuffix("_bytes")
     more = "more" if change > 0 else "less"
     return f"needs {count(abs(change), 'byte')} {more} memory: {metric.value:,.0f} against {metric.baseline:,.0f} {kind}"
-
-
-def _changed_conditions(before: EmulatedRun, now: EmulatedRun) -> Iterator[str]:
-    for name in sorted({*before.packages, *now.packages}):
-        if before.packages.get(name) != now.packages.get(name):
-            yield f"{name} {before.packages.get(name, 'absent')} -> {now.packages.get(name, 'absent')}"
-    old, new = conditions_of(before), conditions_of(now)
-    for field in ("device_name", "device_memory_bytes", "runtime"):
-        if getattr(old, field) != getattr(new, field):
-            yield f"{field.replace('_', ' ')} {getattr(old, field)} -> {getattr(new, field)}"

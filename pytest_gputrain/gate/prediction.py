@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.memory import (
     PHASES,
     describe_missing_phases,
@@ -21,8 +20,9 @@ from pytest_gputrain.gate.memory import (
     main_phase,
     tensor,
 )
+from pytest_gputrain.gate.unmeasured import Sentences, comparable
 from pytest_gputrain.records import Case, MetricName, MetricVerdict, Prediction, Status, Verdict
-from pytest_gputrain.records.recorded import Recorded, conditions
+from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent
 
@@ -31,44 +31,41 @@ _WORK: Final[dict[MetricName, str]] = {
     "recomputed_flops_per_step": "recomputes",
     "bytes_per_step": "moves",
 }
+_CHANGED: Final[tuple[Status, ...]] = ("regressed", "improved")
 _RECORD: Final = "record it with --gpu-predict --gpu-baseline-update"
 
 
-def judge(case: Case, prediction: Prediction, recorded: Recorded | None, tolerance: MemoryTolerance, title: str) -> Verdict:
+def judge(
+    case: Case, prediction: Prediction, recorded: Recorded[Prediction] | None, tolerance: MemoryTolerance, title: str
+) -> Verdict:
     """Judge ``prediction`` against what is recorded of its case.
 
     Args:
         tolerance: of what the allocator holds.
         title: of the platform, as sentences name it.
     """
-    same = recorded is not None and recorded.case.identity() == case.identity()
-    before = recorded.like(prediction) if recorded is not None and same else None
-    nearest = before or (_nearest(recorded, prediction) if recorded is not None and same else None)
-    if prediction.fits is False and before is None and (nearest is None or nearest.fits is not False):
-        sentence = f"{case} {what_does_not_fit(prediction, title)}; if that is expected, {_RECORD}"
-        return Verdict(status="failed", sentence=sentence)
-    if recorded is None:
-        return Verdict(status="new", sentence=f"{case} has no recorded prediction for {title}; {_RECORD}-new-only")
-    if nearest is None:
-        change = differences(recorded.case, case)
-        sentence = f"{case} is not what its recorded prediction was made for ({change}); {_RECORD}"
-        return Verdict(status="not-comparable", sentence=sentence)
-    if before is None:
-        changed = ", ".join(_changed_conditions(nearest, prediction))
-        changed_metrics = [
-            metric for metric in _metrics(nearest, prediction, tolerance) if metric.status in ("regressed", "improved")
-        ]
-        fits = [f"it fits {title} now"] if prediction.fits and nearest.fits is False else []
-        moved = "; ".join([*fits, *_describe_changes(changed_metrics, nearest, prediction)])
-        sentence = f"{case} was recorded under other conditions ({changed}); {moved or 'it predicts the same'}; {_RECORD}"
-        return Verdict(status="not-comparable", sentence=sentence)
-    metrics = tuple(_metrics(before, prediction, tolerance))
-    worse, better = (
-        _describe_changes([metric for metric in metrics if metric.status == status], before, prediction)
-        for status in ("regressed", "improved")
+    before = comparable(
+        case,
+        prediction,
+        recorded,
+        title,
+        Sentences(
+            record=_RECORD,
+            never_recorded=f"has no recorded prediction for {title}",
+            other_case="is not what its recorded prediction was made for",
+            unchanged="it predicts the same",
+        ),
+        does_not_fit=lambda did: _what_does_not_fit(prediction, title, "does not fit"),
+        changes=lambda nearest: _describe_changes(
+            list(_metrics(nearest, prediction, tolerance)), _CHANGED, nearest, prediction
+        ),
     )
+    if isinstance(before, Verdict):
+        return before
+    metrics = tuple(_metrics(before, prediction, tolerance))
+    worse, better = (_describe_changes(metrics, (status,), before, prediction) for status in _CHANGED)
     if before.fits and prediction.fits is False:
-        worse.insert(0, what_does_not_fit(prediction, title, "no longer fits"))
+        worse.insert(0, _what_does_not_fit(prediction, title, "no longer fits"))
     elif prediction.fits and before.fits is False:
         better.insert(0, f"fits {title} now")
     gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes and phase != "between"]
@@ -85,14 +82,7 @@ def judge(case: Case, prediction: Prediction, recorded: Recorded | None, toleran
     return Verdict(status=status, sentence=f"{case} {'; '.join(sentences)}{remedy}", metrics=metrics)
 
 
-def _nearest(recorded: Recorded, prediction: Prediction) -> Prediction:
-    """Return the recorded prediction whose libraries are most alike, and of several the latest."""
-    return max(
-        reversed(recorded.predictions), key=lambda candidate: len(candidate.packages.items() & prediction.packages.items())
-    )
-
-
-def what_does_not_fit(prediction: Prediction, title: str, what: str = "does not fit") -> str:
+def _what_does_not_fit(prediction: Prediction, title: str, what: str) -> str:
     """Say what does not fit, to follow the case in a sentence: ``does not fit H100 (79.1 GiB): ...``."""
     target, refused = prediction.target, prediction.refused
     assert target.memory_bytes is not None
@@ -135,8 +125,11 @@ def _compared(name: MetricName, before: int, now: int) -> MetricVerdict:
     return MetricVerdict(metric=name, status=status, value=now, baseline=before, limit=before)
 
 
-def _describe_changes(metrics: Sequence[MetricVerdict], before: Prediction, now: Prediction) -> list[str]:
-    """Describe changed metrics; of the phases, one in full."""
+def _describe_changes(
+    metrics: Sequence[MetricVerdict], statuses: Sequence[Status], before: Prediction, now: Prediction
+) -> list[str]:
+    """Describe the metrics of these statuses; of the phases, one in full."""
+    metrics = [metric for metric in metrics if metric.status in statuses]
     phases = [metric for metric in metrics if metric.metric in PHASES]
     main = main_phase(phases, now, lambda phase: before)
     sentences = [_describe_change(metric, before, now) for metric in metrics if metric.metric not in PHASES]
@@ -178,15 +171,3 @@ def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -
     called = f" in {calls:+} calls" if calls else ""
     sign = "+" if work > 0 else "-"
     return f", {much} {name.removeprefix('aten.')} ({sign}{form(abs(work))}{called})"
-
-
-def _changed_conditions(before: Prediction, now: Prediction) -> Iterator[str]:
-    old, new = conditions(before), conditions(now)
-    for name in sorted({*old.packages, *new.packages}):
-        if old.packages.get(name) != new.packages.get(name):
-            yield f"{name} {old.packages.get(name, 'absent')} -> {new.packages.get(name, 'absent')}"
-    if old.processes != new.processes:
-        yield f"processes {old.processes or 'all'} -> {new.processes or 'all'}"
-    for field in old.target.__struct_fields__:
-        if getattr(old.target, field) != getattr(new.target, field):
-            yield f"{field.replace('_', ' ')} {getattr(old.target, field)} -> {getattr(new.target, field)}"

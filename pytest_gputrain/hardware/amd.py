@@ -111,8 +111,8 @@ class Amd:
             siblings: all handles of the same slot.
         """
         part = self._value(self._ask("amdsmi_get_gpu_kfd_info", handle), "current_partition_id")
-        told = (self._ask("amdsmi_get_gpu_compute_partition", sibling) for sibling in (handle, *siblings))
-        partition = next((mode for mode in told if mode in _PARTITIONS), _WHOLE)
+        modes = (self._ask("amdsmi_get_gpu_compute_partition", sibling) for sibling in (handle, *siblings))
+        partition = next((mode for mode in modes if mode in _PARTITIONS), _WHOLE)
         is_whole = partition == _WHOLE and len(siblings) == 1 and not part
         return _Device(
             handle=handle,

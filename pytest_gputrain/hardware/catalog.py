@@ -94,9 +94,9 @@ def _platforms() -> Iterator[Platform]:
     for marker, board in file["boards"].items():
         figures: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        for document, told in board["from"].items():
-            figures |= told
-            sources |= dict.fromkeys(told, file["documents"][document])
+        for document, figures_there in board["from"].items():
+            figures |= figures_there
+            sources |= dict.fromkeys(figures_there, file["documents"][document])
         if "bf16" in figures:
             figures.setdefault("fp16", figures["bf16"])
             sources.setdefault("fp16", sources["bf16"])
@@ -142,6 +142,16 @@ def marker_of(device_name: str, memory_bytes: int = 0, compute_units: int | None
         marker for marker, platform in PLATFORMS.items() if platform.is_such(device_name, memory_bytes, compute_units)
     ]
     return possible[0] if len(possible) == 1 else None
+
+
+def title_of(marker: str, otherwise: str = "") -> str:
+    """Return the platform as sentences name it.
+
+    Args:
+        otherwise: for one that the catalog lacks, in place of its marker.
+    """
+    platform = PLATFORMS.get(marker)
+    return platform.title if platform else otherwise or marker
 
 
 def slug(device_name: str) -> str:

@@ -118,7 +118,7 @@ def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, s
     if "CUDA_VISIBLE_DEVICES" in environ:
         nvidias = _visible_by(of_vendor["nvidia"], "CUDA_VISIBLE_DEVICES", environ, by_index)
     else:
-        nvidias = _lent_by_slurm(of_vendor["nvidia"], environ)
+        nvidias = _allocated_by_slurm(of_vendor["nvidia"], environ)
     amd_gpus = _visible_by(of_vendor["amd"], "ROCR_VISIBLE_DEVICES", environ, by_index)
     # HIP counts what ROCm left to it. It heeds CUDA's name for its own variable, which is another vendor's beside NVIDIA's
     # GPUs, and takes an empty one for unset.
@@ -157,7 +157,7 @@ def _refuse_ambiguous(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mappi
         )
 
 
-def _lent_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
+def _allocated_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     """Return the GPUs of the Slurm step or job that this process is in: Slurm sets ``CUDA_VISIBLE_DEVICES`` only in what it
     starts itself, not in a shell that joins the job.
 
@@ -165,14 +165,15 @@ def _lent_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
         HardwareError: none of them is here.
     """
     name = "SLURM_STEP_GPUS" if environ.get("SLURM_STEP_GPUS") else "SLURM_JOB_GPUS"
-    lent = environ.get(name)
-    if not lent or not gpus:
+    indices = environ.get(name)
+    if not indices or not gpus:
         return gpus
     # Slurm counts device files, also where a container shows only some of them.
-    chosen = [gpu for gpu in gpus if str(gpu.index if gpu.minor is None else gpu.minor) in lent.split(",")]
+    chosen = [gpu for gpu in gpus if str(gpu.index if gpu.minor is None else gpu.minor) in indices.split(",")]
     if not chosen:
         raise HardwareError(
-            f"{name}={lent} names none of the {len(gpus)} GPUs here; choose with CUDA_VISIBLE_DEVICES, by UUID, or unset it"
+            f"{name}={indices} names none of the {len(gpus)} GPUs here; choose with CUDA_VISIBLE_DEVICES, by UUID, or "
+            "unset it"
         )
     return chosen
 

@@ -21,8 +21,7 @@ from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.selection import platforms_named
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
-from pytest_gputrain.storage.emulations import EmulationStore
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.utils.git import in_pull_request
 
 _MOST_SHOWN: Final = 3

@@ -1,32 +1,31 @@
-"""Defines the records of stored predictions: those of a case, and the conditions that they depend on."""
+"""Defines the record of what is stored of a case without times: its predictions, or its runs on emulated GPUs."""
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from msgspec import Struct
 
-from pytest_gputrain.records import Case, Prediction, Scale, Target
+from pytest_gputrain.records.case import Case, Scale
+from pytest_gputrain.records.emulated import EmulatedRun
+from pytest_gputrain.records.prediction import Prediction
+
+FiguresT = TypeVar("FiguresT", bound=Prediction | EmulatedRun)
+"""Figures that are the same in every process under the same conditions."""
 
 
-class Recorded(Struct, frozen=True, kw_only=True):
+class Recorded(Struct, Generic[FiguresT], frozen=True, kw_only=True):
     """What is stored for one case on one platform."""
 
     case: Case
     scale: Scale
-    predictions: tuple[Prediction, ...]
-    """One for each set of conditions, the latest recorded last."""
+    figures: tuple[FiguresT, ...]
+    """Those of each set of conditions, the latest recorded last."""
 
-    def like(self, prediction: Prediction) -> Prediction | None:
-        """Return the prediction under the same conditions as ``prediction``."""
-        return next((candidate for candidate in self.predictions if conditions(candidate) == conditions(prediction)), None)
+    def like(self, figures: FiguresT) -> FiguresT | None:
+        """Return what is stored under the same conditions."""
+        return next((stored for stored in self.figures if stored.conditions == figures.conditions), None)
 
-
-class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a prediction depends on, beside the case."""
-
-    packages: dict[str, str]
-    target: Target
-    processes: int | None = None
-
-
-def conditions(prediction: Prediction) -> Conditions:
-    return Conditions(packages=prediction.packages, target=prediction.target, processes=prediction.processes)
+    def nearest(self, figures: FiguresT) -> FiguresT:
+        """Return what is stored with the most libraries alike, and of several the latest."""
+        return max(reversed(self.figures), key=lambda stored: len(stored.packages.items() & figures.packages.items()))

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,15 +21,13 @@ from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Case, Emulated, Measured, Predicted, Report, Result, Verdict
-from pytest_gputrain.records.emulated import RecordedRuns
+from pytest_gputrain.records import Case, Emulated, Measured, Predicted, Report, Result, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import history_lines, json_report, uncompared
-from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
-from pytest_gputrain.storage.emulations import EmulationStore
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.history import HistoryError, append
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.utils.git import RunInfo
 
@@ -69,9 +67,10 @@ class Collector:
         """The index of the last result, by test, case and changed variables."""
         self._incomplete: set[int] = set()
         """The indices of the results whose baselines wait for further runs."""
-        self._pending: defaultdict[tuple[str, str], dict[str, Baseline]] = defaultdict(dict)
-        self._predicted: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
-        self._emulated: defaultdict[tuple[str, str], dict[str, RecordedRuns]] = defaultdict(dict)
+        self._pending: dict[type[SuiteStore[Any, Any]], defaultdict[tuple[str, str], dict[str, Any]]] = {
+            store_type: defaultdict(dict) for store_type in (BaselineStore, PredictionStore, EmulationStore)
+        }
+        """What waits to be saved, by store, and there by device and suite."""
         self._recorded: dict[Path, int] = {}
         self._unchanged: Counter[Path] = Counter()
         """How many of these were there with the same figures."""
@@ -138,20 +137,16 @@ class Collector:
             if chosen is first:
                 return
             self._stored[result.device, result.suite, result.key] = stored
-        if isinstance(result, Predicted) and result.figures is not None:
-            case = Case(**result.case.identity())
-            entry = Recorded(case=case, scale=result.scale, predictions=(result.figures,))
-            self._predicted[result.platform, result.suite][result.key] = entry
-            return
-        if isinstance(result, Emulated) and result.figures is not None:
-            runs = RecordedRuns(case=Case(**result.case.identity()), scale=result.scale, runs=(result.figures,))
-            self._emulated[result.platform, result.suite][result.key] = runs
+        if isinstance(result, Predicted | Emulated) and result.figures is not None:
+            store_type = PredictionStore if isinstance(result, Predicted) else EmulationStore
+            recorded = Recorded(case=Case(**result.case.identity()), scale=result.scale, figures=(result.figures,))
+            self._pending[store_type][result.platform, result.suite][result.key] = recorded
             return
         assert isinstance(result, Measured), "nothing else is recorded"
         self._records_resumed = self._records_resumed or bool(result.resumed)
         session = self.session
         baseline = to_baseline(result, date=session.created, session=session.id, commit=session.commit)
-        self._pending[result.device, result.suite][result.key] = baseline
+        self._pending[BaselineStore][result.device, result.suite][result.key] = baseline
 
     def _note_left_out(self, other: _RecordedCase, chosen: _RecordedCase) -> None:
         """Note a test whose figures become no baseline, because those of another environment do."""
@@ -298,24 +293,18 @@ class Collector:
 
     def _save_baselines(self) -> list[str]:
         """Save the baselines, and return why some could not be saved; those wait for the next time."""
-        folder = self.settings.baseline_dir
-        measured, predicted, emulated = BaselineStore(folder), PredictionStore(folder), EmulationStore(folder)
-        trouble = [
-            *self._save(measured.update, self._pending),
-            *self._save(predicted.update, self._predicted),
-            *self._save(emulated.update, self._emulated),
-        ]
-        self._unchanged += measured.unchanged + predicted.unchanged + emulated.unchanged
+        trouble = []
+        for store_type, waiting in self._pending.items():
+            store = store_type(self.settings.baseline_dir)
+            for group, entries in list(waiting.items()):
+                try:
+                    path = store.update(*group, entries)
+                except BaselineError as error:
+                    trouble.append(str(error))
+                else:
+                    self._recorded[path] = self._recorded.get(path, 0) + len(waiting.pop(group))
+            self._unchanged += store.unchanged
         return trouble
-
-    def _save(self, update: Callable[[str, str, Any], Path], waiting: MutableMapping[tuple[str, str], Any]) -> Iterator[str]:
-        for group, entries in list(waiting.items()):
-            try:
-                path = update(*group, entries)
-            except BaselineError as error:
-                yield str(error)
-            else:
-                self._recorded[path] = self._recorded.get(path, 0) + len(waiting.pop(group))
 
     def _write_elsewhere(self, trouble: str, report: Report) -> None:
         """Write every figure to a file in the temporary folder, because its own file cannot be written."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.gate.memory import is_memory_metric
-from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
+from pytest_gputrain.hardware.catalog import CPU, title_of
 from pytest_gputrain.records import (
     BatchSearch,
     Emulated,
@@ -322,11 +322,10 @@ def _links(results: Sequence[Result]) -> list[str]:
 
 
 def _device(result: Result) -> str:
-    platform = PLATFORMS.get(result.platform)
     kind = " (predicted)" if isinstance(result, Predicted) else " (emulated)" if isinstance(result, Emulated) else ""
     if result.platform == CPU:
         return f"CPU{kind}"
-    return f"{platform.title if platform else result.device} x{result.case.gpus}{kind}"
+    return f"{title_of(result.platform, result.device)} x{result.case.gpus}{kind}"
 
 
 def _cases(count: int) -> str:

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_gputrain.cases.deepspeed_config import with_config
-from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.execution.emulated import EmulatingExecutor
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.gate.fit import fit_of_emulated, loads_in_parts
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Case, EmulatedRun, Task
+from pytest_gputrain.records import EmulatedRun
 from pytest_gputrain.records.fit import FitCell
+from pytest_gputrain.session.tasks import full_size_task
 from pytest_gputrain.utils.errors import BadCase
 
 
@@ -55,8 +54,11 @@ class EmulatedFitting:
             executor.close()
 
     def _with_run(self, cell: FitCell) -> FitCell:
+        # The second step has all that later ones have: gradients of its own, and the optimizer's state.
+        case = cell.case.replace(steps=1, warmup=1)
         try:
-            reply = self._executors[cell.gpu].run(self._task(cell.case, cell.gpu), watch=lambda event: None)
+            task = full_size_task(case, self._root, emulated=cell.gpu)
+            reply = self._executors[cell.gpu].run(task, watch=lambda event: None)
         except BadCase as error:
             return msgspec.structs.replace(cell, failure=str(error))
         if not isinstance(reply, EmulatedRun):
@@ -71,19 +73,3 @@ class EmulatedFitting:
         needed = reply.peak_reserved_bytes + target.context_bytes if reply.fits else cell.needed_bytes
         fit = fit_of_emulated(reply, target, cell.fit)
         return msgspec.structs.replace(cell, emulated=reply, needed_bytes=needed, fit=fit, failure="")
-
-    def _task(self, case: Case, gpu: str) -> Task:
-        # The second step has all that later ones have: gradients of its own, and the optimizer's state.
-        case = case.replace(steps=1, warmup=1)
-        case, further = with_config(case, self._root) if case.deepspeed_config else (case, {})
-        return Task(
-            case=case,
-            scale="full",
-            device_type="gpu",
-            processes=case.gpus,
-            servers=case.servers,
-            root=str(self._root),
-            deepspeed=further,
-            model_config=config_of(case),
-            emulated=gpu,
-        )

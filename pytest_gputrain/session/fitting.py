@@ -10,8 +10,6 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.deepspeed_config import with_config
-from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import Need, fit_of, largest_batch, loads_in_parts, of_training, tight
@@ -19,9 +17,10 @@ from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import needed_bytes
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
 from pytest_gputrain.hardware.targets import allowing_tf32, target_of
-from pytest_gputrain.records import Case, Prediction, Target, Task
+from pytest_gputrain.records import Case, Prediction
 from pytest_gputrain.records.fit import FitCell, LargestBatch
 from pytest_gputrain.session.remedies import remedy
+from pytest_gputrain.session.tasks import full_size_task
 from pytest_gputrain.utils.errors import BadCase
 
 _Job = TypeVar("_Job")
@@ -97,6 +96,8 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
     layers = architecture.repetitions or architecture.trained_part.config.get("num_hidden_layers", 0)
+    if not isinstance(layers, int):  # in a config.json that the worker will refuse
+        layers = 0
     if layers and case.parallel in ("single", "fsdp"):
         return _SHALLOW_SECONDS
     return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS)
@@ -119,12 +120,12 @@ class Fitting:
         """Predict each case for its GPU, in the order given.
 
         Args:
-            remedies: whether to look for what makes the smallest batch fit of those that do not.
+            remedies: whether to look for what makes the smallest batch surely fit of those that do not.
         """
         cells = self._done(self._cell, asked, "predictions")
         unfit: dict[tuple[Case, str], int] = {}
         for number, cell in enumerate(cells):
-            if cell.fit == "does-not-fit":
+            if cell.fit in ("does-not-fit", "within-error"):
                 key = _without_batch(cell.case), cell.gpu
                 if key not in unfit or cell.case.batch_size < cells[unfit[key]].case.batch_size:
                     unfit[key] = number
@@ -171,7 +172,8 @@ class Fitting:
                 return None
 
         assert cell.prediction is not None
-        return msgspec.structs.replace(cell, remedy=remedy(cell.case, cell.prediction, changed))
+        helps = remedy(cell.case, cell.prediction, changed, may_fit=cell.fit == "within-error")
+        return msgspec.structs.replace(cell, remedy=helps)
 
     def _largest(self, known: Sequence[FitCell]) -> LargestBatch:
         case, gpu = known[0].case, known[0].gpu
@@ -214,27 +216,14 @@ class Fitting:
         target = allowing_tf32(target) if case.tf32 else target
         if memory_bytes is not None:
             target = msgspec.structs.replace(target, memory_bytes=memory_bytes)
-        reply = self._pool.predict(self._task(case, target))
+        reply = self._pool.predict(full_size_task(case, self._root, target=target))
         in_parts = loads_in_parts(case)
         if in_parts and isinstance(reply, Prediction) and reply.refused is not None and reply.refused.phase == "build":
-            reply = self._pool.predict(self._task(case, msgspec.structs.replace(target, memory_bytes=None)))
+            unlimited = msgspec.structs.replace(target, memory_bytes=None)
+            reply = self._pool.predict(full_size_task(case, self._root, target=unlimited))
         if not isinstance(reply, Prediction):
             raise BadCase(f"{case} {describe_failure(reply, 'prediction')}")
         return of_training(reply, target) if in_parts else reply
-
-    def _task(self, case: Case, target: Target) -> Task:
-        case, further = with_config(case, self._root) if case.deepspeed_config else (case, {})
-        return Task(
-            case=case,
-            scale="full",
-            device_type="cpu",
-            processes=case.gpus,
-            servers=case.servers,
-            root=str(self._root),
-            deepspeed=further,
-            model_config=config_of(case),
-            target=target,
-        )
 
 
 def _without_batch(case: Case) -> Case:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from pytest_gputrain.records import Case, Result, Scale
+from pytest_gputrain.cases.identity import key_of
+from pytest_gputrain.execution.executor import Executor
+from pytest_gputrain.records import Case, Host, Result, Scale, Task, Verdict
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
+from pytest_gputrain.session.declared import DeclaredCases
 from pytest_gputrain.session.selection import ExpectedCase
+from pytest_gputrain.session.tasks import TaskMaker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +40,19 @@ class Request:
     """Limits, which count for a case that is only measured, too, and tolerances of the test."""
 
 
-class CaseRunner(Protocol):
-    """Answers the requests of the tests of one pytest process: by measuring (`runner`), or by predicting (`predicting`)."""
+class CaseRunner:
+    """Answers the requests of the tests of one pytest process: by measuring, predicting or emulating.
 
-    settings: Settings
+    Args:
+        executor: runs the cases.
+        tasks: makes the tasks of cases.
+    """
+
+    def __init__(self, settings: Settings, executor: Executor[Any], tasks: TaskMaker) -> None:
+        self.settings = settings
+        self._executor = executor
+        self._tasks = tasks
+        self._declared = DeclaredCases(settings.root)
 
     def scale(self) -> Scale:
         """Return the scale of the cases.
@@ -47,16 +60,11 @@ class CaseRunner(Protocol):
         Raises:
             BadCase: the hardware is not what the options ask for.
         """
+        return self._tasks.scale()
 
     def declare(self, suite: str, case: Case) -> Case:
         """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
-
-    def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
-        """Take notice of what the tests that were collected are parametrized with.
-
-        Args:
-            submit: whether a fleet is to begin with them.
-        """
+        return self._declared.declare(suite, case)
 
     def run(self, request: Request) -> Result:
         """Answer a request.
@@ -65,16 +73,43 @@ class CaseRunner(Protocol):
             BadCase: it cannot be meant so, or the baseline cannot be read; one sentence.
             CannotRun: the case is not for this machine; the test skips.
         """
+        raise NotImplementedError
+
+    def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
+        """Take notice of what the tests that were collected are parametrized with.
+
+        Args:
+            submit: whether a fleet is to begin with them.
+        """
 
     def forget(self, nodeid: str) -> None:
         """Drop the cases of a test that failed: they become no baselines."""
 
     @property
     def waiting(self) -> int:
-        """Cases whose baselines wait for further runs."""
+        """Cases whose baselines wait for further runs: those of figures that are noisy."""
+        return 0
 
     def complete(self) -> Iterator[Result]:
         """Measure what baselines wait for; yield after each run the case's result with all its runs so far."""
+        return iter(())
 
     def close(self) -> None:
         """End what was kept running for the cases to come."""
+        self._executor.close()
+
+
+def result_fields(request: Request, task: Task, host: Host, verdict: Verdict | None) -> dict[str, Any]:
+    """Return the fields that the results of all kinds have."""
+    return {
+        "nodeid": request.nodeid,
+        "suite": request.suite,
+        "key": key_of(task.case, task.scale),
+        "case": task.case,
+        "scale": task.scale,
+        "platform": host.platform,
+        "device": host.device,
+        "variables": tuple(task.variables),
+        "variables_digest": task.variables_digest,
+        "verdict": verdict,
+    }

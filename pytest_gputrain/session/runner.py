@@ -15,21 +15,20 @@ from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.judge import Criteria, comparable_row, judge
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
-from pytest_gputrain.records import BatchSearch, Case, Host, LossStudy, Measured, Reply, Result, Scale, Task, Verdict
+from pytest_gputrain.records import BatchSearch, Case, LossStudy, Measured, Reply, Result, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.criteria import CriteriaLookup
-from pytest_gputrain.session.declared import DeclaredCases
 from pytest_gputrain.session.interleave import Interleaver
 from pytest_gputrain.session.prefetch import ExpectedTask, Prefetcher
 from pytest_gputrain.session.replies import Replies, Watch
-from pytest_gputrain.session.request import Request
+from pytest_gputrain.session.request import CaseRunner, Request, result_fields
 from pytest_gputrain.session.selection import ExpectedCase, refuse_unfit
 from pytest_gputrain.session.studies import record_losses, search_batch
 from pytest_gputrain.session.tasks import TaskMaker
 from pytest_gputrain.utils.errors import BadCase, CannotRun
 
 
-class Runner:
+class Runner(CaseRunner):
     """Answers requests by measuring. A case is measured once, however many tests ask for it.
 
     Args:
@@ -50,21 +49,12 @@ class Runner:
         resumed_report: ResumedReport | None = None,
         watch: Watch = lambda case, event, run: None,
     ) -> None:
-        self.settings = settings
-        self._executor = executor
-        self._tasks = TaskMaker(settings, lambda: executor.host, environment)
+        super().__init__(settings, executor, TaskMaker(settings, lambda: executor.host, environment))
         self._replies = Replies(executor, self._tasks, resumed_report, watch)
         self._lookup = CriteriaLookup(settings)
-        self._declared = DeclaredCases(settings.root)
         self._suite_noise = SuiteNoise()
         self._interleaver = Interleaver(executor)
         self._expected: Sequence[ExpectedCase] = ()
-
-    def scale(self) -> Scale:
-        return self._tasks.scale()
-
-    def declare(self, suite: str, case: Case) -> Case:
-        return self._declared.declare(suite, case)
 
     def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
         self._expected = cases
@@ -80,9 +70,6 @@ class Runner:
 
     def complete(self) -> Iterator[Result]:
         return self._interleaver.complete()
-
-    def close(self) -> None:
-        self._executor.close()
 
     def run(self, request: Request) -> Result:
         """Measure the case, unless this session did already, and judge it if asked and if its own figures were wanted."""
@@ -154,7 +141,7 @@ class Runner:
             replies = take(len(replies) + 1, before=replies)
         host = self._replies.host_of(task, request.inline)
         return Measured(
-            **self._common(request, task, host, judgement.verdict),
+            **result_fields(request, task, host, judgement.verdict),
             inline=request.inline,
             replies=shown,
             resumed=self._replies.resumed(task, request.inline, request.builder).origins,
@@ -179,25 +166,10 @@ class Runner:
         """Return the fields of a study, whose figures are those of another task than the case is declared with."""
         host = self._replies.host_of(studied)
         return {
-            **self._common(request, task, host, None),
+            **result_fields(request, task, host, None),
             "case": studied.case,
             "replies": (reply,),
             "summary": summarise(studied.case, host.platform, (reply,)),
-        }
-
-    def _common(self, request: Request, task: Task, host: Host, verdict: Verdict | None) -> dict[str, Any]:
-        """Return the fields that all results have."""
-        return {
-            "nodeid": request.nodeid,
-            "suite": request.suite,
-            "key": key_of(task.case, task.scale),
-            "case": task.case,
-            "scale": task.scale,
-            "platform": host.platform,
-            "device": host.device,
-            "variables": tuple(task.variables),
-            "variables_digest": task.variables_digest,
-            "verdict": verdict,
         }
 
     def _measure_other_cases(self) -> None:

@@ -43,7 +43,7 @@ def platforms_of(declared: object) -> tuple[str, ...]:
 
 def platforms_named(expression: str) -> list[str]:
     """Return the platforms that a ``-m`` expression asks for by name."""
-    words = set(_words(expression))
+    words = set(_names_in(expression))
     others = words - _ALL  # which a test may have or not
     return [m for m in MARKERS if m in words and (_holds(expression, {m}) or _holds(expression, {m} | others))]
 
@@ -57,10 +57,10 @@ def platforms_missed(expression: str, markers: Collection[str]) -> list[str]:
 
 def platform_meant(expression: str) -> str:
     """`` (did you mean 'h100'?)`` for the first misspelt platform in a ``-m`` expression; empty where there is none."""
-    return next(filter(None, (did_you_mean(word, MARKERS) for word in _words(expression) if word not in _ALL)), "")
+    return next(filter(None, (did_you_mean(word, MARKERS) for word in _names_in(expression) if word not in _ALL)), "")
 
 
-def _words(expression: str) -> list[str]:
+def _names_in(expression: str) -> list[str]:
     return re.findall(r"\w+", expression)
 
 

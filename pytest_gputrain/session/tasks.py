@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -16,6 +17,32 @@ from pytest_gputrain.hardware.targets import allowing_tf32
 from pytest_gputrain.records import Case, Host, Scale, Target, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
+
+
+def full_size_task(case: Case, root: Path, *, target: Target | None = None, emulated: str = "") -> Task:
+    """Make the task of a case that no test asks for.
+
+    Args:
+        root: folder that files named by the case are relative to.
+        target: what it is to be predicted for.
+        emulated: marker of the GPU that it runs on where it is emulated.
+
+    Raises:
+        BadCase: its file of options for DeepSpeed is not what it should be.
+    """
+    case, further = with_config(case, root) if case.deepspeed_config else (case, {})
+    return Task(
+        case=case,
+        scale="full",
+        device_type="gpu" if emulated else "cpu",
+        processes=case.gpus,
+        servers=case.servers,
+        root=str(root),
+        deepspeed=further,
+        model_config=config_of(case),
+        target=target,
+        emulated=emulated,
+    )
 
 
 class TaskMaker:

@@ -1,7 +1,7 @@
 """Reads and writes baselines, as the only module: ``<dir>/<device>/<suite>.json``, reviewed in git.
 
 A file holds its cases sorted by key, each with its entries: the raw runs of a measured case, or its predictions (see
-`pytest_gputrain.storage.predictions`). What many entries share, such as their environment, is stored once, by a short hash,
+`pytest_gputrain.storage.recorded`). What many entries share, such as their environment, is stored once, by a short hash,
 so that new numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a lock, by
 atomic rename, and an update keeps the entries of cases that did not run.
 """
@@ -25,7 +25,6 @@ from msgspec import Struct
 
 from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
-from pytest_gputrain.records.emulated import RecordedRuns
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
@@ -39,7 +38,7 @@ _NEWER: Final = "update pytest-gputrain, should a newer version have written it"
 _MOST_LINES_SHOWN: Final = 6
 
 _Type = TypeVar("_Type")
-_Record = TypeVar("_Record", bound=Baseline | Recorded | RecordedRuns)
+_Record = TypeVar("_Record", bound=Baseline | Recorded[Any])
 _Entry = TypeVar("_Entry", bound=Struct)
 
 
@@ -137,7 +136,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         """Check that baselines can be written below the folder: before hours of measuring rather than after.
 
         Raises:
-            BaselineError: nothing can be written below the folder. Better told before hours of measuring than after.
+            BaselineError: nothing can be written below the folder.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.records import Case, Prediction
 from pytest_gputrain.storage.baselines import BaselineError
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 
 Test = TypeVar("Test")
 
@@ -37,8 +37,8 @@ class Forecast:
         except BaselineError:  # --gpu-predict tells of it; a real run can do without
             self._unreadable.add(suite)
             return None
-        same = recorded is not None and recorded.predictions and recorded.case.identity() == case.identity()
-        return recorded.predictions[-1] if recorded is not None and same else None
+        same = recorded is not None and recorded.figures and recorded.case.identity() == case.identity()
+        return recorded.figures[-1] if recorded is not None and same else None
 
     def is_unfit(self, suite: str, case: Case) -> bool:
         prediction = self.of(suite, case)

@@ -83,7 +83,7 @@ def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterato
 
     Args:
         type_: a record of the keys that are wanted; others are passed over.
-        warn: told in a sentence of a last line that a crash cut off, which is left out.
+        warn: called with a sentence about a last line that a crash cut off, which is left out.
 
     Raises:
         HistoryError: the file cannot be read, or another line is none of a history.

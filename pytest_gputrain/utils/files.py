@@ -83,7 +83,7 @@ def prepare(path: Path) -> None:
     """Make the folder of a file that is to be written at the end of a run, and find out whether that can be done.
 
     Raises:
-        OSError: it cannot; better told before hours of measuring than after.
+        OSError: it cannot be written, which should show before hours of measuring.
     """
     status = _status(path)
     if status is not None and not stat.S_ISREG(status.st_mode):

@@ -64,16 +64,12 @@ def load(
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
             return
-        if (case.method in ADAPTING or case.optimizer in EIGHT_BIT) and not beside_gpu:
-            _load_bitsandbytes()
-        if case.method in ADAPTING and not beside_gpu:
-            importlib.import_module("peft")
-        if case.optimizer == "adafactor" and not beside_gpu:
-            importlib.import_module("transformers.optimization")
-        if model_config:
-            if beside_gpu:
-                return
-            declare(case.model, dict(model_config))
+        if not beside_gpu:
+            _load_users_of_gpu(case)
+            if model_config:
+                declare(case.model, dict(model_config))
+        elif model_config:
+            return
         from pytest_gputrain.worker.checks import CheckFailed
         from pytest_gputrain.worker.zoo.completed import architecture_of
 
@@ -81,8 +77,18 @@ def load(
             for part in architecture_of(case.model).parts.values():
                 if part.library != "own":
                     getattr(importlib.import_module(part.library), part.model_class)
-        if case.parallel.startswith("zero") and not beside_gpu:
-            importlib.import_module("deepspeed")
+
+
+def _load_users_of_gpu(case: Case) -> None:
+    """Import the libraries of the case that use a GPU when they are imported."""
+    if case.method in ADAPTING or case.optimizer in EIGHT_BIT:
+        _load_bitsandbytes()
+    if case.method in ADAPTING:
+        importlib.import_module("peft")
+    if case.optimizer == "adafactor":
+        importlib.import_module("transformers.optimization")
+    if case.parallel.startswith("zero"):
+        importlib.import_module("deepspeed")
 
 
 @contextlib.contextmanager

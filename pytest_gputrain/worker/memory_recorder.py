@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -62,8 +61,7 @@ class Recorder:
                 "take backend:... out of PYTORCH_ALLOC_CONF, or leave the allocator as it is"
             )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
-        self._values = _load_values()
-        self._values.enable()
+        self._values = tracked_values()
 
     def watch_resets(self) -> None:
         """Keep the peaks that the program resets."""
@@ -115,8 +113,11 @@ def _gpu(torch: ModuleType, device: int) -> int:
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
-def _load_values() -> Any:
-    """Import the tracking of values from the package beside this module, which the program's environment may lack."""
+def tracked_values() -> Any:
+    """Switch on the tracking of values, and return its module.
+
+    It comes from the package beside this module, which the program's environment may lack.
+    """
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
     name = "_gputrain_emulated_values"
     spec: Any = importlib.util.spec_from_file_location(
@@ -125,7 +126,9 @@ def _load_values() -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    return importlib.import_module(f"{name}.tracking")
+    tracking = importlib.import_module(f"{name}.tracking")
+    tracking.enable()
+    return tracking
 
 
 def unknown() -> Iterator[str]:
@@ -251,22 +254,20 @@ def _moment(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) ->
     }
 
 
-_LIBRARIES: Final = tuple(
-    os.path.join(path, "") for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
-)
-
-
 _OWN: Final = os.path.dirname(os.path.abspath(__file__))
 """The operators that `emulated_values` replaced call torch's own."""
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file or _is_compiled(file)
+def _load_program_lines() -> Any:
+    """Import the module from the package beside this one, which the program's environment may lack."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values", "program_lines.py")
+    spec: Any = importlib.util.spec_from_file_location("_gputrain_program_lines", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def _is_compiled(file: str) -> bool:
-    """Tell whether torch.compile wrote this file."""
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{os.sep}torchinductor_") in file
+_program_lines = _load_program_lines()
 
 
 def _part(frames: list[dict[str, Any]]) -> str:
@@ -280,8 +281,8 @@ def _part(frames: list[dict[str, Any]]) -> str:
         return "weights and buffers"
     if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):
         return "forward pass"
-    # Autograd's threads run without the program's frames.
-    return "the rest of the program" if any(not _is_library(frame["filename"]) for frame in frames) else "backward pass"
+    in_program = any(not _program_lines.is_library(frame["filename"]) for frame in frames)
+    return "the rest of the program" if in_program else _program_lines.BACKWARD
 
 
 _RECOMPUTING: Final = ("unpack_hook", "recompute_fn", "backward")
@@ -297,22 +298,16 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
         file = frame["filename"]
         if file.startswith(_OWN):
             continue
-        if not _is_library(file):
+        if not _program_lines.is_library(file):
             own = _line(frame)
             break
-        if not library and _is_compiled(file):
+        if not library and _program_lines.is_compiled(file):
             library = "code of torch.compile"
         elif not library and "site-packages/" in file and f"{os.sep}torch{os.sep}" not in file:
             library = _line(frame)
-    # Autograd's threads run without the program's frames.
-    return ", ".join(filter(None, (own or "backward pass", library)))
+    return ", ".join(filter(None, (own or _program_lines.BACKWARD, library)))
 
 
 def _line(frame: dict[str, Any]) -> str:
-    file = frame["filename"]
-    if "site-packages/" in file:
-        file = file.rpartition("site-packages/")[2]
-    else:
-        shorter = os.path.relpath(file)
-        file = file if shorter.startswith("..") else shorter
-    return f"{file}:{frame['line']} in {frame['name']}"
+    described: str = _program_lines.describe_line(frame["filename"], frame["line"], frame["name"])
+    return described

@@ -10,7 +10,7 @@ from plugin_project import GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, 
 
 from pytest_gputrain.records import Case, Prediction
 from pytest_gputrain.records.recorded import Recorded
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
 ONE = """
@@ -37,7 +37,7 @@ def _predict(project: Project, peak: int, **fields: object) -> None:
         example, peak_allocated_bytes=peak, **{"flops_per_step": REPLY["flops_per_step"] or 0, **fields}
     )
     case = Case(model="gemma-7b", method="lora", batch_size=2, sequence_length=8192)
-    entry = Recorded(case=case, scale="full", predictions=(prediction,))
+    entry = Recorded(case=case, scale="full", figures=(prediction,))
     PredictionStore(project.path / "baselines").update("h100", "tuning", {GEMMA: entry})
 
 

@@ -160,7 +160,7 @@ def test_what_earlier_versions_wrote_is_read(sample: Path) -> None:
     assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
     measured, predicted = (kind.get(sample / "baselines", KEY) for kind in KINDS)
     assert [run.session for run in measured.runs] == ["abc123", "s2"]
-    assert [single.fidelity for single in predicted.predictions] == ["cuda-rules"]
+    assert [single.fidelity for single in predicted.figures] == ["cuda-rules"]
 
 
 def test_every_format_has_a_sample() -> None:

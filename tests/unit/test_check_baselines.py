@@ -20,7 +20,7 @@ from pytest_gputrain.cli.main import main
 from pytest_gputrain.gate.baseline_changes import loosened
 from pytest_gputrain.records import FORMAT, Baseline, Case
 from pytest_gputrain.storage.baselines import BaselineStore
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 
 COMMITTED = Path(__file__).parents[2] / "baselines"
 OTHER = CASE.replace(model="gemma-7b")

@@ -35,7 +35,8 @@ def test_every_environment_is_a_part() -> None:
     tox.read(ci.ROOT / "tox.ini")
     quick = {name.strip() for name in tox["tox"]["env_list"].split(",")}
     environments = {name.removeprefix("testenv:") for name in tox.sections() if name.startswith("testenv:")}
-    assert environments - quick - {"pictures"} == {part.name for part in ci.PARTS} - {ci.QUICK}, "pictures checks nothing"
+    pictures = {"pictures", "pictures-emulated"}
+    assert environments - quick - pictures == {part.name for part in ci.PARTS} - {ci.QUICK}, "pictures check nothing"
     assert ci.PARTS[0].name == ci.QUICK
 
 
@@ -120,9 +121,10 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_oldest_versions_are_those_that_are_allowed() -> None:
-    project = tomllib.loads((ci.ROOT / "pyproject.toml").read_text())["project"]
+    pyproject = tomllib.loads((ci.ROOT / "pyproject.toml").read_text())
+    project, frameworks = pyproject["project"], pyproject["dependency-groups"]["frameworks"]
     extras = project["optional-dependencies"]
-    floors = dict(each.split(">=") for each in [*project["dependencies"], *extras["suite"], *extras["report"]])
+    floors = dict(each.split(">=") for each in [*project["dependencies"], *extras["suite"], *extras["report"], *frameworks])
     lines = (ci.ROOT / "constraints-oldest.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     for name, floor in floors.items():

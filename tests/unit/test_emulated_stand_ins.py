@@ -365,6 +365,7 @@ def nvidia_headers():
     return {folder / name: version for folder in folders for name, version in HEADERS.items() if (folder / name).exists()}
 
 
+@pytest.mark.slow
 def test_the_properties_lie_where_nvidias_header_has_them(tmp_path):
     headers = nvidia_headers()
     if not headers:

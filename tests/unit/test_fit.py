@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import msgspec
 import pytest
 
 from pytest_gputrain import Case, GiB, Prediction
+from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.model_config import with_model
+from pytest_gputrain.cli.predict import _knobs, add_to
 from pytest_gputrain.gate.fit import ERROR, Need, fit_of, fit_of_emulated, largest_batch, loads_in_parts, of_training, tight
 from pytest_gputrain.records import EmulatedRun
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import fit
 from pytest_gputrain.session.fitting import possible
-from pytest_gputrain.storage.hub_cache import hub_cache
+from pytest_gputrain.session.remedies import remedy
+from pytest_gputrain.storage.hub_cache import cached_models, hub_cache
 from pytest_gputrain.storage.hub_cache import snapshot as snapshot_of
 
 RECORDED = Path(__file__).parents[1] / "plugin" / "replies" / "h100_predicted.json"
@@ -195,6 +199,10 @@ REPORTS = {
     "a remedy, and what cannot be": report(
         cell("does-not-fit", remedy="batch_size=1 makes it fit"), left_out=("x cannot be",)
     ),
+    "perhaps a remedy, and what is said of the model": report(
+        cell("within-error", remedy="activation_checkpointing=true makes it fit"),
+        about=("its quantization is not looked at",),
+    ),
     "compiled code, on an emulated GPU": report(COMPILED),
     "failures of one kind": report(FAILED, FAILED),
 }
@@ -221,6 +229,46 @@ def test_the_largest_batch_in_words(fields: dict[str, Any], text: str) -> None:
     given = {"case": LORA, "gpu": "h100", "needed_bytes": None, "roofline_seconds": None, "perhaps": 0, "is_bound": False}
     found = LargestBatch(**{**given, **fields})
     assert fit.tables(report(cell("fits"), largest=(found,)))[1].rows == (("lora", text),)
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "told"), [(20, "activation_checkpointing=true makes it fit, in 20.0 GiB"), (90, "")]
+)
+def test_a_case_that_may_fit_is_told_only_what_makes_it_surely_fit(checkpointed: int, told: str) -> None:
+    def changed(case: Case) -> Prediction:
+        gib = checkpointed if case.activation_checkpointing is True else 90
+        return msgspec.structs.replace(predicted(gib * GiB), fits=gib < 79)
+
+    case = LORA.replace(batch_size=1, optimizer="sgd")
+    assert remedy(case, predicted(78 * GiB), changed, may_fit=True) == told
+
+
+def test_the_knobs_that_people_use_are_taken_by_the_command() -> None:
+    words = "--batch=1 --precision=bf16 --optimizer=adamw,adamw_8bit,paged_adamw_8bit,adafactor,sgd --checkpointing=true,0.5"
+    knobs = (
+        *(
+            "loss=fp32,logits",
+            "loss_chunks=16",
+            "lora_rank=8",
+            "lora_alpha=8",
+            "lora_dropout=0.1",
+            "lora_targets=all-linear",
+        ),
+        *("dora=true", "max_grad_norm=1.0", "attention=eager", "activation_checkpointing_policy=save-matmuls"),
+        *("lengths=packed", "learning_rate=1e-5", "sequence_length=512", "method=lora"),
+    )
+    options = argparse.ArgumentParser()
+    add_to(options.add_subparsers())
+    given = options.parse_args(["predict", "qwen3-8b", "--gpu=h100", *words.split(), *(f"--set={knob}" for knob in knobs)])
+    axes = sweep.parse_axes(_knobs(given, Case(model="qwen3-8b")), ())
+    cases = [Case(model="qwen3-8b", **combination) for combination in sweep.combinations(axes)]
+    asked, left_out = possible(cases, ["h100"])
+    assert (len(asked), left_out) == (5 * 2 * 2, [])
+
+
+def test_the_names_of_the_hub_s_cache_are_known(hub: Path) -> None:
+    assert cached_models({"HF_HUB_CACHE": str(hub)}) == ["Qwen/Qwen3-8B"]
+    assert cached_models({"HF_HUB_CACHE": str(hub / "nothing")}) == []
 
 
 def test_the_cache_of_the_hub_is_where_its_variables_say() -> None:

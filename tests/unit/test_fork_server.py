@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 from test_launching import PROGRESS, TARGET
-from test_ranks import Answering
+from test_launching import Answering
 from unit_examples import CASE, crashed, measurement, prediction
 
 from pytest_gputrain.execution.launch import fork_server, launcher, processes

@@ -361,6 +361,7 @@ ONE_LINERS = re.findall(r"^((pandas|polars|duckdb)\..*)$", (DOCS / "trends.md").
 assert [library for _, library in ONE_LINERS] == ["pandas", "polars", "duckdb"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "library"), ONE_LINERS, ids=[library for _, library in ONE_LINERS])
 def test_a_one_liner_makes_a_column_of_every_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, library: str

@@ -34,7 +34,7 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.storage.baselines import BaselineStore, SuiteStore
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
@@ -194,7 +194,7 @@ def report(*results: Result, **fields: Any) -> Report:
 
 
 def recorded(*predictions: Prediction, case: Case = CASE, scale: Scale = "full") -> Recorded:
-    return Recorded(case=case, scale=scale, predictions=predictions)
+    return Recorded(case=case, scale=scale, figures=predictions)
 
 
 class Kind(NamedTuple):

@@ -108,7 +108,8 @@ def test_packed_weights_are_multiplied_in_the_case_s_type(precision, compute, dt
 
 
 def test_a_case_computes_otherwise_and_stores_the_same():
-    case = example("llama-3.1-8b", "qlora", steps=2, warmup=1)
+    # A loss in bf16 would be the same number for both on some processors.
+    case = example("llama-3.1-8b", "qlora", steps=2, warmup=1, loss="fp32")
     halves, whole = (measured(case.replace(quantized_compute=compute)) for compute in ("", "fp32"))
     assert whole.model_bytes == halves.model_bytes
     assert whole.flops_per_step == halves.flops_per_step

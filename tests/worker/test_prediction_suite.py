@@ -17,7 +17,7 @@ from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Prediction, Target, Task
 from pytest_gputrain.storage.baselines import BaselineStore
-from pytest_gputrain.storage.predictions import PredictionStore
+from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.prediction.predict import predict
@@ -94,7 +94,7 @@ def test_no_case_leaves_a_trace_in_the_next():
 @pytest.mark.parametrize("case", [case for suite, case in CASES if suite == "llm_tuned" and case.method != "qlora"], ids=str)
 @pytest.mark.slow
 def test_a_tuned_case_takes_no_more_memory_than_the_published_one(case):
-    published = PredictionStore(ROOT / "baselines").suite("h100", "llm_finetuning")[str(case)].predictions[-1]
+    published = PredictionStore(ROOT / "baselines").suite("h100", "llm_finetuning")[str(case)].figures[-1]
     tuned = predicted(case, target_of("h100"), "full")
     assert tuned.target == published.target
     assert tuned.peak_allocated_bytes < published.peak_allocated_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.catalog import title_of
 from pytest_gputrain.records import Published, Result, UnmeasuredResult
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.report.published import (
@@ -93,9 +93,8 @@ def _text_table(table: PublishedTable, platform: str, results: _ByRow) -> TextTa
         headers[at:at] = _EPOCH_HEADERS[:shown]
         for printed, epoch_cells in zip(cells, derived, strict=True):
             printed[at:at] = epoch_cells[:shown]
-    known_platform = PLATFORMS.get(platform)
     return TextTable(
-        title=f"{table.name} on {known_platform.title if known_platform else platform.upper()}: {table.title}",
+        title=f"{table.name} on {title_of(platform, platform.upper())}: {table.title}",
         headers=tuple(headers),
         rows=tuple(map(tuple, cells)),
         about=(f"{table.source.document} of {table.source.repository}, {table.source.url}", str(setup), *setup.conditions),

@@ -28,7 +28,6 @@ from pytest_gputrain.records import (
     UnmeasuredResult,
     knob_text,
 )
-from pytest_gputrain.records.emulated import conditions_of
 from pytest_gputrain.report.results import latest, of_kind, verdict_of
 from pytest_gputrain.utils.units import (
     format_bytes,
@@ -253,7 +252,7 @@ def environment_summaries(results: Sequence[Result]) -> list[EnvironmentSummary]
         if isinstance(result, Predicted) and result.figures is not None:
             by_environment[_key(result.figures.target)].append(result)
         elif isinstance(result, Emulated) and result.figures is not None:
-            by_environment[_key(conditions_of(result.figures))].append(result)
+            by_environment[_key(result.figures.conditions)].append(result)
         elif environments:
             by_environment[
                 _key(msgspec.structs.replace(environments[0], device_count=0, topology=(), hosts=(), threads=0))

@@ -30,6 +30,7 @@ def page(report: FitReport) -> str:
 
     text = environment.get_template("fit.html").render(
         css=f"{source(environment, 'page.css')}\n",
+        script="",
         hash_of=hash_of,
         report=report,
         tables=fit.tables(report),

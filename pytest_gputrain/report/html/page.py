@@ -100,7 +100,6 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
         figures,
         report_headers=cases.report_headers(reports),
         cases=cases.gathered(results),
-        tones=cases.TONES,
         environments=cases.environment_summaries(results),
         cards=cards,
         notes=list(dict.fromkeys(notes)),
@@ -109,7 +108,7 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
 
 def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Published], Result | None]) -> str:
     """Render the page of published tables, with what was measured of their rows."""
-    from pytest_gputrain.report.html import cases, published
+    from pytest_gputrain.report.html import published
     from pytest_gputrain.report.html.charts import Charts
 
     charts = Charts()
@@ -118,18 +117,13 @@ def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Publish
     return _rendered(
         charts,
         figures,
-        report_headers=[],
-        cases=cases.gathered([]),
-        tones=cases.TONES,
-        environments=[],
-        cards=[],
         notes=[f"{name} prints no figures, so nothing of it is drawn" for name in without],
     )
 
 
 def page_of_emulation(report: Emulation) -> str:
     """Render the page of what a program took of an emulated GPU."""
-    from pytest_gputrain.report.html import cases, emulation
+    from pytest_gputrain.report.html import emulation
     from pytest_gputrain.report.html.charts import Charts
 
     charts = Charts()
@@ -141,18 +135,16 @@ def page_of_emulation(report: Emulation) -> str:
         charts,
         figures,
         title=f"{shlex.join(report.command)} on an emulated {report.gpu}",
-        report_headers=[],
-        cases=cases.gathered([]),
-        tones=cases.TONES,
-        environments=[],
-        cards=[],
         notes=list(emulation.notes(report)),
     )
 
 
 def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], **others: Any) -> str:
     """Fill the template in, with the styles of the charts drawn so far."""
+    from pytest_gputrain.report.html import cases
+
     environment = templates()
+    absent = {"cases": cases.gathered([]), "report_headers": [], "environments": [], "cards": []}
     css = f"{source(environment, 'page.css')}\n{charts.css}\n"
     script = source(environment, "page.js")
     text = environment.get_template("page.html").render(
@@ -160,7 +152,8 @@ def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], *
         script=script,
         hash_of=hash_of,
         figures=defaultdict(tuple, figures),
-        **{"title": "GPU training benchmarks", **others},
+        tones=cases.TONES,
+        **{"title": "GPU training benchmarks", **absent, **others},
         count=count,
     )
     return shown(text)

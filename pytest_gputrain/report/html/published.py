@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.catalog import title_of
 from pytest_gputrain.records import Case, Measured, Published, Result
 from pytest_gputrain.records.published import Figure
 from pytest_gputrain.report.html.charts import Bar, Charts
@@ -40,9 +40,8 @@ def beside_measured(results: Sequence[Result], store: PublishedStore | None, cha
             groups = [group for row, result in pairs if (group := _bars_of(metric, row, result))]
             if not groups:
                 continue
-            catalog_entry = PLATFORMS.get(platform)
             colours = {part[1] for _, bars in groups for bar in bars for part in bar.parts}
-            title = f"{table} on {catalog_entry.title if catalog_entry else platform}: {metric.title}"
+            title = f"{table} on {title_of(platform)}: {metric.title}"
             yield CaptionedChart(
                 title=title,
                 about=_direction(metric),
@@ -132,10 +131,9 @@ class _Printed(NamedTuple):
     @property
     def sides(self) -> dict[str, str]:
         """What it may differ in from others of its group."""
-        platform = PLATFORMS.get(self.row.platform)
         sizes = [(name, size) for knob, name in _BUCKETS.items() if (size := getattr(self.row.case, knob))]
         return {
-            "platform": platform.title if platform else self.row.platform,
+            "platform": title_of(self.row.platform),
             "framework": FRAMEWORKS.get(self.framework, ""),
             "buckets": f"{sizes[0][0]} {sizes[0][1]:.0e}".replace("e+0", "e") if sizes else "",
         }

@@ -36,10 +36,10 @@ def followed(contents: Contents, operator: Any, original: Callable[..., Any]) ->
                 known = False
                 if is_small(tensor):
                     on_host(tensor).zero_()  # as the host reads it, and not what the memory held before
-        told = sum(tensor.numel() * tensor.itemsize for tensor in sent or heard)
+        exchanged_bytes = sum(tensor.numel() * tensor.itemsize for tensor in sent or heard)
         output = original(keys, *arguments, **keywords)
         for tensor in heard:
-            exchanged = is_small(tensor) and told * dist.get_world_size() <= _EXCHANGED_BYTES
+            exchanged = is_small(tensor) and exchanged_bytes * dist.get_world_size() <= _EXCHANGED_BYTES
             if name in _FROM_ANOTHER:
                 known = not tensor.dtype.is_floating_point  # sizes, flags and pickled objects
             if exchanged and known:

@@ -20,7 +20,7 @@ from . import collectives, rules
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
 from .hooks import follow_libraries, follow_triton
-from .told import Places
+from .program_lines import CountsByLine
 
 _Kernel = Callable[..., Any]
 
@@ -74,8 +74,8 @@ class Operators:
 
     def __init__(self) -> None:
         self.contents = Contents()
-        self.reads = Places()
-        self.dealt = Places()
+        self.reads = CountsByLine()
+        self.dealt = CountsByLine()
         self._stand_ins: Any = ctypes.CDLL(None)
         self._stand_ins.gputrain_answer.argtypes = [ctypes.c_int64]
         self.values = Values(self.contents)

@@ -23,4 +23,4 @@ def report() -> dict[str, list[dict[str, str | int]]]:
     """Tell what read unknown values, and whose choices were dealt in turn, each with its line and how often."""
     if _operators is None:
         return {"unknown_reads": [], "dealt": []}
-    return {"unknown_reads": _operators.reads.told(), "dealt": _operators.dealt.told()}
+    return {"unknown_reads": _operators.reads.rows(), "dealt": _operators.dealt.rows()}

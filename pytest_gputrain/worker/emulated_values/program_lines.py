@@ -1,0 +1,64 @@
+"""Finds the lines of the program itself, in no library, and counts what happens at them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections import Counter
+from types import FrameType
+from typing import Final
+
+_MOST_LINES: Final = 1000
+
+_LIBRARIES: Final = tuple(
+    os.path.join(path, "") for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
+)
+
+BACKWARD: Final = "backward pass"
+"""In place of a line: autograd's threads run without the program's frames."""
+
+
+def is_library(file: str) -> bool:
+    return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file or is_compiled(file)
+
+
+def is_compiled(file: str) -> bool:
+    """Tell whether torch.compile wrote this file."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{os.sep}torchinductor_") in file
+
+
+def describe_line(file: str, line: int, function: str) -> str:
+    """Describe a line in a sentence: ``train.py:41 in main``."""
+    if "site-packages/" in file:
+        file = file.rpartition("site-packages/")[2]
+    else:
+        shorter = os.path.relpath(file)
+        file = file if shorter.startswith("..") else shorter
+    return f"{file}:{line} in {function}"
+
+
+class CountsByLine:
+    """How often something happened at each line of the program."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def note(self, what: str) -> None:
+        place = (what, _current_line())
+        if place in self._counts or len(self._counts) < _MOST_LINES:
+            self._counts[place] += 1
+
+    def rows(self) -> list[dict[str, str | int]]:
+        return [{"what": what, "where": where, "count": count} for (what, where), count in self._counts.most_common()]
+
+
+def _current_line() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    own_folder = os.path.dirname(__file__)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(own_folder) and not is_library(file):
+            return describe_line(file, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return BACKWARD
