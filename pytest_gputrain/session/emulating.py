@@ -49,8 +49,9 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
             return verdict
         # A worker that runs a script sees the allocator's peaks alone, not what holds them.
         command = shlex.join(["python", case.code, *msgspec.json.decode(case.args or "[]", type=list[str])])
-        where = f"gputrain emulate --gpu {self._executor.host.platform} -- {command} tells what is allocated at the peak, and where"
-        return msgspec.structs.replace(verdict, sentence=f"{verdict.sentence}; {where}")
+        emulate = f"gputrain emulate --gpu {self._executor.host.platform} -- {command}"
+        sentence = f"{verdict.sentence}; {emulate} tells what is allocated at the peak, and where"
+        return msgspec.structs.replace(verdict, sentence=sentence)
 
     def _described(self, figures: EmulatedRun, title: str) -> str:
         return f"these figures of an emulated {title}{'' if figures.fits else f', not fitting {title},'}"

@@ -261,50 +261,6 @@ def test_random_state_and_threads_are_left(gputrain):
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == 2
 
-<<<<<<< ours
-=======
-            return wrapper
-        """
-    )
-    body = BUILD.replace("def build", "@logged\ndef build")
-    project.write(test_mine=f"from my_decorators import logged\n{body}{CHECKED}")
-    result = project.run()
-    assert failures(result) == {}
-
-
-@pytest.mark.parametrize(("folder", "imported"), [(".", "small_program"), ("src", "mypackage.small_program")])
-def test_a_program_is_found_where_pythonpath_says(project: Project, folder: str, imported: str) -> None:
-    program = project.path / folder / f"{imported.replace('.', '/')}.py"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    if program.parent.name == "mypackage":
-        (program.parent / "__init__.py").write_text("")
-    program.write_text(f"{BUILD}\n\ndef train(setup):\n    step = build(setup)\n    while True:\n        yield step()\n")
-    benchmarks = project.path / "benchmarks"
-    benchmarks.mkdir()
-    (benchmarks / "test_layout.py").write_text(
-        f"from {imported} import build, train\n\n\ndef by_import(setup):\n    from {imported} import build as again\n\n"
-        "    return again(setup)\n\n\ndef test_it(gputrain):\n"
-        "    for own in (build, train, by_import):\n        gputrain.check(own, precision='fp32', steps=2)\n"
-    )
-    (project.path / "pyproject.toml").write_text(f'[tool.pytest.ini_options]\npythonpath = ["{folder}"]\n')
-    project.spawn("--gpu-json=report.json").assert_outcomes(passed=1)
-    code = f"{program.relative_to(project.path)}::"
-    assert [entry["case"]["code"] for entry in project.report()["results"]] == [
-        f"{code}build",
-        f"{code}train",
-        "benchmarks/test_layout.py::by_import",
-    ]
-
-
-def test_a_function_outside_of_the_root_is_refused(h100: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "far_recipes.py").write_text(BUILD)
-    h100.ini(f"pythonpath = {elsewhere}")
-    h100.write(test_mine="from far_recipes import build\n\n\ndef test_it(gputrain):\n    gputrain.check(build)\n")
-    assert only_sentence(h100.run(), "test_it") == (
-        f"build does not lie in a file below {h100.path}, so the worker may not run it"
-    )
->>>>>>> theirs
 
 @pytest.mark.parametrize("size", [64, 1024])
 def test_two_of_one_name(gputrain, size):
@@ -478,3 +434,27 @@ def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(proj
     ]
     uncompiled = {entry["key"] for entry in project.report()["results"] if entry["replies"][0]["uncompiled"]}
     assert uncompiled == {"decorated-fp32@tiny", "in_place-fp32@tiny"}
+
+
+@pytest.mark.parametrize(("folder", "imported"), [(".", "small_program"), ("src", "mypackage.small_program")])
+def test_a_program_is_found_where_pythonpath_says(project: Project, folder: str, imported: str) -> None:
+    program = project.path / folder / f"{imported.replace('.', '/')}.py"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    if program.parent.name == "mypackage":
+        (program.parent / "__init__.py").write_text("")
+    program.write_text(f"{BUILD}\n\ndef train(setup):\n    step = build(setup)\n    while True:\n        yield step()\n")
+    benchmarks = project.path / "benchmarks"
+    benchmarks.mkdir()
+    (benchmarks / "test_layout.py").write_text(
+        f"from {imported} import build, train\n\n\ndef by_import(setup):\n    from {imported} import build as again\n\n"
+        "    return again(setup)\n\n\ndef test_it(gputrain):\n"
+        "    for own in (build, train, by_import):\n        gputrain.check(own, precision='fp32', steps=2)\n"
+    )
+    (project.path / "pyproject.toml").write_text(f'[tool.pytest.ini_options]\npythonpath = ["{folder}"]\n')
+    project.spawn("--gpu-json=report.json").assert_outcomes(passed=1)
+    code = f"{program.relative_to(project.path)}::"
+    assert [entry["case"]["code"] for entry in project.report()["results"]] == [
+        f"{code}build",
+        f"{code}train",
+        "benchmarks/test_layout.py::by_import",
+    ]
