@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from test_launching import PROGRESS, TARGET
-from test_launching import Answering
+from test_launching import PROGRESS, TARGET, Answering
 from unit_examples import CASE, crashed, measurement, prediction
 
 from pytest_gputrain.execution.launch import fork_server, launcher, processes
