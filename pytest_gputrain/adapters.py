@@ -21,11 +21,11 @@ class LightningFit:
 
 
 def lightning(trainer: Any, *arguments: Any, **keywords: Any) -> LightningFit:
-    """Train with Lightning: what would be ``trainer.fit(module, loader)`` is ``lightning(trainer, module, loader)``.
+    """Train with Lightning: return ``lightning(trainer, module, loader)`` in place of ``trainer.fit(module, loader)``.
 
     Args:
         trainer: a Trainer of lightning or pytorch_lightning.
-        arguments: of its ``fit``: the LightningModule, then loaders or a data module.
-        keywords: of its ``fit``.
+        arguments: the arguments of its ``fit``: the LightningModule, then loaders or a data module.
+        keywords: the keyword arguments of its ``fit``.
     """
     return LightningFit(trainer, arguments, keywords)

@@ -56,6 +56,7 @@ PARTS: Final = (
         {"chromium": "chromium", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
     ),
     Part("predictions", 10),
+    Part("recipes", 12),
     Part("ray", 12),
     Part("emulated", 40, {"cc": "gcc"}),
     # What is released tomorrow must not turn a change red today.

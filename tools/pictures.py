@@ -2,8 +2,8 @@
 
     python tools/pictures.py [NAME ...]    # those named, or all
 
-`tox -e pictures` runs it with everything that it needs, except for git, chromium and a C compiler. Predictions, emulated
-memory and the simulation of the gate are the same in every run. How long a run takes differs.
+`tox -e pictures,pictures-emulated` runs it with everything that it needs, except for git, chromium and a C compiler.
+Predictions, emulated memory and the simulation of the gate are the same in every run. Times differ.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,9 @@ CHART_COLOURS: Final = {
 }
 """Background, text, quiet text, rules, and series, as in the HTML page."""
 BORDER: Final = "#8b949e"
+COMMITS: Final = 24
+"""Of the history whose trend is drawn."""
+SLOWER_COMMIT: Final = 14
 
 
 def terminal_theme(background: str, foreground: str, colours: str) -> TerminalTheme:
@@ -91,6 +95,11 @@ class Terminal:
             raise SystemExit(f"{file} has {old!r} {text.count(old)} times")
         (self.folder / file).write_text(text.replace(old, new))
 
+    def commit(self, message: str) -> None:
+        """Commit everything, with a change or without."""
+        self.run("git add .", hidden=True)
+        self.run(f"git commit --quiet --allow-empty --message={shlex.quote(message)}", hidden=True)
+
     def draw(self, name: str, title: str) -> None:
         """Write the picture of the terminal for both themes."""
         for theme, colours in THEMES.items():
@@ -123,14 +132,13 @@ def photograph(page: Path, selector: str, name: str, *, width: int, height: int)
 
 def repository(folder: Path) -> Terminal:
     """Return a terminal in a repository whose branch ``main`` has the inputs and their recorded predictions."""
-    for file in INPUTS.iterdir():
-        shutil.copy(file, folder)
+    for file in ("train.py", "test_train.py"):
+        shutil.copy(INPUTS / file, folder)
     (folder / ".gitignore").write_text(".*\n")
     terminal = Terminal(folder)
     terminal.run("git init --quiet --initial-branch=main", hidden=True)
     terminal.run("pytest -m h100 --gpu-predict --gpu-baseline-update", hidden=True)
-    terminal.run("git add .", hidden=True)
-    terminal.run("git commit --quiet --message=Training", hidden=True)
+    terminal.commit("Training")
     return terminal
 
 
@@ -158,6 +166,33 @@ def html_page(folder: Path) -> None:
     photograph(folder / "page.html", "body", "html-page", width=1200, height=860)
 
 
+def suite_table(folder: Path) -> None:
+    """Run a few cases of a suite on this CPU, against the committed baselines."""
+    for name in ("benchmarks", "baselines"):
+        shutil.copytree(TOOLS.parent / name, folder / name)
+    terminal = Terminal(folder)
+    terminal.run("pytest -q benchmarks/test_llm_finetuning.py -k 3.1 --gpu-platform=cpu")
+    terminal.draw("suite-table", "Cases of a suite on a CPU")
+
+
+def trend(folder: Path) -> None:
+    """Measure a training loop at each of many commits, one of which makes its steps slower."""
+    shutil.copy(INPUTS / "test_trend.py", folder)
+    (folder / ".gitignore").write_text(".*\n*.jsonl\nbaselines\n")
+    terminal = Terminal(folder)
+    terminal.run("git init --quiet --initial-branch=main", hidden=True)
+    for commit in range(COMMITS):
+        if commit == SLOWER_COMMIT:
+            terminal.replace(
+                "test_trend.py", "hidden = block(hidden)", "hidden = checkpoint(block, hidden, use_reentrant=False)"
+            )
+        terminal.commit(f"Commit {commit}")
+        terminal.run("pytest --gpu-platform=cpu --gpu-steps=40 --gpu-history=history.jsonl", hidden=True)
+    terminal.run("gputrain trend history.jsonl --html=trend.html", status=1)
+    terminal.draw("trend", "Commits that changed a case")
+    photograph(folder / "trend.html", "#trends article", "trend-chart", width=1000, height=700)
+
+
 def emulated_peak(folder: Path) -> None:
     terminal = Terminal(folder)
     shutil.copy(INPUTS / "train.py", folder)
@@ -170,6 +205,8 @@ SCENES: Final[dict[str, Callable[[Path], None]]] = {
     "failing-pull-request": failing_pull_request,
     "gate-power": gate_power,
     "html-page": html_page,
+    "suite-table": suite_table,
+    "trend": trend,
     "emulated-peak": emulated_peak,
 }
 

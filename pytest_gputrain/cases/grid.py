@@ -14,10 +14,11 @@ _FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code", "args"}
 
 
 def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable[Any]) -> list[Case]:
-    """Return the product of ``axes`` over ``base``, last axis fastest.
+    """Return a case for each combination of the values of ``axes``. The last axis varies fastest.
 
-    Every axis is a field of `Case` with its values. Axes other than model, method, precision and parallel appear in the
-    ids (``...-batch_size=32``), because they tell the cases apart. ``platforms`` is no axis: all cases get all of them::
+    An axis is a field of `Case` with a list of values, and ``base`` has all other fields. The ids always show model,
+    method, precision and parallel, and they show other axes by name (``...-batch_size=32``). ``platforms`` is not an axis:
+    each case gets all of them::
 
         grid(Case(batch_size=2, sequence_length=8192), model=["llama-3.1-8b"], method=["full", "lora"], platforms=["h100"])
 

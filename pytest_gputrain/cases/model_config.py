@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import stat
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +16,7 @@ from pytest_gputrain.records import Case
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import OneLineError
 from pytest_gputrain.utils.suggest import did_you_mean
+from pytest_gputrain.utils.units import format_bytes
 
 Config = dict[str, Any]
 """The keys of a config.json."""
@@ -31,6 +34,9 @@ _UNUSED: Final = (
     *("return_dict", "torchscript", "unsloth_fixed", "unsloth_version", "decoder"),
 )
 """Keys that say where a model is from, or what the case decides: they change nothing that trains."""
+
+_MOST_BYTES: Final = 16 * 2**20
+"""Of a file that is read: a folder has weights beside the config, and a slip of the hand names them."""
 
 _DENOISERS: Final = ("transformer", "unet")
 """Folders of a pipeline of diffusers that hold what trains."""
@@ -90,6 +96,28 @@ def read(path: Path) -> tuple[str, Config]:
     Raises:
         ConfigError: it is no config of a model that can train here.
     """
+    file, content = _found(path)
+    folder = file.parent.parent if file.parent.name in _DENOISERS else file.parent
+    if folder.parent.name == "snapshots":  # of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
+        folder = Path(folder.parent.parent.name.rpartition("--")[2])
+    name = folder.resolve().name if file.stem == "config" else file.stem
+    config = {key: value for key, value in content.items() if key not in _UNUSED}
+    return re.sub(r"[^\w.-]+", "-", name) or "model", config
+
+
+def quantised_by(path: Path) -> str:
+    """Return how the published weights of a config are packed, as ``gptq``; empty where they are not.
+
+    Raises:
+        ConfigError: as of `read`.
+    """
+    packed = _found(path)[1].get("quantization_config")
+    if not packed:
+        return ""
+    return str(packed.get("quant_method") or "unknown") if isinstance(packed, dict) else "unknown"
+
+
+def _found(path: Path) -> tuple[Path, Config]:
     file = _file(path)
     content = _json(file)
     if file.name == "model_index.json":
@@ -100,12 +128,7 @@ def read(path: Path) -> tuple[str, Config]:
         content = _json(file)
     if complaint := _complaint(content):
         raise ConfigError(f"{file} {complaint}")
-    folder = file.parent.parent if file.parent.name in _DENOISERS else file.parent
-    if folder.parent.name == "snapshots":  # of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
-        folder = Path(folder.parent.parent.name.rpartition("--")[2])
-    name = folder.resolve().name if file.stem == "config" else file.stem
-    config = {key: value for key, value in content.items() if key not in _UNUSED}
-    return re.sub(r"[^\w.-]+", "-", name) or "model", config
+    return file, content
 
 
 def _file(path: Path) -> Path:
@@ -121,16 +144,24 @@ def _file(path: Path) -> Path:
 
 
 def _json(file: Path) -> Config:
+    what = "give the config.json of a model"
     try:
-        content: Any = msgspec.json.decode(file.read_bytes())
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{file} is no file; {what}")
+        if status.st_size > _MOST_BYTES:
+            raise ConfigError(f"{file} has {format_bytes(status.st_size)}, which is more than any config has; {what}")
+        content: Any = json.loads(file.read_bytes(), parse_constant=lambda name: {"__float__": name})
+        # Tasks carry it, and no number beyond 64 bits.
+        msgspec.json.encode(content)
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read ({error.strerror}); give a path that is relative to the test file"
         ) from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); give the config.json of a model") from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON that can be read ({error}); {what}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} is not a JSON object; give the config.json of a model")
+        raise ConfigError(f"{file} is not a JSON object; {what}")
     return content
 
 
@@ -154,4 +185,7 @@ def _complaint(config: Config) -> str | None:
             "has text_config, so the model takes more than text; to train its language model alone, write the content of "
             "text_config to a file of its own"
         )
+    other = next((key for key in ("vision_config", "audio_config") if key in config), None)
+    if other:
+        return f"has {other}, so the model takes more than text; only language models train from a config"
     return None

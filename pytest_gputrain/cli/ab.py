@@ -27,20 +27,21 @@ def add_to(commands: Any) -> None:
     ab = commands.add_parser(
         "ab",
         allow_abbrev=False,
-        help="judge one version of the code against another by runs that alternate on this machine",
-        description="Judge one version of the code against another by runs that alternate on this machine. What follows is "
-        "passed on to pytest: gputrain ab --base main benchmarks -k lora",
+        help="compare two versions of the code by alternating runs on this machine",
+        description="Compare two versions of the code by alternating runs on this machine. All other arguments are "
+        "passed to "
+        "pytest. Example: gputrain ab --base main benchmarks -k lora",
     )
     metavar = "REV|ENV|DIR"
     ab.add_argument(
-        "--base", required=True, metavar=metavar, help="git revision, virtual environment or folder to compare with"
+        "--base", required=True, metavar=metavar, help="the git revision, virtual environment or folder to compare with"
     )
-    ab.add_argument("--head", default=".", metavar=metavar, help="what to judge (default: this folder as it is)")
+    ab.add_argument("--head", default=".", metavar=metavar, help="the version to judge (default: this folder as it is)")
     ab.add_argument(
-        "--rounds", type=_rounds, default=5, metavar="N", help="fresh processes of each case and side (default: 5)"
+        "--rounds", type=_rounds, default=5, metavar="N", help="fresh processes of each case on each side (default: 5)"
     )
     failing.add_option(ab)
-    ab.add_argument("--json", type=Path, metavar="FILE", help="write head's figures and verdicts as a report")
+    ab.add_argument("--json", type=Path, metavar="FILE", help="write the figures and verdicts of head to this report")
 
 
 def _rounds(text: str) -> int:

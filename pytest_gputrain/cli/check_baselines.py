@@ -41,20 +41,28 @@ class Problem(NamedTuple):
 
 def add_to(commands: Any) -> None:
     check = commands.add_parser(
-        "check-baselines", help="check the files of a folder of baselines: one line for each problem, and exit status 1"
+        "check-baselines",
+        help="check the files of a folder of baselines",
+        description="Check the files of a folder of baselines, and print a line for each problem. The exit status is 1 "
+        "if there "
+        "is one.",
     )
-    check.add_argument("folder", nargs="?", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
     check.add_argument(
-        "--since", metavar="COMMIT", help="list every baseline that was raised, removed or changed in kind since this commit"
+        "folder", nargs="?", type=Path, default=Path("baselines"), metavar="DIR", help="the folder (default: baselines)"
+    )
+    check.add_argument(
+        "--since",
+        metavar="COMMIT",
+        help="also list every baseline that was raised, removed or changed in kind since this commit",
     )
     check.add_argument(
         "--strict",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="exit status 1 where one was removed or changed in kind since then (default: where CI is set)",
+        help="exit with status 1 if a baseline was removed or changed in kind since then (default: if CI is set)",
     )
     check.add_argument(
-        "--format", choices=("terminal", "markdown"), default="terminal", help="form of that list (default: terminal)"
+        "--format", choices=("terminal", "markdown"), default="terminal", help="the format of that list (default: terminal)"
     )
 
 

@@ -29,12 +29,12 @@ from pytest_gputrain.utils import console
 def add_to(commands: Any) -> None:
     compare = commands.add_parser(
         "compare",
-        help="judge a report against an earlier one",
-        description="Judges the cases of the report B against those of the report A, by the rule of the gate and the "
-        "tolerances of B.",
+        help="compare a report with an earlier one",
+        description="Compare the cases of report B with those of report A, by the rule of the gate and with the tolerances "
+        "of B.",
     )
-    compare.add_argument("base", type=Path, metavar="A", help="report of --gpu-json to compare with")
-    compare.add_argument("head", type=Path, metavar="B", help="report of --gpu-json to judge")
+    compare.add_argument("base", type=Path, metavar="A", help="the report of --gpu-json to compare with")
+    compare.add_argument("head", type=Path, metavar="B", help="the report of --gpu-json to judge")
     failing.add_option(compare)
 
 

@@ -28,14 +28,17 @@ _SECONDS_BETWEEN: Final = 0.2
 def add_to(commands: Any) -> None:
     devices = commands.add_parser(
         "devices",
-        help="list the GPUs here: names, markers, who holds them, and what their drivers tell",
+        help="list the GPUs of this machine, with their markers and the processes on them",
         description="List the GPUs of this machine as their drivers describe them, whatever CUDA_VISIBLE_DEVICES says.",
     )
     source = devices.add_mutually_exclusive_group()
     source.add_argument(
-        "--record", type=Path, metavar="FILE", help="write every reply of the drivers' libraries, for a report of a problem"
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write every reply of the drivers' libraries to this file, to report a problem",
     )
-    source.add_argument("--replay", type=Path, metavar="FILE", help="list the GPUs of such a file instead")
+    source.add_argument("--replay", type=Path, metavar="FILE", help="list the GPUs of such a file")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -58,9 +58,10 @@ class Torch(NamedTuple):
 def add_to(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="check drivers, bindings, torch, permissions and the lock folder of this host, each with its remedy",
-        description="Check whether this host has everything that a run on its GPUs needs: a line for each check. The exit "
-        "status is 1 where something needs a remedy first, and 0 otherwise, warnings included.",
+        help="find out what this host lacks to run cases on its GPUs",
+        description="Check drivers, bindings, torch, permissions and the lock folder of this host, and print a line "
+        "for each "
+        "check, with its remedy. The exit status is 1 if there is a problem. Warnings leave it 0.",
     )
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 

@@ -43,23 +43,24 @@ def add_to(commands: Any) -> None:
     emulate = commands.add_parser(
         "emulate",
         allow_abbrev=False,
-        help="run a training script on an emulated GPU: does it fit, and what is in memory at the peak?",
-        description="Run a program on an emulated GPU, on a machine that needs none: gputrain emulate --gpu h100 -- python "
-        "train.py. torch's own allocator and CUDA operators decide how much memory is allocated, and kernels compute "
-        "nothing: losses and times mean nothing. The program runs with your rights, as it would without gputrain. The exit "
-        "status is the program's own, or 2 where the GPU cannot be emulated.",
+        help="run a training script on an emulated GPU, to see whether it fits and what is in memory at the peak",
+        description="Run a program on an emulated GPU. This needs no GPU. torch's own allocator and CUDA operators "
+        "decide how "
+        "much memory is allocated. Kernels compute nothing, so losses and times mean nothing. The program runs with your "
+        "rights, as it would without gputrain. The exit status is that of the program, or 2 if the GPU cannot be emulated. "
+        "Example: gputrain emulate --gpu h100 -- python train.py",
     )
-    emulate.add_argument("--gpu", required=True, metavar="MARKER", help=f"which GPU: {', '.join(boards.emulated_markers())}")
+    emulate.add_argument("--gpu", required=True, metavar="MARKER", help=f"the GPU: {', '.join(boards.emulated_markers())}")
     emulate.add_argument(
         "--gpus",
         type=_number_of_gpus,
         default=1,
         metavar="N",
-        help="how many of them, for torchrun and its like (default: 1)",
+        help="the number of GPUs, for torchrun and similar programs (default: 1)",
     )
-    emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this JSON file")
     emulate.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with a picture of memory, which needs the extra 'report'"
+        "--html", type=Path, metavar="FILE", help="write a page with a picture of memory; this needs the extra 'report'"
     )
     emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
 

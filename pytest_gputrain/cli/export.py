@@ -26,28 +26,39 @@ def add_to(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="print reports and published tables, or write them for another tool",
-        description="Print reports of --gpu-json and published tables, or write them for another tool.",
+        help="print reports and published tables, or write them in the format of another tool",
+        description="Print reports of --gpu-json and published tables, or write them in the format of another tool.",
         epilog=f"formats:\n{formats}",
     )
-    export.add_argument("reports", nargs="*", type=Path, metavar="REPORT", help="report of --gpu-json")
+    export.add_argument("reports", nargs="*", type=Path, metavar="REPORT", help="a report of --gpu-json")
     export.add_argument(
         "--format",
         default="terminal",
         choices=[*dict.fromkeys((*FORMATS, *published.FORMATS))],
         metavar="FORMAT",
-        help="one of those below",
+        help="one of the formats below",
     )
     export.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="file, or folder of a format with several (default: print it)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the file to write, or the folder if a format has several files (default: print)",
     )
     export.add_argument(
         "--published",
         nargs="*",
         metavar="TABLE",
-        help=f"these published tables (default: all) beside the figures of the reports, as {', '.join(published.FORMATS)}",
+        help=f"show these published tables (default: all) beside the figures of the reports; formats: "
+        f"{', '.join(published.FORMATS)}",
     )
-    export.add_argument("--baseline-dir", type=Path, default=Path("baselines"), metavar="DIR", help="default: baselines")
+    export.add_argument(
+        "--baseline-dir",
+        type=Path,
+        default=Path("baselines"),
+        metavar="DIR",
+        help="the folder of baselines (default: baselines)",
+    )
 
 
 def main(options: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         type=_verdicts,
         default=FAILING,
         metavar="VERDICT,...",
-        help=f"verdicts that make the exit status 1, of {', '.join(VERDICTS)}; or {NEVER} (default: {','.join(FAILING)})",
+        help=f"the verdicts that make the exit status 1: {', '.join(VERDICTS)}; or {NEVER} (default: {','.join(FAILING)})",
     )
 
 

@@ -17,21 +17,33 @@ def add_to(commands: Any) -> None:
     html = commands.add_parser(
         "html",
         help="write reports and histories as one HTML file",
-        description="Write reports of --gpu-json and histories of --gpu-history as one HTML file that needs nothing else.",
-    )
-    html.add_argument("reports", nargs="*", type=Path, metavar="REPORT", help="report of --gpu-json; several are one")
-    html.add_argument(
-        "--history", action="append", default=[], type=Path, metavar="FILE", help="history of --gpu-history; may be repeated"
+        description="Write reports of --gpu-json and histories of --gpu-history as one HTML file, with everything inside.",
     )
     html.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="file to write (default: report.html)"
+        "reports", nargs="*", type=Path, metavar="REPORT", help="a report of --gpu-json; several reports make one page"
+    )
+    html.add_argument(
+        "--history",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="a history of --gpu-history; may be repeated",
+    )
+    html.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the file to write (default: report.html)",
     )
     html.add_argument(
         "--baseline-dir",
         type=Path,
         default=Path("baselines"),
         metavar="DIR",
-        help="of published tables (default: baselines)",
+        help="the folder of the published tables (default: baselines)",
     )
 
 

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["table"]:
         console.say("there is no gputrain table; gputrain export prints the same tables")
         return 2
-    parser = _parser()
+    parser = command_parser()
     options, rest = parser.parse_known_args(words)
     if options.command == "ab":
         return ab.main(options, rest)
@@ -44,12 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command and its subcommands."""
     parser = argparse.ArgumentParser(
         prog="gputrain",
-        description="Reports, histories and baselines of pytest-gputrain, and programs on emulated GPUs.",
-        epilog="The exit status is 1 for a verdict of --fail-on (by default a regression), a damaged baseline or a problem "
-        "that doctor finds, 2 for bad input, and 0 otherwise; that of emulate is its program's own.",
+        description="Predict and emulate training on GPUs, and use the reports, histories and baselines of pytest-gputrain.",
+        epilog="The exit status is 0 for success and 2 for bad input. It is 1 for a verdict of --fail-on (by default a "
+        "regression), for a damaged baseline, and for a problem that doctor finds. emulate exits with the status of "
+        "its program.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS.values():

@@ -13,13 +13,15 @@ from pytest_gputrain.utils.sanitize import shown
 
 
 def add_to(commands: Any) -> None:
-    node = commands.add_parser("node", help="run this machine's part of cases that pytest spreads over several nodes")
-    node.add_argument("shared", type=Path, metavar="DIR", help="folder that all nodes share: pytest's gpu_shared")
+    node = commands.add_parser("node", help="run this machine's part of cases of several nodes")
+    node.add_argument(
+        "shared", type=Path, metavar="DIR", help="the folder that all nodes share, which is gpu_shared of pytest"
+    )
     node.add_argument(
         "--host",
         default=socket.gethostname(),
         metavar="HOST",
-        help="name or address that the other nodes reach this one by (default: its name)",
+        help="the name or address of this node for the other nodes (default: its name)",
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
-from pytest_gputrain.cases.model_config import with_model
+from pytest_gputrain.cases.model_config import quantised_by, with_model
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import ERROR
 from pytest_gputrain.gate.messages import count
@@ -27,7 +27,7 @@ from pytest_gputrain.report import fit, json_report
 from pytest_gputrain.report.html import fit as html
 from pytest_gputrain.session.fit_emulated import EmulatedFitting
 from pytest_gputrain.session.fitting import Fitting, possible, seconds_of
-from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
+from pytest_gputrain.storage.hub_cache import cached_models, hub_cache, snapshot
 from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import BadCase, CannotEmulate
@@ -36,8 +36,8 @@ from pytest_gputrain.utils.host import usable_cores
 from pytest_gputrain.utils.suggest import did_you_mean
 
 _KNOBS: Final = {
-    "method": ("method", "full, lora, qlora, ... (default: those of the three that the model has)"),
-    "batch": ("batch_size", "samples of a step on each GPU (default: 1)"),
+    "method": ("method", "full, lora, qlora, ... (default: all of these three that the model has)"),
+    "batch": ("batch_size", "samples per step on each GPU (default: 1)"),
     "sequence": ("sequence_length", "tokens of a sample (default: 2048)"),
     "precision": ("precision", "fp32, bf16, bf16-amp or fp16-amp (default: bf16)"),
     "optimizer": ("optimizer", "adamw, adamw-fused, sgd, ... (default: adamw)"),
@@ -46,7 +46,7 @@ _KNOBS: Final = {
         "true, false, or the share of blocks that are recomputed (default: false)",
     ),
     "parallel": ("parallel", "single, ddp, fsdp, zero1, zero2, zero3, ... (default: single)"),
-    "gpus": ("gpus", "how many GPUs train together (default: 1)"),
+    "gpus": ("gpus", "the number of GPUs that train together (default: 1)"),
 }
 """Options with the knobs that they set, and what they say of them."""
 
@@ -63,16 +63,17 @@ _EMULATED_SECONDS: Final = 30.0
 def add_to(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
-        help="will a model fit a GPU, by which method, and up to which batch?",
-        description="Predict the memory of training a model on GPUs that need not be here, by running it on tensors without "
-        "contents: gputrain predict llama-3.1-8b --method lora,qlora --gpu rtx_4090. Each option takes several values, "
-        "separated by commas, and all combinations are predicted. The exit status is 0 where there is an answer, whether "
-        "anything fits or not, and 2 for bad input.",
+        help="predict whether a model fits a GPU, by which method, and up to which batch",
+        description="Predict the memory of training a model on GPUs. The GPUs need not be here, because the training "
+        "runs on "
+        "tensors without contents. Each option takes several values, separated by commas, and all combinations are "
+        "predicted. The exit status is 0 whether anything fits or not, and 2 for bad input. Example: gputrain predict "
+        "llama-3.1-8b --method lora,qlora --gpu rtx_4090",
     )
     predict.add_argument(
         "model", metavar="MODEL", help="a model of the zoo, a config.json or its folder, or a model in the hub's local cache"
     )
-    predict.add_argument("--gpu", required=True, metavar="MARKER,...", help="which GPUs, as h100,rtx_4090 (docs/gpus.md)")
+    predict.add_argument("--gpu", required=True, metavar="MARKER,...", help="the GPUs, as h100,rtx_4090 (docs/gpus.md)")
     for option, (knob, text) in _KNOBS.items():
         predict.add_argument(f"--{option}", dest=knob, metavar="A,B", help=text)
     predict.add_argument(
@@ -83,16 +84,20 @@ def add_to(commands: Any) -> None:
         help="any other field of a case with its values, as resolution=512x512; may be repeated",
     )
     predict.add_argument(
-        "--only-cells", action="store_true", help="look neither for the largest batches nor for what makes the others fit"
+        "--only-cells",
+        action="store_true",
+        help="do not search for the largest batches, or for changes that make the others fit",
     )
     predict.add_argument(
         "--emulate",
         action="store_true",
-        help="run each combination on an emulated GPU, too, which takes minutes and the CUDA build of torch",
+        help="also run each combination on an emulated GPU; this takes minutes, and needs the CUDA build of torch",
     )
-    predict.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer as JSON")
-    predict.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown")
-    predict.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs nothing else")
+    predict.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer to this JSON file")
+    predict.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this Markdown file")
+    predict.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the answer to this HTML file, with everything inside"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -110,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
         cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
         if len(cases) * len(gpus) > _MOST_CELLS:
             raise ValueError(f"{len(cases) * len(gpus):,} combinations are too many; ask for at most {_MOST_CELLS:,}")
-        report = _answer(options, base.model.partition("#")[0], cases, gpus, axes)
+        report = _answer(options, base.model.partition("#")[0], cases, gpus, axes, _about(options.model))
         _write(options, report)
     except (ValueError, BadCase, CannotEmulate) as error:
         console.say(error)
@@ -132,19 +137,34 @@ def _model(name: str) -> Case:
     zoo = architectures()
     if name in zoo:
         return Case(model=name)
-    path = Path(name).expanduser()
-    if not path.exists():
-        in_cache = snapshot(name, os.environ)
-        if in_cache is None:
-            raise ValueError(
-                f"the model {name!r} is unknown{did_you_mean(name, zoo)}: it is no file or folder, and not in the local "
-                f"cache of the hub ({hub_cache(os.environ)}), where it would have to be; the zoo has {', '.join(zoo)}"
-            )
-        path = in_cache
+    path = _path(name)
+    if path is None:
+        raise ValueError(_unknown(name))
     try:
         return with_model(Case(model=str(path.absolute())), Path.cwd())
     except BadCase as error:
         raise ValueError(str(error).partition(", but ")[2] or str(error)) from None
+
+
+def _path(name: str) -> Path | None:
+    """Return the file or folder of that name, or that of the model in the cache of the hub; None where there is neither."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else snapshot(name, os.environ)
+    except (OSError, RuntimeError, ValueError):  # no name that a file could have
+        return None
+
+
+def _unknown(name: str) -> str:
+    """Say that there is no such model, and which was meant."""
+    zoo = architectures()
+    # The hub's names have an organisation before them, and capitals.
+    near = did_you_mean(name, cached_models(os.environ)) or did_you_mean(name.rpartition("/")[2].lower(), zoo)
+    known = "" if near else f"; the zoo has {', '.join(zoo)}"
+    return (
+        f"the model {name!r} is unknown{near}: it is no file or folder, and not in the local cache of the hub "
+        f"({hub_cache(os.environ)}), where it would have to be{known}"
+    )
 
 
 def _gpus(text: str) -> list[str]:
@@ -181,9 +201,17 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
 
 
 def _answer(
-    options: argparse.Namespace, model: str, cases: list[Case], gpus: list[str], axes: dict[str, tuple[Any, ...]]
+    options: argparse.Namespace,
+    model: str,
+    cases: list[Case],
+    gpus: list[str],
+    axes: dict[str, tuple[Any, ...]],
+    about: tuple[str, ...],
 ) -> FitReport:
     """Predict, or emulate, all combinations.
+
+    Args:
+        about: sentences about the model.
 
     Raises:
         ValueError: none of the combinations can be, or none has a prediction.
@@ -228,6 +256,19 @@ def _answer(
         cells=tuple(cells),
         largest=tuple(largest),
         left_out=tuple(left_out),
+        about=about,
+    )
+
+
+def _about(name: str) -> tuple[str, ...]:
+    """Say what of a config is not looked at, though memory would depend on it."""
+    path = None if name in architectures() else _path(name)
+    packing = "" if path is None else quantised_by(path)
+    if not packing:
+        return ()
+    return (
+        f"the quantization_config of {name} ({packing}) is not looked at: full and lora keep the weights in the type of the "
+        "precision, and qlora packs them as NF4",
     )
 
 

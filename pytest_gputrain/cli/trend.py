@@ -26,25 +26,43 @@ DEFAULT_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
 def add_to(commands: Any) -> None:
     trend = commands.add_parser(
         "trend",
-        help="at which commits a case became slower or bigger, from a history",
-        description="Tells at which commits the figures of a case changed, from the files that --gpu-history appended to. "
-        "A change for the worse is a verdict regressed, one for the better improved.",
+        help="find the commits at which a case became slower or bigger",
+        description="Find the commits at which the figures of a case changed, in files that --gpu-history wrote. A "
+        "change for "
+        "the worse counts as regressed, and a change for the better as improved.",
     )
-    trend.add_argument("history", nargs="+", type=Path, metavar="HISTORY", help="file of --gpu-history; several are one")
+    trend.add_argument(
+        "history", nargs="+", type=Path, metavar="HISTORY", help="a file of --gpu-history; several files are read as one"
+    )
     trend.add_argument(
         "--metric",
         action="append",
         choices=METRICS,
         metavar="KEY",
-        help=f"key of the history, may be given several times (default: {', '.join(DEFAULT_METRICS)})",
+        help=f"a key of the history; may be repeated (default: {', '.join(DEFAULT_METRICS)})",
     )
-    trend.add_argument("--case", action="append", default=[], metavar="TEXT", help="only cases with this in their id")
-    trend.add_argument("--device", action="append", default=[], metavar="TEXT", help="only devices with this in their name")
-    trend.add_argument("--branch", metavar="NAME", help="'*' for all (default: main or master if the history has it)")
+    trend.add_argument(
+        "--case", action="append", default=[], metavar="TEXT", help="only cases whose id contains this; may be repeated"
+    )
+    trend.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only devices whose name contains this; may be repeated",
+    )
+    trend.add_argument(
+        "--branch", metavar="NAME", help="the branch, or '*' for all (default: main or master, if the history has it)"
+    )
     trend.add_argument("--least", type=_ratio, default=0.0, metavar="RATIO", help="leave out smaller changes (default: 0)")
-    trend.add_argument("--newest", type=_whole, metavar="N", help="only changes among the last N runs of their case")
-    trend.add_argument("--format", choices=("terminal", "markdown", "json"), default="terminal", help="default: terminal")
-    trend.add_argument("--html", type=Path, metavar="FILE", help="draw the trends in an HTML file, too")
+    trend.add_argument("--newest", type=_whole, metavar="N", help="only changes among the last N runs of a case")
+    trend.add_argument(
+        "--format",
+        choices=("terminal", "markdown", "json"),
+        default="terminal",
+        help="the format of the output (default: terminal)",
+    )
+    trend.add_argument("--html", type=Path, metavar="FILE", help="also draw the trends in this HTML file")
     failing.add_option(trend)
 
 

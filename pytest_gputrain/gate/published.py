@@ -191,20 +191,19 @@ def _out_of_memory(case: Case, out: Sequence[OutOfMemory], runs: int, row: Publi
 
 
 def _conclude(case: Case, metrics: tuple[MetricVerdict, ...], measured: Sequence[Measurement], row: Published) -> Verdict:
-    sentences: dict[str, list[str]] = {"regressed": [], "improved": []}
+    sentences: dict[str, list[str]] = {"regressed": [], "inconclusive": [], "improved": []}
     for metric in metrics:
         if metric.status in sentences:
-            sentences[metric.status].append(describe_metric(metric))
+            sentences[metric.status].append(describe_metric(metric) + (f"; {metric.note}" if metric.note else ""))
     if sentences["regressed"]:
         row_and_software = f"{_describe_row(row)}; here with {_describe_software(measured[0])}"
         sentence = f"{case} {' and '.join(sentences['regressed'])} ({row_and_software})"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
-    if sentences["improved"]:
-        return Verdict(
-            status="improved",
-            sentence=f"{case} {' and '.join(sentences['improved'])} ({_describe_row(row)})",
-            metrics=metrics,
-        )
+    statuses: tuple[Status, ...] = ("inconclusive", "improved")
+    for status in statuses:
+        if sentences[status]:
+            sentence = f"{case} {' and '.join(sentences[status])} ({_describe_row(row)})"
+            return Verdict(status=status, sentence=sentence, metrics=metrics)
     if all(metric.status == "not-comparable" for metric in metrics):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in metrics)) or f"{row.table} prints nothing that is judged"
         return Verdict(status="not-comparable", sentence=f"{case} cannot be compared: {reasons}", metrics=metrics)

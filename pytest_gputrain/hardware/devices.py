@@ -18,27 +18,32 @@ class HardwareError(OneLineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU as its driver describes it, or a part of one that is partitioned."""
+    """A GPU as its driver describes it, or a part of a partitioned GPU."""
 
     index: int
-    """In the order of nvidia-smi, or of HIP. The parts of a partitioned NVIDIA GPU (MIG) have that of the GPU."""
+    """The index in the order of nvidia-smi, or of HIP. The parts of a partitioned NVIDIA GPU (MIG) have the index of their
+    GPU."""
     uuid: str
-    """Unique, and accepted by ``CUDA_VISIBLE_DEVICES``, or by ``ROCR_VISIBLE_DEVICES``."""
+    """A unique id, which ``CUDA_VISIBLE_DEVICES`` or ``ROCR_VISIBLE_DEVICES`` accepts."""
     name: str
+    """The name that the driver reports."""
     memory_bytes: int
-    """0 where the driver does not tell, as of GPUs that share the host's."""
+    """Its memory. 0 if the driver does not report it, as for GPUs that share the host's memory."""
     driver: str
+    """The version of the driver."""
     vendor: Vendor = "nvidia"
+    """The vendor."""
     power_limit_watts: float | None = None
-    """That is enforced; None where the driver has no such figure, or the GPU is a part of one."""
+    """The power limit in force. None if the driver does not report one, or if the GPU is a part of one."""
     compute_units: int | None = None
-    """Where the driver tells: they tell boards apart that share a name."""
+    """The number of compute units, if the driver reports it. It tells boards apart that share a name."""
     pci_address: str = ""
-    """As the kernel writes it, ``0000:1b:00.0``; empty where it is not known. The parts of a GPU have that of the GPU."""
+    """The PCI address as the kernel writes it, ``0000:1b:00.0``. Empty if unknown. The parts of a GPU have that of their
+    GPU."""
     minor: int | None = None
-    """Number in the name of its device file, by which Slurm counts."""
+    """The number in the name of its device file, by which Slurm counts."""
     fault: str = ""
-    """What the driver says instead of describing it, which leaves all but ``index`` and `driver` empty; mostly nothing."""
+    """The error of the driver, if it could not describe the GPU. Then all fields but ``index`` and ``driver`` are empty."""
 
 
 class Occupancy(NamedTuple):

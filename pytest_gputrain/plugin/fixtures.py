@@ -56,7 +56,7 @@ _FIGURES: Final = tuple(dict.fromkeys((*Measurement.__struct_fields__, *MEASURED
 
 
 class GpuTrain:
-    """What a test asks for figures. A case is measured once per process, however many tests ask."""
+    """Measures cases and judges them. A case is measured once per pytest process, however many tests ask for it."""
 
     def __init__(self, item: pytest.Item, runner: CaseRunner, overridden: Mapping[str, Any]) -> None:
         """
@@ -69,7 +69,7 @@ class GpuTrain:
 
     @property
     def scale(self) -> Scale:
-        """``full``, or ``tiny`` for the stand-ins that a CPU trains: not all that holds for models holds for them."""
+        """``full``, or ``tiny`` for the stand-ins that a CPU trains. Not every assertion about a model holds for them."""
         try:
             return self._runner.scale()
         except BadCase as error:
@@ -87,19 +87,20 @@ class GpuTrain:
         """Measure a case, or a function that builds a step, without judging the figures.
 
         Args:
-            what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a
-                `pytest_gputrain.worker.training.Setup`, builds everything, and returns a function that runs one step and may
-                return its loss. It runs in the worker, which finds it by file and name.
-            args: keyword arguments of that function after its setup: plain values, as JSON has them. They are part of the
-                case's id.
-            needs: figures that the test cannot do without, by name. Under ``--gpu-predict`` and ``--gpu-emulate`` it is
-                skipped if one of them, such as ``step_seconds``, cannot be known.
-            inline: run in this process: any callable will do, but torch and its state stay.
+            what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a `Setup`, builds
+                everything, and returns a function that runs one step and may return its loss. It runs in the worker, which
+                imports it by file and name.
+            args: keyword arguments for that function, after its setup. They must be plain JSON values, and they are part
+                of the case's id.
+            needs: names of the figures that the test needs. Under ``--gpu-predict`` and ``--gpu-emulate`` the test is
+                skipped if one of them is not known there, such as ``step_seconds``.
+            inline: run in this process. Any callable will do, but torch and its state stay in the process.
             knobs: fields of `Case` to set.
 
-        A case without figures (out of memory, crashed, timed out) fails the test with the reason, one over a ``gpu_limit``
-        of the test, too. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under ``--gpu-predict``
-        they are a `Prediction`, and under ``--gpu-emulate`` an `EmulatedRun`: what these cannot tell is None.
+        A case without figures (out of memory, crashed, timed out) fails the test with the reason, and so does a case that
+        exceeds a ``gpu_limit``. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under
+        ``--gpu-predict`` they are a `Prediction`, and under ``--gpu-emulate`` an `EmulatedRun`. Figures that these do not
+        have are None.
         """
         self._refuse_unpredictable(needs)
         result = self._run(functools.partial(self._case, what, inline, knobs, args), what, inline=inline, judged=False)
@@ -131,34 +132,32 @@ class GpuTrain:
         inline: bool = False,
         **knobs: Any,
     ) -> Result:
-        """Measure like `measure`, and judge against the stored baseline: a regression fails the test with one sentence.
+        """Measure a case like `measure`, and compare it with its baseline. A regression fails the test with one sentence.
 
         Args:
-            scaling: judge the scaling efficiency of a case of several GPUs, too: its throughput over that of as many single
-                workers. One worker alone is measured for it, as often as the case. A case of one GPU is what the others are
-                compared with; it has none.
+            scaling: also judge the scaling efficiency of a case of several GPUs: its throughput, divided by that of as many
+                single workers. One worker alone is measured for it, as often as the case. A case of one GPU has none.
 
-        Under ``--gpu-find-batch`` and ``--gpu-loss`` nothing is judged: the test fails where there are no figures, or where
-        a precision diverges that should not.
+        Under ``--gpu-find-batch`` and ``--gpu-loss`` nothing is judged. The test then fails if there are no figures, or if
+        a precision diverges that should converge.
 
         Returns:
-            A `Measured`, a `Predicted`, an `Emulated`, a `BatchSearch` or a `LossStudy` of `pytest_gputrain.records`. Its
-            ``figures`` are those of the first process that gave some, None for a case whose baseline is that it runs out of
-            memory.
+            A `Measured`, `Predicted`, `Emulated`, `BatchSearch` or `LossStudy`. Its ``figures`` are those of the first
+            process that gave some. They are None if running out of memory is the case's baseline.
         """
         case = functools.partial(self._case, what, inline, knobs, args)
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
 
     def check_script(self, script: str | Path, *arguments: str, **knobs: Any) -> Result:
-        """Check, like `check`, what a script takes of a GPU that runs as its command line would, in a process of its own.
+        """Run a script as its command line does, in a process of its own, and compare what it takes with its baseline.
 
-        On a real GPU or under ``--gpu-emulate``. A script that ends with another exit status than 0 fails the test.
+        This needs a real GPU or ``--gpu-emulate``. The test fails if the exit status of the script is not 0.
 
         Args:
-            script: a Python file, relative to the root of the project, from where it runs.
-            arguments: the script's, as text. They are part of the case's id.
-            knobs: what the case says of itself: ``model`` for another name of it, ``platforms``, and ``warmup``,
-                ``batch_size`` and ``sequence_length`` of its steps, for the figures of time.
+            script: a Python file, relative to the root of the project. The script runs in the root.
+            arguments: the arguments of the script, as text. They are part of the case's id.
+            knobs: ``model`` for another name of the case, ``platforms``, and for the figures of time ``warmup``,
+                ``batch_size`` and ``sequence_length`` of its steps.
         """
         case = functools.partial(self._script, script, arguments, knobs)
         return self._passed(self._run(case, None, judged=True))

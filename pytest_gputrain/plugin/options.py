@@ -146,23 +146,28 @@ OPTIONS: Final = (
         name="baseline-update",
         switch=True,
         parse=_switch,
-        help="store today's figures as the baselines (all runs of a case are replaced)",
+        help=("store the figures of this run as the baselines, replacing all runs of a case"),
     ),
     Option(
-        name="baseline-update-new-only", switch=True, parse=_switch, help="store figures of cases without a baseline only"
+        name="baseline-update-new-only",
+        switch=True,
+        parse=_switch,
+        help=("store the figures of cases that have no baseline yet"),
     ),
     Option(
         name="baseline-prune",
         switch=True,
         parse=_switch,
-        help="remove the baselines of this device that no test asks for any more, in files whose tests all ran to their end",
+        help=(
+            "remove the baselines of this device that no test asks for any more, in files whose tests all ran to their end"
+        ),
     ),
     Option(
         name="baseline-dir",
         parse=_path,
         default="baselines",
         metavar="DIR",
-        help="folder of the baselines (default: baselines beside the ini file)",
+        help=("the folder of the baselines (default: baselines beside the ini file)"),
     ),
     Option(
         name="baseline",
@@ -170,8 +175,8 @@ OPTIONS: Final = (
         default="measured",
         metavar="measured|published|REPORT",
         help=(
-            "what to compare with: the baselines of this device, the tables that others published, or the report of an "
-            "earlier --gpu-json (default: measured)"
+            "what to compare with: the baselines of this device (measured), the tables that others published, or the "
+            "report of an earlier --gpu-json (default: measured)"
         ),
     ),
     Option(
@@ -179,7 +184,7 @@ OPTIONS: Final = (
         parse=parse_ratio,
         default="3%",
         metavar="RATIO",
-        help="slowdown of the median step, and loss of scaling efficiency, that passes (default: 3%)",
+        help=("by how much the median step may be slower, and scaling efficiency worse (default: 3%)"),
     ),
     Option(
         name="memory-tolerance",
@@ -187,7 +192,8 @@ OPTIONS: Final = (
         default="2%",
         metavar="RATIO|BYTES|RATIO+BYTES",
         help=(
-            "growth of peak allocated memory that passes, as 2%, 512MiB or 2%+512MiB; a GPU gets 64 MiB on top (default: 2%)"
+            "by how much peak allocated memory may grow, as 2%, 512MiB or 2%+512MiB; on a GPU, 64 MiB are added "
+            "(default: 2%)"
         ),
     ),
     Option(
@@ -196,15 +202,15 @@ OPTIONS: Final = (
         switch=True,
         parse=_switch,
         help=(
-            "judge time on a CPU, too, against a baseline of five runs or more of the same host; they are what an update "
-            "records then"
+            "also judge time on a CPU, against a baseline of at least five runs of the same host; an update then "
+            "records five"
         ),
     ),
     Option(
         name="runs",
         parse=_whole(1, MAX_RUNS),
         metavar="K",
-        help="fresh processes per case (default: 1; 5 where a baseline is recorded on a GPU)",
+        help=("fresh processes per case (default: 1, or 5 if a baseline is recorded on a GPU)"),
     ),
     Option(
         name="reruns",
@@ -213,8 +219,9 @@ OPTIONS: Final = (
         default=str(MOST_RUNS - 1),
         metavar="N",
         help=(
-            "most fresh processes more for a case that looks slower, faster, bigger or out of memory, until they agree; "
-            f"0 judges by the first alone, against a wider limit (default: {MOST_RUNS - 1})"
+            "the most further fresh processes for a case that looks slower, faster, bigger or out of memory, which run "
+            "until they agree; 0 judges by the first process alone, against a wider limit "
+            f"(default: {MOST_RUNS - 1})"
         ),
     ),
     Option(
@@ -223,32 +230,33 @@ OPTIONS: Final = (
         parse=_strict,
         default="auto",
         help=(
-            "fail cases that are new, inconclusive or not comparable (default: where CI is set, but not for published "
-            "tables)"
+            "fail cases that are new, inconclusive or not comparable (default: if CI is set, except for published tables)"
         ),
     ),
-    Option(name="steps", parse=_whole(1), metavar="N", help="timed steps of every case (default: each case's own)"),
-    Option(name="warmup", parse=_whole(0), metavar="N", help="steps before the timed ones (default: each case's own)"),
+    Option(name="steps", parse=_whole(1), metavar="N", help=("timed steps of every case (default: each case's own number)")),
+    Option(
+        name="warmup", parse=_whole(0), metavar="N", help=("steps before the timed ones (default: each case's own number)")
+    ),
     Option(
         name="timeout",
         parse=parse_seconds,
         default="30min",
         metavar="TIME",
-        help="end a process after this time, as 90s, 15min or 2h (default: 30min)",
+        help=("end a process that takes longer than this, as 90s, 15min or 2h (default: 30min)"),
     ),
     Option(
         name="scale",
         parse=_one_of("auto", "full", "tiny"),
         default="auto",
         metavar="auto|full|tiny",
-        help="size of the models; auto: full on a GPU, tiny on a CPU (default: auto)",
+        help=("the size of the models: full, tiny, or auto, which is full on a GPU and tiny on a CPU (default: auto)"),
     ),
     Option(
         name="platform",
         metavar="MARKER",
         help=(
-            "what this machine must be (h100, a100, ...), or what to predict for or emulate; a GPU not in the catalog "
-            "passes for it; cpu leaves GPUs alone"
+            "the GPU that this machine must have (h100, a100, ...), or that is predicted or emulated; a GPU that the "
+            "catalog does not know is accepted as it; cpu uses no GPU"
         ),
     ),
     Option(
@@ -258,11 +266,11 @@ OPTIONS: Final = (
         default="2",
         metavar="N",
         help=(
-            "most processes of a case on a CPU, where a case for several GPUs is run with as many or fewer, and as many "
-            "parameter servers at most; 1 skips those (default: 2)"
+            "the most processes of a case on a CPU, and the most parameter servers; a case of more GPUs runs with that "
+            "many, and 1 skips cases of several GPUs (default: 2)"
         ),
     ),
-    Option(name="ids", parse=_ids, metavar="ID,ID", help="GPUs to use, by index or UUID (default: all visible ones)"),
+    Option(name="ids", parse=_ids, metavar="ID,ID", help=("the GPUs to use, by index or UUID (default: all visible ones)")),
     Option(
         name="foreign",
         ini_only=True,
@@ -270,8 +278,9 @@ OPTIONS: Final = (
         default="warn",
         metavar="error|warn|ignore",
         help=(
-            "processes of others on the GPUs of a case: fail it unmeasured (error), measure it but blame no slowdown on it "
-            "and record nothing (warn), or take no notice (ignore) (default: warn)"
+            "what to do about processes of others on the GPUs of a case: fail the case without measuring it (error), "
+            "measure it, but do not call it slower because of them and record nothing (warn), or ignore them (default: "
+            "warn)"
         ),
     ),
     Option(
@@ -281,25 +290,32 @@ OPTIONS: Final = (
         metavar="auto|process|inline",
         help=(
             "where cases run: each in a fresh interpreter (process), or in the pytest process for a debugger (inline); "
-            "auto: as process, but on a CPU forked from a process that has only imported the libraries of the models, or "
-            "torch for own code (default: auto)"
+            "auto is process, except that a CPU forks from a process that has only imported the libraries of the "
+            "models, or torch for own code (default: auto)"
         ),
     ),
-    Option(name="nodes", ini_only=True, parse=_whole(1), default="1", metavar="N", help="most nodes of a case (default: 1)"),
+    Option(
+        name="nodes",
+        ini_only=True,
+        parse=_whole(1),
+        default="1",
+        metavar="N",
+        help=("the most nodes of a case (default: 1)"),
+    ),
     Option(
         name="shared",
         ini_only=True,
         parse=_path,
         default=".gputrain",
         metavar="DIR",
-        help="folder that all nodes share, for cases of several nodes (default: .gputrain beside the ini file)",
+        help=("the folder that all nodes share, for cases of several nodes (default: .gputrain beside the ini file)"),
     ),
     Option(
         name="rendezvous",
         ini_only=True,
         parse=_endpoint,
         metavar="HOST[:PORT]",
-        help="this node as the others reach it, where they are no Slurm allocation (default: its name, any free port)",
+        help=("the address of this node for the other nodes, outside of Slurm (default: its name, and any free port)"),
     ),
     Option(
         name="executor",
@@ -307,8 +323,8 @@ OPTIONS: Final = (
         default="local",
         metavar="local|slurm|ray",
         help=(
-            "run cases on this machine (local), or each as a job of this scheduler, on machines of the platform that -m or "
-            "--gpu-platform names (default: local)"
+            "where cases run: on this machine (local), or each as a job of a scheduler, on machines of the platform "
+            "that -m or --gpu-platform names (default: local)"
         ),
     ),
     Option(
@@ -317,8 +333,8 @@ OPTIONS: Final = (
         parse=_site_arguments,
         metavar="[PLATFORM:] ARGUMENTS",
         help=(
-            "what the scheduler is to be told beside, such as 'h100: --partition=gpu --gres=gpu:h100:{gpus}', or of Ray "
-            "'h100: h100={gpus}'; without a platform, for all; one a line"
+            "further arguments for the scheduler, one line for each platform, as 'h100: --partition=gpu "
+            "--gres=gpu:h100:{gpus}', or for Ray 'h100: h100={gpus}'; a line without a platform applies to all"
         ),
     ),
     Option(
@@ -327,7 +343,7 @@ OPTIONS: Final = (
         parse=_whole(1),
         default="8",
         metavar="N",
-        help="GPUs of each node of the fleet (default: 8)",
+        help=("GPUs of each node of the fleet (default: 8)"),
     ),
     Option(
         name="fleet-jobs",
@@ -335,7 +351,7 @@ OPTIONS: Final = (
         parse=_whole(1),
         default="256",
         metavar="N",
-        help="most jobs in the scheduler's queue at once (default: 256)",
+        help=("the most jobs in the scheduler's queue at once (default: 256)"),
     ),
     Option(
         name="fleet-wait",
@@ -343,53 +359,59 @@ OPTIONS: Final = (
         parse=parse_seconds,
         default="1h",
         metavar="TIME",
-        help="give a case up as lost that did not start for so long while the others do not get on either (default: 1h)",
+        help=(
+            "give up a case as lost if it does not start for this time, while no other job starts or ends either "
+            "(default: 1h)"
+        ),
     ),
     Option(
         name="summary",
         parse=_summary,
         default="auto",
         metavar="FILE|auto|none",
-        help="write the verdicts to this file as Markdown; auto: to that of GITHUB_STEP_SUMMARY, if any (default: auto)",
+        help=(
+            "write the verdicts to this file as Markdown; auto writes them to the file of GITHUB_STEP_SUMMARY, if that "
+            "is set (default: auto)"
+        ),
     ),
     Option(
         name="json",
         parse=_path,
         metavar="FILE",
-        help="write environment, cases, measurements and verdicts to this JSON file",
+        help=("write environment, cases, measurements and verdicts to this JSON file"),
     ),
     Option(
         name="resume",
         parse=_path,
         metavar="REPORT",
-        help="take the figures that an earlier --gpu-json of the same code has, and measure only what it lacks",
+        help=("take the figures from an earlier --gpu-json of the same code, and measure only what it lacks"),
     ),
     Option(
         name="history",
         parse=_path,
         metavar="FILE",
-        help="append a JSON line for every case to this file, which keeps those of all runs",
+        help=("append one JSON line for every case to this file, which keeps all runs"),
     ),
     Option(
         name="html",
         parse=_path,
         metavar="FILE",
-        help="write verdicts, figures and charts to this HTML file, with the trends of --gpu-history",
+        help=("write verdicts, figures and charts to this HTML file, with the trends of --gpu-history"),
     ),
     Option(
         name="set",
         parse=_axes,
         repeated=True,
         metavar="KNOB=A,B",
-        help="run every case with each of these values for a knob of its own; given for several knobs, with their product",
+        help=("run every case with each of these values for one of its knobs; several options run all combinations"),
     ),
     Option(
         name="predict",
         switch=True,
         parse=_switch,
         help=(
-            "predict memory, FLOPs, bytes and least time of every case on the platform that -m or --gpu-platform names, "
-            "without having one, and judge that against recorded predictions"
+            "predict memory, FLOPs, bytes and least time of every case on the platform that -m or --gpu-platform "
+            "names, without that GPU, and compare them with recorded predictions"
         ),
     ),
     Option(
@@ -397,15 +419,15 @@ OPTIONS: Final = (
         switch=True,
         parse=_switch,
         help=(
-            "run every case at full size on an emulated GPU of the platform that -m or --gpu-platform names, without having "
-            "one, and judge its memory against figures that were recorded so"
+            "run every case at full size on an emulated GPU of the platform that -m or --gpu-platform names, and "
+            "compare its memory with recorded emulated runs"
         ),
     ),
     Option(
         name="find-batch",
         switch=True,
         parse=_switch,
-        help="find the largest micro-batch of every case that fits and the fastest one, instead of judging it",
+        help=("find the largest micro-batch of every case that fits, and the fastest one, instead of judging the case"),
     ),
     Option(
         name="find-batch-max",
@@ -413,13 +435,15 @@ OPTIONS: Final = (
         parse=_whole(1),
         default="1024",
         metavar="N",
-        help="largest micro-batch that --gpu-find-batch tries (default: 1024)",
+        help=("the largest micro-batch that --gpu-find-batch tries (default: 1024)"),
     ),
     Option(
         name="loss",
         parse=_whole(LEAST_STEPS),
         metavar="STEPS",
-        help="train every case that many steps in each precision and compare the loss curves, instead of judging it",
+        help=(
+            "train every case for that many steps in each precision and compare the loss curves, instead of judging the case"
+        ),
     ),
 )
 

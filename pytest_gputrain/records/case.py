@@ -17,6 +17,7 @@ FORMAT: Final = 2
 """Version of every file this package writes. 2: the first that is released (0.1.0); 1 is refused."""
 
 Scale = Literal["full", "tiny"]
+"""The size of the models: as published, or small stand-ins that a CPU can train."""
 
 _NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
 
@@ -29,121 +30,133 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """
 
     model: str = ""
-    """A name of the zoo; the path, relative to the test file, of a config.json of transformers or diffusers or of a folder
-    with one (in results ``NAME#DIGEST``: another content is another case); or the function's name for own code."""
+    """The name of a model that the package knows. Or the path, relative to the test file, of a config.json of transformers
+    or diffusers, or of its folder; results show it as ``NAME#DIGEST``, because other contents make another case. For own
+    code, the name of the function."""
     method: str = "full"
-    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft``, ``dreambooth``; ``custom`` for own code, ``script``
-    for a script."""
+    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft`` or ``dreambooth``; ``custom`` for own code,
+    ``script`` for a script."""
     precision: str = "bf16"
-    """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16-amp`` (fp32 weights under autocast; the
-    engines of DeepSpeed train ``fp16-amp`` in their own fp16, with fp32 masters of 16-bit weights)."""
+    """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16-amp`` (fp32 weights under autocast). DeepSpeed
+    trains ``fp16-amp`` in its own fp16, with fp32 master weights."""
     parallel: str = "single"
     """``single``, ``ddp``, ``fsdp`` (FSDP2), ``zero0`` to ``zero3`` (DeepSpeed) or ``ps`` (parameter server)."""
     gpus: Whole = 1
-    """Processes of the case that train, one a GPU: the workers of ``ps``."""
+    """The number of processes that train, one for each GPU. For ``ps``, these are the workers."""
     servers: Whole = 0
-    """Processes beside them that hold the tables (``ps``); on the host, not on a GPU."""
+    """The number of further processes that hold the tables of ``ps``. They run on the host, not on a GPU."""
     asynchronous: bool = False
-    """Servers apply each worker's gradients at once, instead of the mean of all workers' (``ps``)."""
+    """Whether servers apply the gradients of each worker at once, instead of the mean over all workers (``ps``)."""
     batch_size: Whole = 1
-    """Samples per process in one step (one micro-batch)."""
+    """Samples per process in one step, which is one micro-batch."""
     sequence_length: Whole = 0
-    """Tokens of a sample, of the longest where ``lengths`` differ; in a vision-language model with those of its image."""
+    """Tokens of a sample. If ``lengths`` vary, those of the longest sample. For a vision-language model, the tokens of its
+    image count too."""
     lengths: str = "fixed"
-    """Of samples: ``fixed``; ``padded`` from an eighth of ``sequence_length`` to all of it, evenly spaced, the rest of each
-    row masked; ``packed``: rows that are filled by samples of such lengths, which do not attend to each other."""
+    """``fixed``: all samples are equally long. ``padded``: lengths are spaced evenly from an eighth of ``sequence_length``
+    to all of it, and the rest of each row is masked. ``packed``: samples of such lengths fill each row and do not attend to
+    each other."""
     ids: str = "uniform"
-    """How ids of words and categories are drawn: ``uniform``, or ``zipf``, of which few are frequent and most are rare."""
+    """How the ids of words and categories are drawn: ``uniform``, or ``zipf``, where few ids are frequent and most are
+    rare."""
     loader_workers: Whole = 0
-    """Processes of a DataLoader that draw the batch anew for every step; 0 for one batch that stays on the device."""
+    """Processes of a DataLoader that draws a new batch for every step. With 0, one batch stays on the device."""
     resolution: str = ""
-    """``WIDTHxHEIGHT`` of images and videos in pixels."""
+    """``WIDTHxHEIGHT`` of images and videos, in pixels."""
     frames: Whole = 0
     """Frames of a video."""
     gradient_accumulation: Whole = 1
     """Micro-batches per optimizer update. A step is ONE micro-batch, as the published tables count."""
     activation_checkpointing: bool | float = False
-    """Whether the blocks are recomputed in backward; a share p of them: the first int(n * p) of all n, as they run."""
+    """Whether backward recomputes the blocks. A share p recomputes the first int(n * p) of n blocks, in the order in which
+    they run."""
     activation_checkpointing_policy: str = ""
-    """What recomputed blocks keep all the same: ``save-attention`` the results of fused attention, ``save-matmuls`` those of
-    matrix products and convolutions, too; empty for nothing but their inputs."""
+    """What recomputed blocks keep in addition to their inputs. ``save-attention`` keeps the results of fused attention.
+    ``save-matmuls`` also keeps those of matrix products and convolutions."""
     reentrant_checkpointing: bool = False
-    """Blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
+    """Whether blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
     lora_rank: Whole = 0
-    """Of ``lora`` and ``qlora``, like the four below; 0 for the rank of the model's published recipe."""
+    """The rank of the adapters, for ``lora`` and ``qlora``. 0 takes the rank of the model's published recipe."""
     lora_alpha: Whole = 0
-    """0 for the alpha of the recipe, which keeps its ratio to the rank."""
+    """The alpha of the adapters. 0 keeps the ratio of alpha to rank that the recipe has."""
     lora_dropout: float | None = None
-    """Share of an adapter's inputs that are dropped; None for the recipe's."""
+    """The share of an adapter's inputs that are dropped. None takes the recipe's."""
     lora_targets: str = ""
-    """Names of the adapted layers with ``+`` between them, as ``q_proj+v_proj``, or ``all-linear`` for all that peft finds;
-    empty for the recipe's."""
+    """The layers that get adapters, joined by ``+``: ``q_proj+v_proj``. ``all-linear`` takes all that peft finds, and empty
+    takes the recipe's."""
     dora: bool = False
-    """Whether peft adapts by DoRA (arXiv:2402.09353), which trains the norms of the weights' rows, too."""
+    """Whether peft uses DoRA (arXiv:2402.09353), which also trains the norms of the rows of the weights."""
     quantized_compute: str = ""
-    """What packed weights are multiplied in (``qlora``): ``fp32`` or ``bf16``; empty for the arithmetic of the precision."""
+    """The type in which packed weights are multiplied (``qlora``): ``fp32`` or ``bf16``. Empty takes that of the
+    precision."""
     attention: str = ""
-    """Of a language model by transformers: ``eager``, ``sdpa``, or ``sdpa-4.49``, which is sdpa as transformers 4.49 called
-    it, with keys and values repeated for the heads that share them and without Gemma 2's cap of the scores; empty for the
-    one that transformers picks."""
+    """The attention of a language model of transformers: ``eager``, ``sdpa`` or ``sdpa-4.49``. The last calls sdpa as
+    transformers 4.49 did: it repeats keys and values for the heads that share them, and leaves out Gemma 2's cap of the
+    scores. Empty takes what transformers picks."""
     optimizer: str = "adamw"
-    """``adamw`` (torch.optim.AdamW as it comes), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or ``sgd`` by torch;
-    ``adamw_8bit`` or ``paged_adamw_8bit`` by bitsandbytes; ``adafactor`` by transformers, as its Trainer makes it."""
+    """By torch: ``adamw`` (torch.optim.AdamW with its defaults), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or
+    ``sgd``. By bitsandbytes: ``adamw_8bit`` or ``paged_adamw_8bit``. By transformers: ``adafactor``, as its Trainer makes
+    it."""
     compile: str = "off"
-    """``torch.compile`` of the model that trains: ``off``, or its mode ``default``, ``reduce-overhead``, ``max-autotune`` or
-    ``max-autotune-no-cudagraphs``. On a CPU the graphs are traced, but no code is made of them."""
+    """``off``, or the mode of ``torch.compile`` for the model that trains: ``default``, ``reduce-overhead``,
+    ``max-autotune`` or ``max-autotune-no-cudagraphs``. A CPU traces the graphs and generates no code."""
     tf32: bool | None = None
-    """Whether matrix products and convolutions of fp32 may be computed in TF32; None for torch's defaults, which since
-    version 1.12 are no for products and yes for convolutions. A CPU has no TF32."""
+    """Whether fp32 matrix products and convolutions may run in TF32. None takes torch's defaults: no for products (since
+    1.12), yes for convolutions. A CPU has no TF32."""
     master_weights: bool = False
-    """The optimizer updates fp32 copies of 16-bit weights, by gradients that are added up in fp32, as engines of DeepSpeed
+    """Whether the optimizer updates fp32 copies of 16-bit weights, with gradients accumulated in fp32. DeepSpeed's engines
     always do."""
     loss: str = ""
-    """Of a language model by transformers: ``fp32``, the loss that transformers and its Trainer compute, of logits that are
-    copied to fp32, or ``logits``, a cross entropy of the logits in their own type. Empty for ``fp32`` where the model is
-    known by its config.json, and for ``logits`` where published figures belong to it."""
+    """The loss of a language model of transformers. ``fp32`` copies the logits to fp32, as transformers and its Trainer do.
+    ``logits`` is the cross entropy of the logits in their own type. Empty takes ``fp32`` for models given by a config.json,
+    and ``logits`` for models with published figures."""
     loss_chunks: Whole = 1
-    """Chunks of a batch's tokens whose logits exist one after the other (language models); backward makes them anew."""
+    """The number of chunks that a batch's tokens are divided into for the loss of a language model. Only the logits of one
+    chunk exist at a time, and backward recomputes them."""
     learning_rate: float = 1e-4
-    """The highest. The default moves weights of the usual 0.02 in bf16, whose neighbours lie 6e-5 to 1.2e-4 apart there."""
+    """The highest learning rate. In bf16, neighbours of a weight of 0.02 are 6e-5 to 1.2e-4 apart, so the default moves such
+    weights."""
     lr_scheduler: str = "constant"
-    """``constant``, ``linear`` or ``cosine``: these fall to 0 over the updates of the warm-up and the timed steps."""
+    """``constant``, ``linear`` or ``cosine``. The last two fall to 0 over the updates of the warm-up and of the timed
+    steps."""
     lr_warmup_steps: Whole = 0
-    """Optimizer updates over which the learning rate rises: the first of 10 has a tenth of it."""
+    """Optimizer updates over which the learning rate rises. With 10, the first update has a tenth of it."""
     max_grad_norm: float = 0.0
-    """Norm of all gradients together that they are scaled down to before an update; 0 for no clipping."""
+    """The norm to which all gradients together are clipped before an update. 0 clips nothing."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer state in host memory (FSDP)."""
+    """Whether FSDP keeps parameters, gradients and optimizer state in host memory."""
     reshard_after_forward: bool | None = None
-    """Whether FSDP lets go of a block's gathered parameters between its forward and its backward pass; None for torch's
-    default: of all blocks but not of what is outside of them."""
+    """Whether FSDP frees a block's gathered parameters between its forward and its backward pass. None takes torch's
+    default: it frees those of all blocks, but not those outside of the blocks."""
     offload_optimizer: bool = False
-    """DeepSpeed's option, like those below: optimizer state and update in host memory."""
+    """Whether DeepSpeed keeps the optimizer state and does the update in host memory."""
     offload_param: bool = False
+    """Whether DeepSpeed keeps the parameters in host memory."""
     pin_memory: bool = False
+    """Whether DeepSpeed pins the host memory that it offloads to."""
     overlap_comm: bool | None = None
-    """None for DeepSpeed's default."""
+    """Whether DeepSpeed reduces gradients while backward runs. None takes DeepSpeed's default."""
     allgather_bucket_size: Whole = 0
-    """Elements; 0 for DeepSpeed's default."""
+    """Elements that DeepSpeed gathers at once. 0 takes DeepSpeed's default."""
     reduce_bucket_size: Whole = 0
-    """Elements of each buffer that gradients are gathered in; 0 for DeepSpeed's default."""
+    """Elements of each buffer in which DeepSpeed gathers gradients. 0 takes DeepSpeed's default."""
     stage3_max_live_parameters: Whole = 0
-    """Elements; 0 for DeepSpeed's default."""
+    """Elements of parameters that ZeRO-3 keeps gathered at most. 0 takes DeepSpeed's default."""
     deepspeed_config: str = ""
-    """JSON file with further options of DeepSpeed, relative to the root of the project. In results ``FILE#DIGEST``: another
-    content of the file is another case."""
+    """A JSON file with further options of DeepSpeed, relative to the root of the project. Results show it as
+    ``FILE#DIGEST``, because other contents make another case."""
     steps: Whole = 10
     """Timed steps."""
     warmup: Whole = 3
     """Steps before the timed ones."""
     platforms: tuple[str, ...] = ()
-    """Catalog markers the case is declared for; none means any."""
+    """The markers of the GPUs that the case is declared for. Empty means any GPU."""
     code: str = ""
-    """``path/of/test_file.py::function`` that builds the step, for own code; ``path/of/script.py`` of a script."""
+    """For own code, the function that builds the step, as ``path/of/test_file.py::function``. For a script, its path."""
     args: str = ""
-    """Keyword arguments of that function after its setup, or a script's arguments, as JSON; empty for none."""
+    """Keyword arguments of that function, or arguments of the script, as JSON. Empty for none."""
     named: tuple[str, ...] = ()
-    """Knobs that appear in the id, because a grid varies them."""
+    """The fields that appear in the id because a grid varies them."""
 
     def __str__(self) -> str:
         # Fields of a wrong type are shown too: this is also how the sentence that tells of them names the case.
@@ -160,7 +173,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         return "-".join(map(str, parts))
 
     def replace(self, **fields: Any) -> Case:
-        """Return this case with some fields changed; the id does not change for a knob (use `grid` for that)."""
+        """Return this case with some fields changed. The id does not show the change; use `grid` for that."""
         return msgspec.structs.replace(self, **fields)
 
     @property

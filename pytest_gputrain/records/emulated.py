@@ -16,42 +16,52 @@ NOT_MADE: Final = (
 
 
 class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"):
-    """What a case took of an emulated GPU. It has no times, and losses mean nothing there.
+    """What a case took of an emulated GPU. It has no times, and its losses mean nothing.
 
-    Exact: the same in every process with the same libraries. Of several processes the first one ran.
+    It is exact: the same in every process with the same libraries. If the case has several processes, only the first one
+    ran.
     """
 
     _described = "a run on an emulated GPU"
 
     device_name: str
-    """As the emulated driver tells it."""
+    """The name that the emulated driver reports."""
     device_memory_bytes: Whole
+    """The memory of the emulated GPU."""
     runtime: str | None
-    """CUDA version that torch was built for."""
+    """The version of CUDA that torch was built for."""
     packages: dict[str, str]
-    """As in `Prediction`."""
+    """The version of every training library whose code the case runs."""
     processes: Whole = 1
-    """Of the case, of which the first ran, beside a process group in which no other takes part."""
+    """The number of processes of the case. Only the first one ran, in a process group without the others."""
     fits: bool
+    """Whether the case fits."""
     refused: str = ""
-    """Where it does not fit, the allocator's own sentence."""
+    """The allocator's own sentence, if it does not fit."""
     peak_allocated_bytes: Whole
-    """Of torch's caching allocator, as in a measurement; where the case does not fit, up to then."""
+    """The peak of torch's caching allocator, as in a measurement. If the case does not fit, the peak until then."""
     peak_reserved_bytes: Whole
+    """The highest memory that the caching allocator held."""
     device_used_bytes: Whole
-    """Memory in use on the device after the last step, with what is assumed of the driver's context."""
+    """The memory in use on the device after the last step, with an estimate of the driver's context."""
     parameters: Whole | None = None
+    """The number of parameters. None if own code does not let the worker watch its model."""
     trainable_parameters: Whole | None = None
+    """The number of parameters that train."""
     model_bytes: Whole | None = None
+    """The memory of parameters, buffers and quantisation state."""
     flops_per_step: Whole | None = None
+    """Floating-point operations of one step without recomputation."""
     recomputed_flops_per_step: Whole | None = None
+    """Further operations that activation checkpointing repeats."""
     not_counted: tuple[str, ...] = ()
-    """Memory of libraries that nobody knows here, such as ``cuDNN's workspaces``."""
+    """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()
-    """As in `Measurement`."""
+    """What was not counted, each as a sentence."""
 
     @property
     def conditions(self) -> EmulatedConditions:
+        """Return what the figures depend on, beside the case."""
         return EmulatedConditions(
             packages=self.packages,
             device_name=self.device_name,
@@ -61,12 +71,12 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
 
     @property
     def phase_peak_bytes(self) -> dict[TrainingPhase, int]:
-        """Nothing: an allocator keeps no peak of a phase."""
+        """Empty, because an allocator keeps no peak of a phase."""
         return {}
 
     @property
     def largest(self) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """Nothing, likewise."""
+        """Empty likewise."""
         return {}
 
 

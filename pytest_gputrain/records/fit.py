@@ -40,7 +40,7 @@ class FitCell(Struct, frozen=True, kw_only=True):
     failure: str = ""
     """Why there are no figures."""
     remedy: str = ""
-    """The cheapest change that makes it fit, or that none of those tried does; of the smallest batch that does not fit."""
+    """The cheapest change under which it surely fits, or that none is enough; of the smallest batch that does not."""
 
 
 class LargestBatch(Struct, frozen=True, kw_only=True):
@@ -79,3 +79,5 @@ class FitReport(Struct, frozen=True, kw_only=True):
     largest: tuple[LargestBatch, ...]
     left_out: tuple[str, ...]
     """Sentences about combinations that cannot be."""
+    about: tuple[str, ...] = ()
+    """Sentences about the model."""

@@ -18,52 +18,61 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device that a case is predicted for."""
 
     marker: str
+    """The marker of the GPU."""
     kind: Literal["cpu", "cuda"]
-    """Whose rules decide on kernels, optimizer loops and rounding."""
+    """Which rules apply for kernels, optimizer loops and rounding."""
     memory_bytes: Whole | None = None
-    """What the driver has to give: some hundred MiB less than a card is sold with. None for no limit."""
+    """The memory that the driver can give: some hundred MiB less than a card is sold with. None for no limit."""
     context_bytes: Whole = 0
-    """Of the memory, what the driver's context and loaded kernels take."""
+    """The part of it that the driver's context and loaded kernels take."""
     expandable_segments: bool = False
     """Whether the caching allocator grows its segments in place, instead of asking for new ones."""
     capability: tuple[Whole, Whole] = (9, 0)
-    """CUDA's compute capability: before 8.0 there is no flash attention."""
+    """CUDA's compute capability. Below 8.0 there is no flash attention."""
     attention: Literal["current", "unfused"] = "current"
-    """Whose kernels: those of the libraries here, or plain products, as before torch 2.0."""
+    """Which kernels attention runs: those of the installed libraries, or plain products as before torch 2.0."""
     lists: bool = True
-    """Whether optimizers work on lists of tensors, torch's default on a GPU since 2.0; else on one tensor after another."""
+    """Whether optimizers work on lists of tensors, which is the default on a GPU since torch 2.0. Otherwise they update one
+    tensor after another."""
     multiprocessors: Whole = 132
-    """Of the GPU: among so many a large sum is divided."""
+    """The number of multiprocessors of the GPU, among which a large sum is divided."""
     workspace_bytes: Whole = 0
-    """What cuBLAS takes of the caching allocator, once for the forward and once for the backward pass."""
+    """What cuBLAS takes from the caching allocator, once for the forward and once for the backward pass."""
     peak_flops: dict[str, float] = {}
-    """FLOP/s by arithmetic: ``fp32`` (of TF32 where a case allows that), ``bf16``, ``fp16``."""
+    """FLOP/s by arithmetic: ``fp32`` (that of TF32 if the case allows it), ``bf16`` and ``fp16``."""
     bandwidth: float | None = None
     """Bytes per second of the device memory."""
 
 
 class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Storages that one operator made alike in one phase, and that lived at the peak."""
+    """Tensors of one shape that one operator made in one phase, and that were live at the peak."""
 
     bytes: Whole
-    """Of all of them."""
+    """The memory of all of them."""
     count: Whole
+    """How many they are."""
     operator: str
+    """The operator that made them."""
     phase: TrainingPhase
+    """The phase that made them."""
     shape: tuple[Whole, ...]
+    """The shape of each."""
     dtype: str
+    """Their type."""
     lines: tuple[str, ...] = ()
-    """Of the user's own files, that made them: ``tests/test_mine.py:41``. Known where memory was counted; baselines keep
-    none, since lines move."""
+    """The lines of your own files that made them, as ``tests/test_mine.py:41``, if memory was counted. Baselines keep no
+    lines, because lines move."""
 
 
 class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
     """What all calls of one operator in one micro-batch do."""
 
     calls: Whole
+    """The number of calls."""
     flops: Whole
+    """Their floating-point operations."""
     bytes: Whole
-    """Read and written."""
+    """The bytes that they read and write."""
 
 
 MEASURED_ONLY: Final = (
@@ -114,56 +123,64 @@ class FiguresWithoutTimes(Struct, frozen=True, kw_only=True, tag_field="outcome"
 
 
 class Prediction(FiguresWithoutTimes, frozen=True, kw_only=True, tag="predicted"):
-    """A case that ran to its end on fake tensors. Exact: the same on every machine with the same library versions."""
+    """A case that ran to its end on fake tensors. It is exact: the same on every machine with the same library versions."""
 
     _described = "a prediction"
 
     target: Target
+    """The device that it was predicted for."""
     fidelity: Literal["cpu", "cuda-rules"]
-    """``cpu``: the operators are those of a real run. ``cuda-rules``: CPU operators, with CUDA's own where they are known to
-    differ (see `pytest_gputrain.worker.prediction.patches`)."""
+    """``cpu``: the operators are those of a real run. ``cuda-rules``: the operators are those of a CPU, except where CUDA is
+    known to use others."""
     parameters: Whole | None
+    """The number of parameters. None if own code does not let the worker watch its model."""
     trainable_parameters: Whole | None
+    """The number of parameters that train."""
     model_bytes: Whole | None
-    """Storage of parameters, buffers and quantisation state."""
+    """The memory of parameters, buffers and quantisation state."""
     peak_allocated_bytes: Whole
-    """Highest memory in use from the first step on, as in a measurement: on a GPU the blocks that the caching allocator has
-    handed out, which can be larger than what was asked for; on a CPU the live tensor storages."""
+    """The highest memory in use from the first step on, as in a measurement. On a GPU these are the blocks that the caching
+    allocator has handed out, which can be larger than requested. On a CPU these are the live tensor storages."""
     peak_phase: TrainingPhase
+    """The phase that has the peak."""
     phase_peak_bytes: dict[TrainingPhase, Whole]
-    """Highest sum of live tensor storages by phase; ``build`` is the highest before the first step."""
+    """The highest sum of live tensor storages in each phase. ``build`` is the highest before the first step."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]]
-    """At the peak of each phase, largest first."""
+    """The largest tensors at the peak of each phase."""
     peak_bytes_by_origin: dict[TrainingPhase, Whole] = {}
-    """Live tensor storages at the peak of `peak_phase`, by the phase that made them: weights in ``build``, activations in
-    ``forward``, gradients and what is recomputed in ``backward``, the optimizer's state in ``optimizer``. Empty in files of
-    before there was this field."""
+    """Live tensor storages at the peak of ``peak_phase``, by the phase that made them: ``build`` makes weights, ``forward``
+    activations, ``backward`` gradients and what is recomputed, ``optimizer`` its state. Empty in files that are older than
+    the field."""
     peak_reserved_bytes: Whole | None
-    """Highest memory held by the caching allocator, as in a measurement; where the case does not fit, what it would hold
-    without limit. None without such an allocator."""
+    """The highest memory that the caching allocator holds. If the case does not fit, what it would hold without a limit.
+    None without a caching allocator."""
     host_bytes: Whole = 0
-    """Highest sum of tensor storages on the host, where that is not the device: what a case offloads."""
+    """The highest sum of tensor storages on the host, if the host is not the device: what a case offloads."""
     fits: bool | None
-    """None without a limit."""
+    """Whether the case fits. None without a limit."""
     refused: LiveTensor | None = None
     """The allocation that did not fit."""
     flops_per_step: Whole
-    """Of one micro-batch, without recomputation."""
+    """Floating-point operations of one micro-batch, without recomputation."""
     recomputed_flops_per_step: Whole
+    """Further operations that activation checkpointing repeats."""
     bytes_per_step: Whole
-    """Read and written by the operators of a micro-batch: one without an update where the case accumulates."""
+    """Bytes that the operators of one micro-batch read and write. If the case accumulates gradients, it is a micro-batch
+    without an update."""
     roofline_seconds: float | None
-    """Of that micro-batch: for each operator the larger of arithmetic and memory traffic at the device's peaks."""
+    """The least time of that micro-batch: the sum, over its operators, of the larger of arithmetic and memory traffic at the
+    device's peaks."""
     operators: dict[str, OperatorWork]
-    """Of that micro-batch, recomputation included, by name."""
+    """What each operator does in that micro-batch, recomputation included."""
     packages: dict[str, str]
-    """Version of every training library whose code the case runs, without local label (``+cu130``); for own code, of those
-    that it imported."""
+    """The version of every training library whose code the case runs, without a local label such as ``+cu130``. For own
+    code, of those that it imported."""
     processes: Whole | None = None
-    """Workers and servers that stand for more of them on a CPU; None where those run that the case names."""
+    """The number of workers and servers that stood for more of them on a CPU. None if as many ran as the case declares."""
 
     @property
     def conditions(self) -> PredictionConditions:
+        """Return what the figures depend on, beside the case."""
         return PredictionConditions(packages=self.packages, target=self.target, processes=self.processes)
 
 

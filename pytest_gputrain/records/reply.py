@@ -13,7 +13,7 @@ from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
 
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
-"""Where a worker stands; ``count`` is the pass that counts allocations."""
+"""What a process of a case was doing. ``count`` is the pass that counts allocations."""
 
 
 StepSeconds = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
@@ -33,90 +33,105 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class Holder(Struct, frozen=True, kw_only=True):
-    """Somebody else on a GPU of a case."""
+    """Another process on a GPU of a case, or memory in use that no process seems to own."""
 
     pid: Whole | None
-    """As the driver numbers processes; None for memory in use where no process is seen."""
+    """The process id as the driver reports it. None for memory that no process seems to own."""
     gpu: Whole
-    """Index of the GPU."""
+    """The index of the GPU."""
     name: str = ""
-    """Of the program; empty where this user may not know it."""
+    """The name of the program. Empty if this user may not see it."""
     bytes: Whole | None = None
-    """Device memory in use; None where the driver does not tell."""
+    """The device memory that it uses. None if the driver does not report it."""
 
 
 class Telemetry(Struct, frozen=True, kw_only=True):
-    """The GPUs of a case during its timed steps, read several times a second; None for what a driver does not tell."""
+    """The GPUs of a case during its timed steps, read several times a second. A figure that a driver does not report is
+    None."""
 
     readings: Whole
+    """The number of readings."""
     energy_joules: float | None
-    """Of all GPUs together, from the first timed step's begin to the last one's end."""
+    """The energy of all GPUs together, from the begin of the first timed step to the end of the last."""
     power_watts: float | None
-    """Mean, of all GPUs together."""
+    """The mean power of all GPUs together."""
     clock_mhz: Whole | None
-    """Median of the GPU that has the lowest."""
+    """The median clock of the GPU that has the lowest."""
     utilization: float | None
-    """Mean share of the time in which a kernel ran."""
+    """The mean share of the time in which a kernel ran."""
     throttled: dict[str, float] | None
-    """Share of the readings with a lowered clock, by the vendor's reason, of the GPU that has most of it."""
+    """The share of readings with a lowered clock, by the vendor's reason, for the GPU that has most of it."""
     others: tuple[Holder, ...] = ()
     """Processes of others that computed on these GPUs meanwhile."""
 
 
 class Environment(Struct, frozen=True, kw_only=True):
-    """Where a measurement was made. Fields that differ between a run and its baseline are named in a regression."""
+    """Where a measurement was made. The sentence of a regression names the fields that differ between the run and its
+    baseline."""
 
     device_name: str
-    """As the driver gives it (``NVIDIA H100 80GB HBM3``), or ``cpu``."""
+    """The name that the driver reports (``NVIDIA H100 80GB HBM3``), or ``cpu``."""
     device_type: Literal["cpu", "cuda", "rocm"]
+    """What torch ran on."""
     device_count: Whole
-    """Processes of the case, servers included: as many GPUs, or shares of a CPU."""
+    """The processes of the case, servers included. There are as many GPUs, or shares of a CPU."""
     device_memory_bytes: Whole | None
+    """The memory of one GPU. None on a CPU."""
     host: str
+    """The name of the machine."""
     hosts: tuple[str, ...] = ()
-    """All nodes, in the order of their ranks, where there were several."""
+    """The names of all nodes in the order of their ranks, if there were several."""
     cpu_model: str
+    """The model of the CPU."""
     os: str
+    """The operating system."""
     python: str
+    """The version of Python."""
     packages: dict[str, str]
-    """Version of every training library that the worker could import."""
+    """The version of every training library that the worker could import."""
     runtime: str | None = None
-    """CUDA or ROCm version that torch was built for."""
+    """The version of CUDA or ROCm that torch was built for."""
     driver: str | None = None
+    """The version of the GPU's driver."""
     power_limit_watts: float | None = None
-    """Of each GPU; a lower one makes steps slower."""
+    """The power limit of each GPU. A lower limit makes steps slower."""
     topology: tuple[tuple[str, ...], ...] = ()
-    """Paths between the case's GPUs, a row for each as in ``nvidia-smi topo -m``; none for one GPU."""
+    """The paths between the case's GPUs, with one row for each as in ``nvidia-smi topo -m``. Empty for one GPU."""
     threads: Whole = 1
-    """CPU threads the worker computed with."""
+    """CPU threads that the worker computed with."""
     cudnn: str | UnsetType = UNSET
-    """Version of cuDNN, under ROCm of MIOpen. This and what follows are absent from files that are older than the fields, so
-    that these files are stored again as they were."""
+    """The version of cuDNN, or of MIOpen under ROCm. This and the following fields are missing in files that are older than
+    the fields."""
     nccl: str | UnsetType = UNSET
-    """Version of NCCL, under ROCm of RCCL."""
+    """The version of NCCL, or of RCCL under ROCm."""
     cores: Whole | UnsetType = UNSET
     """CPU cores that the worker could use, by its affinity and the quota of its container."""
     host_memory_bytes: Whole | UnsetType = UNSET
-    """Of the host, or the limit of the container."""
+    """The memory of the host, or the limit of the container."""
     nics: tuple[str, ...] | UnsetType = UNSET
-    """Ports of the host's network cards by kind and rate: ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
+    """The ports of the host's network cards by kind and rate, as ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
 
 
 class Rank(Struct, frozen=True, kw_only=True):
     """What one of several processes of a case measured."""
 
     role: Literal["worker", "server"] = "worker"
+    """Whether it trained or served tables."""
     step_seconds: tuple[float, ...]
-    """Empty for a server."""
+    """Seconds of each timed step. Empty for a server."""
     peak_allocated_bytes: Whole
+    """Its peak of allocated memory."""
     peak_host_bytes: Whole
+    """Its peak of resident host memory."""
     peak_reserved_bytes: Whole | None = None
+    """Its peak of memory that the caching allocator reserved."""
     own_seconds: tuple[float, ...] = ()
-    """Of each step, from the common start to the first need of another process; none where the steps do not tell."""
+    """Seconds of each step from the common start until the process first needed another one. Empty if the steps do not
+    tell."""
     updates: Whole | None = None
     """Updates that a server applied to its tables."""
     rows: Whole | None = None
-    """Rows that they changed, counted once an update."""
+    """Rows that these updates changed, counted once per update."""
 
 
 class Served(Struct, frozen=True, kw_only=True, tag="served", tag_field="outcome"):
@@ -133,76 +148,84 @@ class Served(Struct, frozen=True, kw_only=True, tag="served", tag_field="outcome
 class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="outcome"):
     """A case that trained to its end and passed the worker's checks.
 
-    Of several processes: each step's seconds are the slowest's, memory is the largest of one process, host memory the sum.
+    If the case has several processes, each step takes the seconds of the slowest one, memory is the largest of one process,
+    and host memory is the sum.
     """
 
     step_seconds: StepSeconds
-    """Wall seconds of every timed step, synchronised with the device, in order. With ``loader_workers`` each is the mean
-    over as many steps, because batches come in bursts."""
+    """Wall seconds of every timed step in order, synchronised with the device. With ``loader_workers``, each is the mean
+    over that many steps, because batches come in bursts."""
     device_step_seconds: tuple[float, ...] = ()
-    """The same steps by the GPU's clock, from the begin to the end of its main stream's work; the wall's has besides what
-    other streams and the host did after that."""
+    """The same steps by the GPU's clock, from the begin to the end of the work of its main stream. Wall seconds also include
+    what other streams and the host do after that."""
     input_seconds: float | None = None
-    """That a timed step waited for its batch, on average; None without ``loader_workers``."""
+    """The mean time that a timed step waited for its batch. None without ``loader_workers``."""
     warmup_seconds: tuple[float, ...]
-    """Of the steps before; the first has what is compiled and tuned once."""
+    """Seconds of the steps of the warm-up. The first one includes what is compiled and tuned once."""
     losses: tuple[float, ...]
-    """Loss of every timed step."""
+    """The loss of every timed step."""
     batch_size: Whole
     """Samples in one step, over all processes."""
     sequence_length: Whole
-    """Tokens per sample as run (the tiny scale shrinks them), padding included; 0 where samples are not token sequences."""
+    """Tokens per sample as run, padding included; the tiny scale shrinks them. 0 if samples are not token sequences."""
     tokens: Whole | None = None
-    """Tokens in one step over all processes, without padding; None where none is padding."""
+    """Tokens in one step over all processes, without padding. None if there is no padding."""
     updates: Whole
-    """Optimizer updates from the first step to the last timed one; for own code, calls of its step."""
+    """Optimizer updates from the first step to the last timed one. For own code, calls of its step."""
     parameters: Whole | None
-    """None where own code does not let the worker watch its model; likewise the next two."""
+    """The number of parameters. This and the next two fields are None if own code does not let the worker watch its
+    model."""
     trainable_parameters: Whole | None
+    """The number of parameters that train."""
     model_bytes: Whole | None
-    """Storage of parameters, buffers and quantisation state."""
+    """The memory of parameters, buffers and quantisation state."""
     peak_allocated_bytes: Whole
-    """Highest sum of live tensor storages from the first step on: the caching allocator's on a GPU, counted tensor by
-    tensor (in steps of its own) on a CPU."""
+    """The highest sum of live tensor storages from the first step on. On a GPU the caching allocator counts it. On a CPU it
+    is counted tensor by tensor, in steps of its own."""
     phase_peak_bytes: dict[TrainingPhase, Whole] = {}
-    """The same by phase of training, where it was counted tensor by tensor; ``build`` is the highest before the first step.
-    Of several processes that train, the largest of one."""
+    """The same for each phase of training, if it was counted tensor by tensor. ``build`` is the highest before the first
+    step. If several processes train, it is the largest of one."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
-    """At the peak of each phase, largest first."""
+    """The largest tensors at the peak of each phase."""
     peak_host_bytes: Whole
-    """Highest resident set of the worker process, without the processes of a DataLoader."""
+    """The highest resident set of the worker process, without the processes of a DataLoader."""
     peak_reserved_bytes: Whole | None = None
-    """Highest memory held by the caching allocator (GPU)."""
+    """The highest memory that the caching allocator held (GPU)."""
     device_used_bytes: Whole | None = None
-    """Memory in use on the device after the last step, context and other processes included: what nvidia-smi shows."""
+    """The memory in use on the device after the last step, as nvidia-smi shows it: with the context and with other
+    processes."""
     flops_per_step: Whole | None = None
-    """Floating-point operations of one step without recomputation; 0 never stands for unknown."""
+    """Floating-point operations of one step without recomputation. None if unknown, never 0."""
     recomputed_flops_per_step: Whole | None = None
     """Further operations that activation checkpointing repeats."""
     uncompiled: bool = False
-    """Whether own code uses `torch.compile` on a CPU, where its tensors are counted one by one and nothing is compiled."""
+    """Whether own code uses `torch.compile` on a CPU. There nothing is compiled, because its tensors are counted one by
+    one."""
     ranks: tuple[Rank, ...] = ()
-    """Figures of each process, where there were several."""
+    """The figures of each process, if there were several."""
     own_seconds: tuple[float, ...] = ()
-    """In the reply of one of several processes: see `Rank`."""
+    """Like the field of `Rank`, in the reply of one of several processes."""
     one_worker_seconds: float | None = None
-    """Seconds of an update by one worker alone, added by the parent where a test asks how the case scales."""
+    """Seconds of an update by one worker alone. It is set if the test asks how the case scales."""
     counted_threads: Whole = 1
-    """Threads whose tensors were counted one by one. With several the peak depends on which of them is faster."""
+    """The number of threads whose tensors were counted one by one. With several, the peak depends on which of them is
+    faster."""
     notes: tuple[str, ...] = ()
     """What was not counted, each as a sentence."""
     free_bytes: Whole | None = None
-    """Free on the fullest of the case's GPUs before it started; this and the next from the parent."""
+    """Free memory on the fullest of the case's GPUs before the case started."""
     other_processes: Whole | None = None
-    """That computed on its GPUs then."""
+    """The number of processes that computed on its GPUs at that time."""
     holders: tuple[Holder, ...] = ()
-    """Who they were; likewise memory in use by nobody seen."""
+    """These processes, and memory in use that no process seems to own."""
     telemetry: Telemetry | None = None
-    """Of its GPUs, from the parent."""
+    """Energy, power and clocks of its GPUs."""
     environment: Environment
+    """Where it was measured."""
 
     @property
     def joules_per_step(self) -> float | None:
+        """Energy of all GPUs per step. None if no driver reports it."""
         return (
             self.telemetry.energy_joules / len(self.step_seconds)
             if self.telemetry and self.telemetry.energy_joules
@@ -216,23 +239,27 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
     @property
     def median_step_seconds(self) -> float:
+        """The median of ``step_seconds``."""
         return statistics.median(self.step_seconds)
 
     @property
     def samples_per_second(self) -> float:
+        """Samples per second at the median step."""
         return self.batch_size / self.median_step_seconds
 
     def update_seconds(self, accumulation: int) -> float | None:
-        """Return the median seconds of an optimizer update with all its micro-batches; None where no whole one was timed."""
+        """Return the median seconds of an optimizer update with all its micro-batches, or None if no whole update was
+        timed."""
         return update_seconds(self.step_seconds, accumulation)
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Tokens per second at the median step. None if samples are not token sequences."""
         return self.tokens_per_step / self.median_step_seconds if self.tokens_per_step else None
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one step over all processes that are no padding; 0 where samples are not token sequences."""
+        """Tokens of one step over all processes, without padding. 0 if samples are not token sequences."""
         return self.batch_size * self.sequence_length if self.tokens is None else self.tokens
 
 
@@ -244,66 +271,83 @@ def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | 
 
 
 class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_field="outcome"):
-    """The case does not fit. An outcome: it can be a baseline, and fails a test whose baseline fitted."""
+    """The case does not fit. This can be a baseline, and it fails a test whose baseline did fit."""
 
     where: Literal["device", "host"]
+    """Which memory ran out."""
     phase: Phase
+    """What the process was doing."""
     message: str
     """The allocator's own sentence."""
     step: Whole | None = None
+    """The timed step, if one had begun."""
     rank: Whole | None = None
-    """Of several processes, the one it happened to."""
+    """Which of several processes ran out of memory."""
     peak_allocated_bytes: Whole | None = None
+    """The highest sum of live tensor storages until then."""
     free_bytes: Whole | None = None
-    """As in `Measurement`, and the next."""
+    """Free memory on the fullest of the case's GPUs before the case started."""
     other_processes: Whole | None = None
+    """The number of processes that computed on its GPUs at that time."""
     holders: tuple[Holder, ...] = ()
+    """These processes, and memory in use that no process seems to own."""
     environment: Environment | None = None
+    """Where it ran."""
 
 
 class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outcome"):
     """No valid result: an exception, a failed check, a signal, or a reply that cannot be read."""
 
     sentence: str
+    """What happened."""
     phase: Phase
+    """What the process was doing."""
     step: Whole | None = None
+    """The timed step, if one had begun."""
     detail: str = ""
-    """Traceback or the end of the worker's stderr."""
+    """The traceback, or the end of the worker's stderr."""
     exit_code: Whole | None = None
+    """The exit status of the process."""
     refused: bool = False
-    """Whether nothing broke, but a check found that the case is not what it says."""
+    """Whether nothing broke, but a check found that the case is not what it claims to be."""
     rank: Whole | None = None
+    """Which of several processes crashed."""
     measured: Measurement | EmulatedRun | None = None
-    """Figures of the timed steps, where the case failed after them: they are shown, never judged or recorded."""
+    """The figures of the timed steps, if the case failed after them. They are shown, and never judged or recorded."""
 
 
 class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="outcome"):
-    """The case was ended after its time."""
+    """The case was ended because it took too long."""
 
     timeout_seconds: float
+    """The time that it had."""
     phase: Phase
+    """What the process was doing."""
     step: Whole | None = None
+    """The timed step, if one had begun."""
     detail: str = ""
-    """Python stacks of the worker at the end, where it could still give them."""
+    """The Python stacks of the worker at the end, if it could still give them."""
     advice: str = ""
-    """What may help, beside more time."""
+    """What may help besides more time."""
     measured: Measurement | EmulatedRun | None = None
-    """As in `Crashed`."""
+    """The figures of the timed steps, as in `Crashed`."""
 
 
 Cause = Literal[
     "node_died", "preempted", "cancelled", "not_scheduled", "queue_full", "no_delivery", "unfit_node", "unreachable"
 ]
+"""Why a fleet did not run a case to its end."""
 
 
 class Lost(Struct, frozen=True, kw_only=True, tag="lost", tag_field="outcome"):
-    """The fleet did not run the case to its end, so nothing is known of it; none of the code's doing."""
+    """The fleet did not run the case to its end. The code is not to blame, and nothing is known of the case."""
 
     cause: Cause
+    """Why."""
     sentence: str
-    """What happened, and what to do."""
+    """What happened and what to do."""
     job: str = ""
-    """As the fleet's scheduler numbers it; empty where it took none."""
+    """The scheduler's id of the job. Empty if it took none."""
     host: str = ""
     """Where it ran, as far as known."""
     detail: str = ""

@@ -16,91 +16,108 @@ from pytest_gputrain.records.whole import Whole
 
 
 class RankSpread(Struct, frozen=True, kw_only=True):
-    """How far the processes of a case lie apart, in the run where they lie farthest."""
+    """How far the processes of a case are apart, in the run where they are farthest apart."""
 
     slowest: Whole | None
-    """Rank whose own work takes longest by the median of its steps; None where the steps do not tell their own work."""
+    """The rank whose own work takes longest, by the median of its steps. None if the steps do not tell their own work."""
     lag: float | None
-    """How much longer than that of the fastest, as a share of the fastest's; None likewise."""
+    """How much longer the slowest rank takes than the fastest, as a share of the fastest. None likewise."""
     lag_seconds: float | None
+    """The same in seconds per step."""
     least_peak_allocated_bytes: Whole
+    """The lowest peak of a process."""
     most_peak_allocated_bytes: Whole
+    """The highest peak of a process."""
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """Figures derived from the runs of a case, for readers that do not want to derive them."""
+    """Figures computed from the runs of a case."""
 
     median_step_seconds: float
-    """Median over the runs of each run's median."""
+    """The median over the runs of the median step of each run."""
     samples_per_second: float
+    """Samples of all processes per second, at the median step."""
     tokens_per_second: float | None
+    """Tokens of all processes per second, at the median step. None if samples are not token sequences."""
     peak_allocated_bytes: Whole
-    """Median of the runs' peaks (the higher of the middle two)."""
+    """The median of the peaks of the runs. Of an even number of runs, the higher of the middle two."""
     model_flops_utilization: float | None
-    """FLOPs without recomputation over time and the platform's peak (MFU of the PaLM paper, arXiv:2204.02311)."""
+    """FLOPs without recomputation, divided by the time and by the platform's peak (MFU as in PaLM, arXiv:2204.02311)."""
     scaling_efficiency: float | None = None
-    """See `pytest_gputrain.gate.scaling.efficiency`; the median over the runs."""
+    """The throughput divided by that of as many single workers, as the median over the runs. None unless the test asked for
+    it."""
     ranks: RankSpread | None = None
+    """How far the processes are apart. None for one process."""
     first_step_seconds: float | None = None
-    """Of the first step of the warm-up, in which kernels are loaded, tuned and, with ``compile``, made; median over the
-    runs, None without warm-up."""
+    """Seconds of the first step of the warm-up, which loads, tunes and (with ``compile``) builds kernels. It is the median
+    over the runs, and None without a warm-up."""
     joules_per_step: float | None = None
-    """Energy of all GPUs of the case; this and what follows the median over the runs, None where no driver tells."""
+    """Energy of all GPUs of the case per step. This and the following figures are medians over the runs, and None if no
+    driver reports them."""
     joules_per_sample: float | None = None
+    """Energy of all GPUs of the case per sample."""
     power_watts: float | None = None
-    """Of all GPUs of the case together."""
+    """Mean power of all GPUs of the case together."""
     clock_mhz: Whole | None = None
-    """Of the GPU that has the lowest."""
+    """The clock of the GPU that has the lowest."""
     gpu_utilization: float | None = None
-    """Share of the time in which a kernel ran."""
+    """The share of the time in which a kernel ran."""
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """An earlier run that replies of a resumed one are of."""
+    """An earlier run, from which a resumed run took replies."""
 
     session: str
-    """Id of the pytest run."""
+    """The id of the pytest run."""
     date: str
-    """When it began: UTC, ISO 8601."""
+    """When it began, in UTC (ISO 8601)."""
     commit: str
+    """The commit that it measured."""
     branch: str
+    """The branch that it measured."""
     runs: Whole
-    """Replies of it."""
+    """How many replies were taken from it."""
 
 
 class CaseResult(Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """What the results of all kinds have in common: one case in one test."""
+    """The fields that results of all kinds have."""
 
     nodeid: str
+    """pytest's id of the test."""
     suite: str
+    """The test file without ``test_`` and ``.py``."""
     key: str
+    """The id of the case. It ends in ``@tiny`` at the tiny scale."""
     case: Case
+    """The case."""
     scale: Scale
+    """Whether the case ran at full size or at the tiny scale."""
     platform: str
-    """Catalog marker of the machine, or ``unknown``."""
+    """The marker of the machine, or ``unknown``."""
     device: str
-    """Slug: the folder of its baselines."""
+    """The name of the folder that has the baselines of this device."""
     inline: bool = False
-    """Whether it ran in the pytest process."""
+    """Whether the case ran in the pytest process."""
     variables: tuple[str, ...] = ()
-    """Names of the environment variables that the test had changed since the session began; values may be secrets."""
+    """Names of the environment variables that the test had changed since the session began. Their values may be secrets, so
+    they are left out."""
     variables_digest: str = ""
-    """Tells other values of these variables from the same ones; empty where none had changed."""
+    """A digest of the values of these variables. Empty if none had changed."""
     verdict: Verdict | None = None
-    """None where the test only measured."""
+    """The verdict. None if the test only measured."""
 
 
 class TrainedResult(CaseResult, frozen=True, kw_only=True):
-    """What the results of cases that really trained have in common."""
+    """The fields that results of cases have which really trained."""
 
     replies: tuple[Reply, ...]
-    """One per fresh process, at least one."""
+    """The reply of each fresh process, at least one."""
     summary: Summary | None = None
-    """None where no process gave figures."""
+    """None if no process gave figures."""
 
     @property
     def figures(self) -> Measurement | None:
-        """Those of the first process that gave some."""
+        """The first reply that is a `Measurement`, or None."""
         return next((reply for reply in self.replies if isinstance(reply, Measurement)), None)
 
 
@@ -108,40 +125,41 @@ class Measured(TrainedResult, frozen=True, kw_only=True, tag="measured"):
     """A case that was measured as it is declared."""
 
     resumed: tuple[Origin, ...] = ()
-    """Whose the first replies are, where ``--gpu-resume`` took them from an earlier report; one run after the other."""
+    """The earlier runs whose replies ``--gpu-resume`` took. These replies come first."""
     published: Published | None = None
-    """The row that it was compared with under ``--gpu-baseline=published``."""
+    """The published row that ``--gpu-baseline=published`` compared with."""
     to_come: Whole = 0
-    """Runs that its baseline still waits for; none of them is stored before all are there."""
+    """How many more runs its baseline needs. None is stored before all are there."""
 
 
 class BatchSearch(TrainedResult, frozen=True, kw_only=True, tag="batch_search"):
-    """A case whose batches were searched by ``--gpu-find-batch``. Its figures are those of the fastest batch."""
+    """A case whose batches ``--gpu-find-batch`` searched. Its figures are those of the fastest batch."""
 
     search: Search
+    """What the search found."""
 
 
 class LossStudy(TrainedResult, frozen=True, kw_only=True, tag="loss_study"):
-    """A case whose losses were recorded by ``--gpu-loss`` in several precisions. Its figures are those of its own."""
+    """A case whose losses ``--gpu-loss`` recorded in several precisions. Its figures are those of its own precision."""
 
     loss_curves: tuple[LossCurve, ...]
-    """fp32 first."""
+    """The curve of each precision, fp32 first."""
 
 
 class UnmeasuredResult(CaseResult, frozen=True, kw_only=True):
-    """What the results of cases have in common that no device ran: figures without times, the same in every process."""
+    """The fields that results of cases have which no device ran. They have no times, and are the same in every process."""
 
     reply: Prediction | EmulatedRun | OutOfMemory | Crashed | TimedOut
-    """The failures are those of the process that was to give figures."""
+    """The figures, or the failure of the process that was to give them."""
 
     @property
     def replies(self) -> tuple[Reply, ...]:
-        """Those of processes that failed."""
+        """The reply, if it is a failure."""
         return () if isinstance(self.reply, Prediction | EmulatedRun) else (self.reply,)
 
     @property
     def summary(self) -> None:
-        """None: nothing was measured."""
+        """None, because nothing was measured."""
         return
 
 
@@ -149,11 +167,13 @@ class Predicted(UnmeasuredResult, frozen=True, kw_only=True, tag="predicted"):
     """A case that ``--gpu-predict`` predicted."""
 
     reply: Prediction | OutOfMemory | Crashed | TimedOut
+    """The prediction, or the failure of the process that was to give it."""
     remedy: str = ""
-    """What makes a case fit that does not, found by further predictions."""
+    """A change that makes a case fit that does not, found by further predictions."""
 
     @property
     def figures(self) -> Prediction | None:
+        """The prediction, or None if it failed."""
         return self.reply if isinstance(self.reply, Prediction) else None
 
 
@@ -161,9 +181,11 @@ class Emulated(UnmeasuredResult, frozen=True, kw_only=True, tag="emulated"):
     """A case that ran on an emulated GPU, by ``--gpu-emulate``."""
 
     reply: EmulatedRun | OutOfMemory | Crashed | TimedOut
+    """The figures of the run, or the failure of its process."""
 
     @property
     def figures(self) -> EmulatedRun | None:
+        """The figures, or None if the run failed."""
         return self.reply if isinstance(self.reply, EmulatedRun) else None
 
 
@@ -177,17 +199,26 @@ class Report(Struct, frozen=True, kw_only=True):
     """The document of ``--gpu-json``."""
 
     format: Whole = FORMAT
+    """The version of the format."""
     generator: str
+    """The name and the version of the package that wrote it."""
     created: str
+    """When it was written, in UTC (ISO 8601)."""
     session: str
+    """The id of the pytest run."""
     commit: str = ""
+    """The commit that was checked out. Empty outside of a repository."""
     changes: str = ""
-    """Tells uncommitted changes of tracked files from others, what runs write apart; empty for none."""
+    """A digest of the uncommitted changes of tracked files, without the files that runs write. Empty for none."""
     branch: str = ""
+    """The branch that was checked out."""
     arguments: tuple[str, ...] = ()
+    """The arguments of pytest."""
     settings: dict[str, Any] = {}
-    """Only JSON values."""
+    """The options of the run, as JSON values."""
     exit_status: Whole = 0
-    """2 until the run has come to its end."""
+    """pytest's exit status. 2 until the run has ended."""
     notes: tuple[str, ...] = ()
+    """Sentences about the run as a whole, as below its tables."""
     results: tuple[Result, ...] = ()
+    """The results of all cases."""

@@ -17,40 +17,46 @@ class Try(Struct, frozen=True, kw_only=True):
     batch_size: Whole
     """Samples per process."""
     outcome: Literal["fits", "out_of_memory", "timed_out", "capped", "crashed", "lost"]
-    """``capped``: the tiny scale trains on fewer samples than were asked for."""
+    """What happened. ``capped``: the tiny scale trains on fewer samples than requested."""
     samples_per_second: float | None = None
+    """Its throughput."""
     peak_allocated_bytes: Whole | None = None
+    """Its peak of allocated memory."""
     reason: str = ""
     """Why it does not fit."""
 
 
 class Search(Struct, frozen=True, kw_only=True):
-    """Which micro-batches of a case fit, and which is the fastest; its `Result` has the figures of that one."""
+    """Which micro-batches of a case fit, and which is the fastest."""
 
     tries: tuple[Try, ...]
-    """In the order they were made, each batch once."""
+    """All tries in their order, each batch once."""
     most: Whole
-    """No larger batch was to be tried."""
+    """The largest batch that the search may try."""
     largest: Whole | None = None
-    """The largest that fits; None where not even one sample does, or where a crash ended the search."""
+    """The largest batch that fits. None if not even one sample fits, or if a crash ended the search."""
     fastest: Whole | None = None
-    """The one with the most samples per second; None likewise."""
+    """The batch with the most samples per second. None likewise."""
 
 
 Trend = Literal["converging", "flat", "diverging"]
+"""How the losses of a case develop."""
 
 
 class LossCurve(Struct, frozen=True, kw_only=True):
     """The losses of a case in one precision, from the first step on."""
 
     precision: str
+    """The precision."""
     outcome: Literal["recorded", "left_out", "out_of_memory", "timed_out", "crashed", "lost"]
+    """Whether there is a curve."""
     losses: tuple[float, ...] = ()
-    """Ends before the first loss that is not finite."""
+    """The loss of each step, up to the first that is not finite."""
     non_finite_step: Whole | None = None
     """The step, counted from 1, whose loss was not finite."""
     trend: Trend | None = None
+    """How the losses develop."""
     gap: float | None = None
-    """How far above the fp32 curve it ends, as a share of where that one begins: `pytest_gputrain.gate.loss_trend.gap`."""
+    """How far above the fp32 curve it ends, as a share of where that one begins."""
     reason: str = ""
     """Why there is no curve."""

@@ -12,54 +12,67 @@ class Moment(Struct, frozen=True, kw_only=True):
     """A run of the history."""
 
     date: str
-    """UTC, ISO 8601."""
+    """When the run began, in UTC (ISO 8601)."""
     commit: str
+    """The commit that it measured."""
     session: str
+    """The id of the pytest run."""
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """From one level to the next."""
+    """The change from one level of a metric to the next."""
 
     before: float
-    """Median of the level before, in the unit of the metric."""
+    """The median of the level before, in the unit of the metric."""
     after: float
+    """The median of the level after."""
     share: float
-    """Of ``before`` that ``after`` is more; negative for less."""
+    """The change as a share of ``before``, negative if the metric fell."""
     worse: bool
+    """Whether the change is for the worse."""
     base: Moment
     """The last run at the level before."""
     first: Moment
     """The first run at the level after."""
     runs: Whole
-    """Of the level after."""
+    """Runs at the level after."""
     runs_since: Whole
-    """From ``first`` to the end of the history."""
+    """Runs from ``first`` to the end of the history."""
     differences: tuple[str, ...]
-    """What else is not the same in these two runs: versions, machine, knobs."""
+    """What else differs between these two runs: versions, machine, fields of the case."""
 
 
 class Course(Struct, frozen=True, kw_only=True):
     """One metric of one case on one device, from its first run to its latest."""
 
     suite: str
+    """The test file without ``test_`` and ``.py``."""
     key: str
+    """The id of the case."""
     device: str
+    """The device."""
     metric: str
-    """Key of the history."""
+    """The key of the history."""
     runs: Whole
+    """The number of runs."""
     level: float
-    """Median of the runs since the last change, in the unit of the metric."""
+    """The median of the runs since the last change, in the unit of the metric."""
     since: Moment
-    """The first of them."""
+    """The first of these runs."""
     noise: float
-    """Between neighbouring runs, as a share."""
+    """The noise between neighbouring runs, as a share."""
     latest: float
+    """The latest value."""
     last: Moment
+    """The latest run."""
     changes: tuple[Change, ...]
+    """All changes, in order."""
 
 
 class Trends(Struct, frozen=True, kw_only=True):
     """All courses of a history."""
 
     format: Whole = FORMAT
+    """The version of the format."""
     courses: tuple[Course, ...]
+    """One course for each metric of each case on each device."""

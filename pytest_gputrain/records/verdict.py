@@ -15,12 +15,13 @@ from pytest_gputrain.records.whole import Whole
 Status = Literal[
     "pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded", "over-limit"
 ]
+"""The verdict of a case or of a metric; docs/verdicts.md explains each."""
 FAILING: Final[tuple[Status, ...]] = ("regressed", "over-limit", "failed")
 """What fails a test."""
 STRICTLY_FAILING: Final[tuple[Status, ...]] = ("inconclusive", "not-comparable", "new")
 """What fails a test in addition where a comparison has to be made."""
 HeldTo = Literal["prediction", "published"]
-"""What stands in for the baseline of a device that has none yet."""
+"""What a case is compared with on a device that has no baseline yet."""
 MetricName = Literal[
     "step_seconds",
     "peak_allocated_bytes",
@@ -36,7 +37,7 @@ MetricName = Literal[
     "recomputed_flops_per_step",
     "bytes_per_step",
 ]
-"""Peaks of phases are those of memory counted on a CPU, or predicted; recomputed FLOPs and bytes are predicted only."""
+"""The peak of a phase is set if memory was counted on a CPU, or predicted. Recomputed FLOPs and bytes are predicted only."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -85,64 +86,75 @@ class Published(Struct, frozen=True, kw_only=True):
     """What others published for one case on one platform: a row of a table in ``baselines/published``."""
 
     table: str
+    """The name of the table."""
     suite: str
+    """The suite that reproduces it."""
     platform: str
-    """Catalog marker."""
+    """The marker of the GPU."""
     case: Case
+    """The case that reproduces the row."""
     outcome: Literal["measured", "out_of_memory", "error"]
-    """``error`` where the row tells of one instead of figures."""
+    """What the row reports. ``error`` stands for an error instead of figures."""
     cells: dict[str, str]
-    """Every column as printed, by its header."""
+    """The text of every column as printed, by its heading."""
     figures: dict[str, Figures]
-    """By framework, ``pytorch`` or ``paddle``; empty where the figures are a picture."""
+    """The figures by framework, ``pytorch`` or ``paddle``. Empty if the document shows a picture only."""
     made_with: str
-    """Versions and hardware: ``torch 2.5.1 on NVIDIA H100``."""
+    """Versions and hardware, as ``torch 2.5.1 on NVIDIA H100``."""
     time_not_judged: str = ""
-    """Why its time is shown but says nothing of the case as declared."""
+    """Why its time is shown but not judged. Empty if it is judged."""
     memory_not_judged: str = ""
-    """Likewise of its memory."""
+    """The same for its memory."""
 
 
 class MetricVerdict(Struct, frozen=True, kw_only=True):
-    """One metric of a case against its baseline."""
+    """One metric of a case, compared with its baseline."""
 
     metric: MetricName
+    """The metric."""
     status: Status
+    """Its verdict."""
     value: float | None = None
+    """Its value today."""
     baseline: float | None = None
+    """Its value in the baseline."""
     limit: float | None = None
-    """The value beyond which the metric regresses: above it, for a scaling efficiency below it."""
+    """The value beyond which the metric regresses: above it, or below it for a scaling efficiency."""
     note: str = ""
-    """Why it was not compared, what changed within the limit, or what else is to be known."""
+    """Why it was not compared, what changed within the limit, or what else you should know."""
     sd: float | None = None
-    """Between fresh processes, as a share of the time; this and what follows where
-    `pytest_gputrain.gate.step_times` decided."""
+    """The standard deviation between fresh processes, as a share of the time. This and the following fields are set for step
+    times only."""
     sensitivity: float | None = None
     """The slowdown, as a share, that would be caught 99 times in 100."""
     baseline_runs: Whole | None = None
+    """Fresh processes of the baseline."""
     runs: Whole | None = None
     """Fresh processes of today."""
     votes: Whole | None = None
-    """Of those, the ones beyond the limit, on the side that has more."""
+    """How many of these are beyond the limit, on the side that has more."""
 
     @property
     def change(self) -> float | None:
-        """From baseline to value, as a share; None where the two were not compared."""
+        """The change from baseline to value, as a share. None if the two were not compared."""
         if self.status == "not-comparable" or self.value is None or not self.baseline:
             return None
         return self.value / self.baseline - 1
 
 
 class LimitVerdict(Struct, frozen=True, kw_only=True):
-    """One figure of a case against what its test allows at most."""
+    """One figure of a case, compared with what its test allows at most."""
 
     metric: MetricName
+    """The metric."""
     status: Literal["pass", "over-limit", "not-judged"]
+    """Whether it is within the limit."""
     value: float | None
-    """Median of the runs (the higher of the middle two); None where there are no figures."""
+    """The median of the runs. Of an even number of runs, the higher of the middle two. None if there are no figures."""
     limit: float
+    """What the test allows."""
     stated: str
-    """Where: ``gpu_limit on test_tuning``."""
+    """Where the limit is stated, as ``gpu_limit on test_tuning``."""
     note: str = ""
     """Why it was not judged."""
     runs: Whole = 0
@@ -150,18 +162,21 @@ class LimitVerdict(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """What a case's runs mean. ``failed`` stands for a case that gave no number (a crash, a time-out)."""
+    """What the runs of a case mean. ``failed`` stands for a case that gave no figures, because it crashed or timed out."""
 
     status: Status
+    """The verdict of the case, which is that of its worst metric."""
     sentence: str
-    """One sentence for people: case, value, baseline, delta, limit, what changed in the environment."""
+    """One sentence for people: case, value, baseline, difference, limit, and what changed in the environment."""
     metrics: tuple[MetricVerdict, ...] = ()
+    """The verdict of each metric."""
     limits: tuple[LimitVerdict, ...] = ()
-    """Of ``gpu_limit``."""
+    """The verdict of each limit that ``gpu_limit`` sets."""
     before: Status | None = None
-    """The verdict on the figures of a ``recorded`` case, had they not been recorded."""
+    """For a ``recorded`` case, the verdict that its figures had before they were recorded."""
     held_to: HeldTo | None = None
     """What a measured case without a baseline was compared with instead."""
 
     def metric(self, name: MetricName) -> MetricVerdict | None:
+        """Return the verdict of a metric, or None."""
         return next((metric for metric in self.metrics if metric.metric == name), None)

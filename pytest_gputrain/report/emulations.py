@@ -59,10 +59,10 @@ def explain(results: Sequence[Result]) -> list[str]:
     if unfit:
         lines.append(f"does not fit: {', '.join(unfit)}")
     for note in dict.fromkeys(note for _, run in runs for note in run.notes):
-        lines.append(f"{_cases([result for result, run in runs if note in run.notes])} {note}")
+        lines.append(f"{_cases([result for result, run in runs if note in run.notes])}: {note}")
     for what in dict.fromkeys(what for _, run in runs for what in run.not_counted):
         cases = _cases([result for result, run in runs if what in run.not_counted])
-        lines.append(f"{cases} need at least this memory: {what} are not known, and not counted")
+        lines.append(f"{cases}: at least this memory is needed; {what} are not known, and not counted")
     several = [result for result, run in runs if run.processes > 1]
     if several:
         lines.append(f"{_cases(several)} of several GPUs: the first process of each ran, beside torch's fake process group")

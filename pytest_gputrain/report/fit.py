@@ -116,12 +116,14 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     yield from dict.fromkeys(filter(None, failures))
     for cell in report.cells:
         if cell.remedy:
-            yield f"{cell.case} does not fit {titles[cell.gpu]}: {cell.remedy}"
+            verb = "does" if cell.fit == "does-not-fit" else "may"
+            yield f"{cell.case} {verb} not fit {titles[cell.gpu]}: {cell.remedy}"
     at_peak = peaks(report)
     if with_peaks and len(at_peak) <= _SHOWN_PEAKS:
         for name, what in at_peak.items():
             yield f"{name} at its peak, {what}"
     yield from report.left_out
+    yield from report.about
     share = format_percent(report.error, signed=False)
     yield (
         "memory is what nvidia-smi would show of a process, and without limit where it does not fit; within the error: an "

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+
+import msgspec
+
 from pytest_gputrain.execution.emulated import EmulatingExecutor
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.emulation import judge
@@ -40,7 +44,14 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
     def _verdict(
         self, request: Request, case: Case, figures: EmulatedRun, recorded: Recorded[EmulatedRun] | None, title: str
     ) -> Verdict:
-        return judge(case, figures, recorded, title)
+        verdict = judge(case, figures, recorded, title)
+        if case.method != "script" or verdict.status != "regressed":
+            return verdict
+        # A worker that runs a script sees the allocator's peaks alone, not what holds them.
+        command = shlex.join(["python", case.code, *msgspec.json.decode(case.args or "[]", type=list[str])])
+        emulate = f"gputrain emulate --gpu {self._executor.host.platform} -- {command}"
+        sentence = f"{verdict.sentence}; {emulate} tells what is allocated at the peak, and where"
+        return msgspec.structs.replace(verdict, sentence=sentence)
 
     def _described(self, figures: EmulatedRun, title: str) -> str:
         return f"these figures of an emulated {title}{'' if figures.fits else f', not fitting {title},'}"

@@ -96,6 +96,8 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
     layers = architecture.repetitions or architecture.trained_part.config.get("num_hidden_layers", 0)
+    if not isinstance(layers, int):  # in a config.json that the worker will refuse
+        layers = 0
     if layers and case.parallel in ("single", "fsdp"):
         return _SHALLOW_SECONDS
     return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS)
@@ -118,12 +120,12 @@ class Fitting:
         """Predict each case for its GPU, in the order given.
 
         Args:
-            remedies: whether to look for what makes the smallest batch fit of those that do not.
+            remedies: whether to look for what makes the smallest batch surely fit of those that do not.
         """
         cells = self._done(self._cell, asked, "predictions")
         unfit: dict[tuple[Case, str], int] = {}
         for number, cell in enumerate(cells):
-            if cell.fit == "does-not-fit":
+            if cell.fit in ("does-not-fit", "within-error"):
                 key = _without_batch(cell.case), cell.gpu
                 if key not in unfit or cell.case.batch_size < cells[unfit[key]].case.batch_size:
                     unfit[key] = number
@@ -170,7 +172,8 @@ class Fitting:
                 return None
 
         assert cell.prediction is not None
-        return msgspec.structs.replace(cell, remedy=remedy(cell.case, cell.prediction, changed))
+        helps = remedy(cell.case, cell.prediction, changed, may_fit=cell.fit == "within-error")
+        return msgspec.structs.replace(cell, remedy=helps)
 
     def _largest(self, known: Sequence[FitCell]) -> LargestBatch:
         case, gpu = known[0].case, known[0].gpu

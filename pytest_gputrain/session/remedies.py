@@ -15,11 +15,12 @@ Predict = Callable[[Case], Prediction | None]
 """The prediction of a changed case; None where there is none."""
 
 
-def remedy(case: Case, prediction: Prediction, predict: Predict) -> str:
+def remedy(case: Case, prediction: Prediction, predict: Predict, *, may_fit: bool = False) -> str:
     """Return a sentence's end: the cheapest change under which the case fits, or that none of those tried is enough.
 
     Args:
         prediction: of the case, which does not fit.
+        may_fit: it may fit as it is, so it is no news that a change is not enough; then empty.
     """
     hint = _hint(case, prediction)
     tried: list[tuple[str, int]] = []
@@ -32,6 +33,8 @@ def remedy(case: Case, prediction: Prediction, predict: Predict) -> str:
         if changed.fits:
             return f"{change_text} makes it fit, in {format_bytes(needed)}{'' if 'loss_chunks' in change else hint}"
         tried.append((change_text, needed))
+    if may_fit:
+        return ""
     spread = "spread it over more GPUs" + ("" if case.parallel in ("fsdp", "zero3") else " (parallel=fsdp)")
     if not tried:
         return f"{spread}{hint}"

@@ -23,6 +23,11 @@ def snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
         return max(snapshots.glob("*/"), key=lambda revision: revision.stat().st_mtime, default=None)
 
 
+def cached_models(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of all models in the cache."""
+    return sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in hub_cache(environ).glob("models--*"))
+
+
 def hub_cache(environ: Mapping[str, str]) -> Path:
     """Return the folder that huggingface_hub keeps models in."""
     if cache := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):

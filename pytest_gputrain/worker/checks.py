@@ -25,6 +25,11 @@ class CheckFailed(Exception):
     """The run is not what its case says; the message is one sentence."""
 
 
+def described(error: Exception) -> str:
+    """Return the type and the message of an error of a library, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def ended(name: str, taken: int) -> CheckFailed:
     """Return what to raise for a loop that ended while more steps were asked for."""
     return CheckFailed(

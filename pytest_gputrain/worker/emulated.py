@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -113,7 +113,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device) -> EmulatedR
         flops_per_step=measured.flops_per_step,
         recomputed_flops_per_step=measured.recomputed_flops_per_step,
         not_counted=tuple(_not_counted()),
-        notes=(*measured.notes, NOT_MADE, *_assumed()),
+        notes=(*measured.notes, NOT_MADE, *assumed(tracking.report()["dealt"])),
     )
 
 
@@ -129,11 +129,20 @@ def conditions(task: Task, device: Device) -> dict[str, Any]:
     }
 
 
-def _assumed() -> Iterator[str]:
-    """Yield what the figures rest on where kernels computed nothing."""
-    if dealt := tracking.report()["dealt"]:
-        lines = ", ".join(f"{choice['what']} at {choice['where']}" for choice in dealt[:_NAMED])
-        yield f"balanced routing is assumed: unknown scores were dealt in turn, by {lines}"
+def assumed(dealt: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
+    """Yield what the figures rest on where choices among scores that nothing computed were dealt in turn."""
+    if dealt:
+        yield f"balanced routing is assumed: unknown scores were dealt in turn, by {_places(dealt)}"
+
+
+def read_as_zeros(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
+    """Yield what a script has read, and may have gone by, though nothing computed it."""
+    if reads:
+        yield f"zeros were read where a GPU would have computed a value, by {_places(reads)}"
+
+
+def _places(happened: Sequence[Mapping[str, str | int]]) -> str:
+    return ", ".join(f"{one['what']} at {one['where']}" for one in happened[:_NAMED])
 
 
 def _not_counted() -> Iterator[str]:

@@ -61,8 +61,7 @@ class Recorder:
                 "take backend:... out of PYTORCH_ALLOC_CONF, or leave the allocator as it is"
             )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
-        self._values = _load_values()
-        self._values.enable()
+        self._values = tracked_values()
 
     def watch_resets(self) -> None:
         """Keep the peaks that the program resets."""
@@ -114,8 +113,11 @@ def _gpu(torch: ModuleType, device: int) -> int:
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
-def _load_values() -> Any:
-    """Import the tracking of values from the package beside this module, which the program's environment may lack."""
+def tracked_values() -> Any:
+    """Switch on the tracking of values, and return its module.
+
+    It comes from the package beside this module, which the program's environment may lack.
+    """
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
     name = "_gputrain_emulated_values"
     spec: Any = importlib.util.spec_from_file_location(
@@ -124,7 +126,9 @@ def _load_values() -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    return importlib.import_module(f"{name}.tracking")
+    tracking = importlib.import_module(f"{name}.tracking")
+    tracking.enable()
+    return tracking
 
 
 def unknown() -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from pytest_gputrain.cases.architectures.facts import Architecture, Lora
 from pytest_gputrain.cases.validation import ADAPTING, ALL_LINEAR
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.utils.suggest import did_you_mean
-from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.checks import CheckFailed, described
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
 
 
@@ -75,8 +75,15 @@ def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
     with warnings.catch_warnings():
         # It tells of names that it has itself translated for experts, and of weights that GPT-2 keeps transposed.
         warnings.filterwarnings("ignore", module=r"peft\.")
-        adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
+        try:
+            adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
+        except ValueError as error:
+            raise CheckFailed(f"{case} cannot be adapted by peft {peft.__version__}: {described(error)}") from error
     return adapted
+
+
+_KERNELS_READ_WEIGHTS: Final = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+"""Models of which peft refuses to adapt ``out_proj``, whose weight a kernel reads past the layer."""
 
 
 def default_targets(model: nn.Module) -> tuple[str, ...] | str:
@@ -84,9 +91,19 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     config: Any = getattr(model, "config", None)
-    return (
-        tuple(TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(getattr(config, "model_type", ""), ())) or "all-linear"
-    )
+    kind = getattr(config, "model_type", "")
+    if targets := TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind):
+        return tuple(targets)
+    if kind not in _KERNELS_READ_WEIGHTS:
+        return ALL_LINEAR
+    whole: Any = model
+    head = whole.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return tuple(sorted(linear - {"out_proj"}))
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from typing import Final, Literal
 
+import msgspec
 import torch
 
 from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
@@ -84,7 +85,7 @@ def run(
     except Exception as error:
         where = _out_of_memory(error)
         if where is None or device is None or progress.phase == "check":  # whose steps have fitted
-            return crash(error, progress, own_lines(task, builder) if own else None)
+            return of_config(crash(error, progress, own_lines(task, builder) if own else None), task)
         peaks = device.peaks()
         reply = OutOfMemory(
             where=where,
@@ -160,6 +161,14 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):
         return "host"
     return None
+
+
+def of_config(crashed: Crashed, task: Task) -> Crashed:
+    """Return the reply with the model in its sentence where that is known by a config.json, which may be what is wrong."""
+    if not task.model_config or not crashed.detail:
+        return crashed
+    sentence = f"{task.case.model} does not train as its config.json describes it: {crashed.sentence}"
+    return msgspec.structs.replace(crashed, sentence=sentence)
 
 
 def _first_line(error: BaseException) -> str:

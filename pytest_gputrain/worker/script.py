@@ -17,7 +17,7 @@ from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemo
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator
-from pytest_gputrain.worker.emulated import conditions
+from pytest_gputrain.worker.emulated import assumed, conditions, read_as_zeros
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.progress import Progress
@@ -50,6 +50,9 @@ class _Recorded(Struct):
     """Seconds at the ends of steps, for each training; with a framework's trainer at the begin of the first one, too."""
     out_of_memory: str | None
     unknown: list[str]
+    dealt: list[dict[str, str | int]] = []
+    unknown_reads: list[dict[str, str | int]] = []
+    """Of values that nobody knows, as an emulated GPU computes none."""
 
 
 def run_script(task: Task, progress: Progress, folder: Path) -> Reply | EmulatedRun:
@@ -109,8 +112,9 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         fits = {"fits": False, "refused": full} if full is not None else {"fits": True}
         if full is None:
             _check_steps(name, process, _LEAST_STEPS)
+        notes = (_NOT_LOOKED_AT, *assumed(process.dealt), *read_as_zeros(process.unknown_reads))
         unknown = tuple(process.unknown)
-        return EmulatedRun(**conditions(task, device), **fits, **peaks, not_counted=unknown, notes=(_NOT_LOOKED_AT,))
+        return EmulatedRun(**conditions(task, device), **fits, **peaks, not_counted=unknown, notes=notes)
     environment = environment_of(device, ALONE)
     if full is not None:
         return OutOfMemory(

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +30,9 @@ def install(torch: ModuleType, memory_recorder: Any) -> None:
     """Begin to record, and write when the script ends."""
     memory = memory_recorder.Recorder(torch)
     memory.watch_resets()
-    recorder = _Recorder(torch, memory, memory_recorder.unknown)
+    recorder = _Recorder(torch, memory, memory_recorder)
+    if "GPUTRAIN_EMULATED_DEVICE" in os.environ:
+        torch.cuda._lazy_call(recorder.track_values)
     recorder.follow_optimizers()
     sys.meta_path.insert(0, _FrameworkFinder(recorder))
     atexit.register(recorder.write)
@@ -43,8 +44,9 @@ class _Recorder:
     A step is a micro-batch of a framework's trainer, or an update of the optimizer that makes most of them.
     """
 
-    def __init__(self, torch: ModuleType, memory: Any, unknown: Callable[[], Any]) -> None:
-        self._torch, self._memory, self._unknown = torch, memory, unknown
+    def __init__(self, torch: ModuleType, memory: Any, memory_recorder: Any) -> None:
+        self._torch, self._memory, self._memory_recorder = torch, memory, memory_recorder
+        self._values: Any = None
         self._process = os.getpid()
         self._framework = ""
         self._of_framework: list[list[float]] = []
@@ -64,12 +66,17 @@ class _Recorder:
             "steps_of": self._framework or "optimizer",
             "stamps": self._of_framework if self._framework else [max(self._of_optimizers, key=len, default=[])],
             "out_of_memory": str(error) if isinstance(error, torch.OutOfMemoryError) else None,
-            "unknown": list(self._unknown()),
+            "unknown": list(self._memory_recorder.unknown()),
+            **(self._values.report() if self._values else {}),
         }
         path = Path(folder, f"{os.getpid()}.json")
         part = path.with_suffix(".part")
         part.write_text(json.dumps(report))
         part.rename(path)
+
+    def track_values(self) -> None:
+        """Track values from now on: the GPU that the script begins to use computes none."""
+        self._values = self._memory_recorder.tracked_values()
 
     def _device(self, device: int) -> dict[str, int]:
         peaks = self._memory.keep_peaks(device)

@@ -194,30 +194,37 @@ class Training:
 
 @dataclass(kw_only=True)
 class Setup:
-    """What a user's function gets to build its step with."""
+    """What the function of your own code gets to build its step with."""
 
     case: Case
+    """The case."""
     scale: Scale
+    """``full``, or ``tiny`` on a CPU: build a smaller model then."""
     device: torch.device
+    """The device to train on."""
     precision: Precision
+    """The case's precision."""
     rank: int = 0
-    """Number of this process among those of the case; torch.distributed is ready where there are several."""
+    """The number of this process among those of the case. If there are several, torch.distributed is initialised."""
     processes: int = 1
+    """The number of processes that train."""
     watched: list[nn.Module] = field(default_factory=list)
     own_work_done: Callable[[], None] = lambda: None
-    """Optional: call it in a step before it first needs another process; the report then tells which process is late."""
+    """Optional. Call it in a step before the step first needs another process. The report then shows which process is
+    late."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Storage of the weights in the case's precision."""
+        """The type of the weights in the case's precision."""
         return self.precision.weights
 
     def casting(self) -> Any:
-        """Return the autocast context of the case's precision; an empty one where it needs none."""
+        """Return the autocast context of the case's precision. It does nothing if the precision needs none."""
         return self.precision.casting(self.device)
 
     def watch(self, model: nn.Module) -> None:
-        """Let the worker count ``model`` and check that training moves it. A loop may do so in every step."""
+        """Have the worker count the parameters of ``model`` and check that training changes them. A loop may call it in
+        every step."""
         if all(model is not watched for watched in self.watched):
             self.watched.append(model)
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from recipes import patched
 
 import pytest_gputrain
 
@@ -56,18 +58,22 @@ def test_no_gpu(gputrain):
 """
 
 
-@pytest.fixture(scope="module")
-def run(stand_ins, tmp_path_factory):
-    """Run the tests: what they printed, and the report."""
-    folder = tmp_path_factory.mktemp("scripts")
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "idle.py").write_text("import torch")
-    (folder / "test_scripts.py").write_text(TESTS)
+PAGE = re.compile(
+    r"^```python\n(?P<program>.*?)^```\n.*?^```python\n(?P<test>.*?)^```\n.*?"
+    r"peaks at (?P<peak>[\w. ]+?) on an emulated H100.*?"
+    r"^```diff\n(?P<regression>.*?)^```\n.*?^```text\n(?P<sentence>.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
 
-    def run(*arguments):
+
+@pytest.fixture(scope="module")
+def emulate(stand_ins):
+    """Run the tests of a folder on an emulated H100, and return what they printed."""
+
+    def emulate(folder, *arguments):
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpu-emulate", "--gpu-platform=h100"]
-        done = subprocess.run(
+        return subprocess.run(
             [*command, "--rootdir=.", "--gpu-json=report.json", *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": path, "COLUMNS": "400"},
@@ -75,10 +81,22 @@ def run(stand_ins, tmp_path_factory):
             text=True,
             check=False,
             timeout=600,
-        )
-        return done.stdout, {
-            result["key"]: result for result in json.loads((folder / "report.json").read_bytes())["results"]
-        }
+        ).stdout
+
+    return emulate
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, emulate):
+    """Run the tests: what they printed, and the report."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "idle.py").write_text("import torch")
+    (folder / "test_scripts.py").write_text(TESTS)
+
+    def run(*arguments):
+        out = emulate(folder, *arguments)
+        return out, {result["key"]: result for result in json.loads((folder / "report.json").read_bytes())["results"]}
 
     return run
 
@@ -100,3 +118,45 @@ def test_what_gives_no_figures_fails_with_one_sentence(run):
     assert results["train.py-4-200000"]["reply"]["fits"] is False
     assert "train.py took too few steps to be measured: 0 could" in out
     assert "idle.py never used the GPU; let it choose" in out
+
+
+def test_the_recipe_of_a_script_has_its_figure_and_fails_for_its_regression(tmp_path, emulate):
+    page = PAGE.search((ROOT / "docs/own-loops-script.md").read_text())
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/test_train.py").write_text(page["test"])
+    script = tmp_path / "train.py"
+    script.write_text(page["program"])
+    out = emulate(tmp_path, "benchmarks", "--gpu-baseline-update")
+    assert "1 passed" in out
+    assert f" {page['peak']} " in out
+    script.write_text(patched(page["program"], page["regression"]))
+    out = emulate(tmp_path, "benchmarks")
+    assert "1 failed" in out
+    assert " ".join(page["sentence"].split()) in " ".join(out.split())
+
+
+CHOOSING = """
+import torch
+
+with torch.device("cuda"):
+    model, router = torch.nn.Linear(512, 512), torch.nn.Linear(512, 4)
+optimizer = torch.optim.AdamW([*model.parameters(), *router.parameters()])
+for step in range(3):
+    x = torch.randn(64, 512).cuda()
+    scores, chosen = router(x).softmax(-1).max(-1)
+    rows = (chosen == 0).nonzero().flatten()
+    loss = (model(x[rows]) * scores[rows, None]).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(float(loss))
+"""
+
+
+def test_a_script_s_choices_among_unknown_scores_are_dealt_in_turn(tmp_path, emulate):
+    (tmp_path / "choosing.py").write_text(CHOOSING)
+    (tmp_path / "test_choosing.py").write_text("def test(gputrain):\n    gputrain.check_script('choosing.py')\n")
+    emulate(tmp_path)
+    (result,) = json.loads((tmp_path / "report.json").read_bytes())["results"]
+    notes = result["reply"]["notes"]
+    assert any(note.startswith("balanced routing is assumed: unknown scores were dealt in turn") for note in notes), notes
+    assert any(note.startswith("zeros were read") and "choosing.py:14" in note for note in notes), notes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Final
 
 import pytest
-from documents import PAGES
-from plugin_project import Project
+from documents import PAGES, ROOT
+from plugin_project import TESTS, Project
+from recipes import patched
 
 INDEX: Final = "docs/own-loops.md"
 OWN_LOOPS: Final = {page: text for page, text in PAGES.items() if page.startswith("docs/own-loops-")}
@@ -18,6 +20,8 @@ _STEPS: Final = re.compile(
     r"^```diff\n(?P<regression>.*?)^```\n.*?^```text\n(?P<sentence>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
+PINNED: Final = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+"""Versions that the figures of the pages belong to, by library."""
 MOST_LINES: Final = {"plain": 15, "gan": 15, "compile": 15}
 """Of glue; five for frameworks."""
 
@@ -34,6 +38,9 @@ class Recipe:
     sentence: str
 
 
+SCRIPTS: Final = "docs/own-loops-script.md"
+"""Needs an emulated GPU: `tests/emulated/test_check_script.py` runs it."""
+
 RECIPES: Final = [
     Recipe(f"{page[len('docs/own-loops-') : -len('.md')]}-{number}", **found.groupdict())
     for page, text in OWN_LOOPS.items()
@@ -41,19 +48,9 @@ RECIPES: Final = [
 ]
 
 
-def patched(program: str, diff: str) -> str:
-    """Apply a diff, whose hunks are found by their lines."""
-    for hunk in diff.split("@@\n"):
-        lines = [line or " " for line in hunk.splitlines()]
-        before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] in f" {sign}") for sign in "-+")
-        assert program.count(before) == 1, before
-        program = program.replace(before, after)
-    return program
-
-
 def test_every_page_has_a_recipe() -> None:
     assert {recipe.name.rpartition("-")[0] for recipe in RECIPES} == {
-        page[len("docs/own-loops-") : -3] for page in OWN_LOOPS
+        page[len("docs/own-loops-") : -3] for page in OWN_LOOPS if page != SCRIPTS
     }
     assert all(f"({page.removeprefix('docs/')})" in PAGES[INDEX] for page in OWN_LOOPS)
 
@@ -69,19 +66,30 @@ def test_the_glue_is_as_short_as_the_page_says(recipe: Recipe) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_recipe_has_its_figure_and_fails_for_its_regression(project: Project, recipe: Recipe) -> None:
-    for library in re.findall(r"^(?:from|import) (\w+)", recipe.program, re.MULTILINE):
+def test_a_recipe_has_its_figure_and_fails_for_its_regression(
+    project: Project, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = set(re.findall(r"^(?:from|import) (\w+)", recipe.program, re.MULTILINE))
+    for library in libraries:
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
+    if importlib.util.find_spec("torchvision"):
+        monkeypatch.setenv("PYTHONPATH", str(TESTS / "standins" / "torchvision_operators"))
     program = project.path / "train.py"
     text = patched(recipe.program, recipe.glue)
     program.write_text(text)
     options = ("train.py", "--gpu-platform=cpu", "--gpu-steps=3", "--gpu-warmup=1")
     result = project.spawn(*options, "--gpu-baseline-update")
     result.assert_outcomes(passed=1)
-    assert f" {recipe.peak} " in result.stdout.str()
+    has_figures_of_page = all(version(name).partition("+")[0] == PINNED[name] for name in libraries & PINNED.keys())
+    if has_figures_of_page:
+        assert f" {recipe.peak} " in result.stdout.str()
     program.write_text(patched(text, recipe.regression))
     result = project.spawn(*options)
     result.assert_outcomes(failed=1)
     said = " ".join(result.stdout.str().split())
-    assert " ".join(recipe.sentence.split()) in said, said
+    sentence = " ".join(recipe.sentence.split())
+    # With other versions it is still the same case that needs more, or that keeps more after every step.
+    beginning = re.match(r"\S+ (?:needs|gave no measurement)", sentence)
+    assert beginning
+    assert (sentence if has_figures_of_page else beginning[0]) in said, said

@@ -15,6 +15,7 @@
  *     pids=4000:3072+4001  processes, each with the MiB that it holds, or without where the driver does not know
  *     links=4*1+2*switch   NVLinks, each to a GPU by its index (one beyond the last is hidden), to a switch, or to something
  *                          that the driver does not tell (vm)
+ *     level=30             where its path to any other GPU on PCIe meets, by NVML's numbers; 50 (SYS) by default
  *     nvmlDeviceGetUUID=3  the code that a function returns for this GPU, by the name that bindings call it by, without _v2
  *
  * What a GPU's description lacks is not supported.
@@ -382,6 +383,6 @@ int nvmlDeviceGetTopologyCommonAncestor(const Gpu *gpu, const Gpu *other, unsign
 {
     (void)other;
     REFUSED(gpu);
-    *level = TOPOLOGY_SYSTEM;
+    *level = find(gpu, "level") ? (unsigned int)number(gpu, "level", 10) : TOPOLOGY_SYSTEM;
     return SUCCESS;
 }

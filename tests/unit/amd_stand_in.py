@@ -1,7 +1,7 @@
 """Runs the plugin on a real amdsmi binding whose C library is a stand-in. Each process has one binding, so it is a program.
 
-    python amd_stand_in.py BINDING SCENE.json            prints what `drivers` tells, as JSON
-    python amd_stand_in.py BINDING SCENE.json doctor     runs ``gputrain doctor``
+    python amd_stand_in.py BINDING SCENES.json           prints what `drivers` tells of each scene, as JSON
+    python amd_stand_in.py BINDING SCENES.json doctor    runs ``gputrain doctor`` in the first scene
 
 The binding is a folder that pip installed amdsmi into. ``ROCM_PATH`` names a folder from `library`, whose C functions answer
 "not supported" to all; those that a scene has an answer for are replaced by functions here, which fill the binding's own
@@ -198,16 +198,13 @@ def told() -> dict[str, Any]:
         }
 
 
-def run(binding: str, scene_file: str, *command: str) -> int:
+def run(binding: str, scenes_file: str, *command: str) -> int:
     from pytest_gputrain.cli.main import main
     from pytest_gputrain.hardware import amd, nvidia
 
-    scene = json.loads(Path(scene_file).read_text())
-    root = Path(scene["root"])
-    amd.DEVICE_FILE, amd.RENDER_NODES, amd.PCI_DEVICES = root / "kfd", root / "dri", root / "pci"  # type: ignore[misc]
-    nvidia.DEVICE_FILES = root  # type: ignore[misc]
     sys.modules["pynvml"] = None  # type: ignore[assignment]
-    refused, open_file = {str(root / "dri" / f"renderD{number}") for number in scene["refused"]}, os.open
+    sys.path.insert(0, binding)
+    refused, open_file = set[str](), os.open
 
     def opened(path: Any, *arguments: Any) -> int:
         if str(path) in refused:
@@ -215,13 +212,19 @@ def run(binding: str, scene_file: str, *command: str) -> int:
         return open_file(path, *arguments)
 
     os.open = opened  # type: ignore[assignment]  # root may open every file
-    sys.path.insert(0, binding)
-    if scene["gpus"] is not None:
-        importlib.import_module("amdsmi")
-        StandIn(sys.modules["amdsmi.amdsmi_wrapper"], scene["gpus"])
-    if command:
-        return main(list(command))
-    print(json.dumps(told()))
+    told_of = {}
+    for name, scene in json.loads(Path(scenes_file).read_text()).items():
+        root = Path(scene["root"])
+        amd.DEVICE_FILE, amd.RENDER_NODES, amd.PCI_DEVICES = root / "kfd", root / "dri", root / "pci"  # type: ignore[misc]
+        nvidia.DEVICE_FILES = root  # type: ignore[misc]
+        refused = {str(root / "dri" / f"renderD{number}") for number in scene["refused"]}
+        if scene["gpus"] is not None:
+            importlib.import_module("amdsmi")
+            StandIn(sys.modules["amdsmi.amdsmi_wrapper"], scene["gpus"])
+        if command:
+            return main(list(command))
+        told_of[name] = told()
+    print(json.dumps(told_of))
     return 0
 
 

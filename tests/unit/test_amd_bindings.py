@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import amd_scenes
 import amd_stand_in
@@ -19,7 +19,20 @@ import pytest
 RELEASES = {"6.2": "6.2.4", "6.3": "6.3.3", "6.4": "6.4.3", "7.0": "7.0.2"}
 """By release of ROCm, the binding on the package index."""
 
-Host = Callable[..., Any]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Scene(NamedTuple):
+    """A host, by its GPUs and files."""
+
+    gpus: list[dict[str, Any]] | None
+    """None where the binding is not expected to be imported."""
+    nodes: tuple[int, ...] = ()
+    """Numbers of the render nodes that are there."""
+    refused: tuple[int, ...] = ()
+    """Of those that this user may not open."""
+    in_kernel: bool = False
+    """Whether the kernel tells which render node is whose: before ROCm 6.4 nobody else does."""
 
 
 @pytest.fixture(scope="session")
@@ -59,180 +72,90 @@ def rocm(tmp_path_factory: pytest.TempPathFactory, installed: Callable[[str], Pa
 
 
 @pytest.fixture
-def host(tmp_path: Path, installed: Callable[[str], Path], rocm: Callable[[str], Path]) -> Host:
-    """Runs the plugin on a host with the GPUs of a scene, and returns what it tells, or what a command prints."""
+def run(tmp_path: Path, installed: Callable[[str], Path], rocm: Callable[[str], Path]) -> Run:
+    """Runs the plugin on hosts, by default beside the release of ROCm that the binding is of."""
 
-    def run(
-        binding: str,
-        gpus: list[dict[str, Any]] | None,
-        *command: str,
-        library: str = "",
-        nodes: tuple[int, ...] = (),
-        refused: tuple[int, ...] = (),
-        path: Path | None = None,
-    ) -> Any:
-        """
-        Args:
-            gpus: None where the binding is not expected to be imported.
-            library: ROCm's release; that of the binding by default.
-            nodes: numbers of the render nodes that are there.
-            refused: of those that this user may not open.
-            path: a folder of modules that are found before others.
-        """
-        (tmp_path / "kfd").touch()
-        (tmp_path / "dri").mkdir(exist_ok=True)
-        for number in nodes:
-            (tmp_path / "dri" / f"renderD{number}").touch()
-        scene = tmp_path / "scene.json"
-        scene.write_text(json.dumps({"root": str(tmp_path), "gpus": gpus, "refused": refused}))
+    def run_(
+        binding: str, scenes: dict[str, Scene], *command: str, library: str = "", path: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        hosts = {}
+        for name, scene in scenes.items():
+            root = tmp_path / name
+            (root / "dri").mkdir(parents=True, exist_ok=True)
+            (root / "kfd").touch()
+            for number in scene.nodes:
+                (root / "dri" / f"renderD{number}").touch()
+            for gpu in scene.gpus if scene.in_kernel else ():
+                (root / "pci" / gpu["bdf"] / "drm" / f"renderD{gpu['render']}").mkdir(parents=True)
+            hosts[name] = {"root": str(root), "gpus": scene.gpus, "refused": scene.refused}
+        (tmp_path / "scenes.json").write_text(json.dumps(hosts))
         choosing = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ROCM_HOME")
         variables = {name: value for name, value in os.environ.items() if name not in choosing}
         variables["ROCM_PATH"] = str(rocm(library or binding))
         if path is not None:
             variables["PYTHONPATH"] = os.pathsep.join([str(path), variables.get("PYTHONPATH", "")])
-        program = [sys.executable, amd_stand_in.__file__, str(installed(binding)), str(scene), *command]
-        done = subprocess.run(program, env=variables, capture_output=True, text=True, check=False, timeout=60)
-        if command:
-            return done
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout)
+        program = [sys.executable, amd_stand_in.__file__, str(installed(binding)), str(tmp_path / "scenes.json"), *command]
+        return subprocess.run(program, env=variables, capture_output=True, text=True, check=False, timeout=60)
 
-    return run
+    return run_
 
 
-every_release = pytest.mark.parametrize("release", RELEASES)
+FIRST, OTHER = amd_scenes.MI300X
+LINKED = [{**FIRST, "link": 1}, {**OTHER, "link": 2}, {**OTHER, "bdf": "0000:e0:00.0", "serial": "1", "link": 0}]
+DIES = [
+    {**amd_scenes.MI250[0], "bdf": bdf, "serial": serial} for bdf, serial in (("0000:2f:00.0", "1"), ("0000:32:00.0", "2"))
+]
 
 
-@every_release
-def test_the_library_of_rocm_calls_pcie_1_and_xgmi_2(host: Host, release: str) -> None:
-    """ROCm 6.3 and 6.4 have a second enumeration, in which these are exchanged."""
-    first, other = amd_scenes.MI300X
-    gpus = [{**first, "link": 1}, {**other, "link": 2}, {**other, "bdf": "0000:e0:00.0", "serial": "1", "link": 0}]
-    assert host(release, gpus)["paths"] == [["X", "PCIE", "PCIE"], ["XGMI", "X", "XGMI"], ["N/A", "N/A", "X"]]
-
-
-@every_release
-def test_a_gpu_tells_what_was_published_of_it(host: Host, release: str) -> None:
-    told = host(release, amd_scenes.MI300X)
-    expected = {
-        "index": 1,
-        "uuid": "GPU-bbb09363b4d6f06e",
-        "name": "AMD Instinct MI300X",
-        "memory_bytes": amd_scenes.TOTAL,
-        "driver": "6.12.12",
-        "vendor": "amd",
-        "power_limit_watts": 750.0,
-        "compute_units": None if release == "6.2" else 304,
+def scenes_of(release: str) -> dict[str, Scene]:
+    parts = amd_scenes.CPX if release >= "6.4" else amd_scenes.CPX_MIRRORED
+    unknown = {str(mode): [{**gpu, "partition": mode} for gpu in parts] for mode in ("", "N/A")}
+    unknown["not told"] = [{name: value for name, value in gpu.items() if name != "partition"} for gpu in parts]
+    return {
+        "links: PCIe is 1 and xGMI 2": Scene(LINKED),
+        "two MI300X": Scene(amd_scenes.MI300X),
+        "a lowered clock": Scene([{**gpu, "violations": {"ppt_pwr": 1, "hbm_thrm": 0}} for gpu in amd_scenes.MI300X]),
+        "an MI250, whose energy is a counter times its resolution": Scene(amd_scenes.MI250),
+        "the dies of an MI250X, which are whole GPUs": Scene(DIES),
+        "two MI325X in the order of HIP and not of the bus": Scene(amd_scenes.MI325X_VF, (177, 185)),
+        "a GPU of another container": Scene(amd_scenes.MI325X_VF, (185,)),
+        "a GPU of another container, by the kernel": Scene(amd_scenes.MI325X_VF, (185,), in_kernel=True),
+        "GPUs of a group that one is not in": Scene(amd_scenes.MI325X_VF, (177, 185), refused=(177, 185)),
+        "parts, none of which passes for a whole GPU": Scene(parts, (128, 129)),
+        **{f"parts of the mode {mode}": Scene(gpus, (128, 129)) for mode, gpus in unknown.items()},
+        "one part of an unknown mode": Scene([{**FIRST, **unknown["not told"][1]}], (129,)),
     }
-    assert told["gpus"][1].items() >= expected.items()
-    assert told["free"] == [amd_scenes.TOTAL - amd_scenes.USED] * 2
-    assert [(reading["power_watts"], reading["clock_mhz"]) for reading in told["readings"]] == [(201, 2107), (210, 2104)]
-    assert (told["readings"][0]["utilization"], told["readings"][0]["energy_joules"]) == (0.0, None)
 
 
-@every_release
-def test_energy_is_the_counter_times_its_resolution(host: Host, release: str) -> None:
-    """As rocm-smi told of the same counter: 962825096297442.9 µJ."""
-    told = host(release, amd_scenes.MI250)
-    assert told["readings"][0]["energy_joules"] == pytest.approx(962825096.2974429)
-    assert told["readings"][0]["power_watts"] == 89
-    assert (told["gpus"][0]["name"], told["gpus"][0]["uuid"]) == (
-        "AMD INSTINCT MI250 (MCM) OAM AC MBA",
-        "GPU-719d230578348e8c",
-    )
-
-
-@pytest.mark.parametrize("release", ["6.3", "6.4", "7.0"])
-def test_a_clock_is_lowered_by_what_the_library_says(host: Host, release: str) -> None:
-    gpus = [{**gpu, "violations": {"ppt_pwr": 1, "hbm_thrm": 0}} for gpu in amd_scenes.MI300X]
-    assert host(release, gpus)["readings"][0]["throttling"] == ["PPT"]
-
-
-@every_release
-def test_gpus_come_in_the_order_of_hip_and_not_of_the_bus(host: Host, release: str) -> None:
-    told = host(release, amd_scenes.MI325X_VF, nodes=(177, 185))
-    # Before ROCm 6.3 nobody tells the order.
-    in_order = ["GPU-9f444a2fb30adeb0", "GPU-b7d181671a192e45"]
-    assert [gpu["uuid"] for gpu in told["gpus"]] == (in_order if release == "6.2" else in_order[::-1])
-    assert sorted(told["holders"]) == [[], [[230139, "/usr/bin/python3.12", 528378265]]]
-
-
-@pytest.mark.parametrize("release", ["6.4", "7.0"])
-def test_a_gpu_of_another_container_is_left_out(host: Host, release: str) -> None:
-    """The library lists whatever is in /sys, and ROCm only what it can open."""
-    told = host(release, amd_scenes.MI325X_VF, nodes=(185,))
-    assert [(gpu["index"], gpu["uuid"]) for gpu in told["gpus"]] == [(0, "GPU-9f444a2fb30adeb0")]
-    (sentence,) = told["left_out"]
-    assert sentence.startswith("the AMD GPU at 0000:8b:00.0 is left out: ")
-    assert "renderD177 cannot be opened (No such file or directory); pass it to the container" in sentence
-
-
-@pytest.mark.parametrize("release", ["6.2", "6.3"])
-def test_before_rocm_6_4_the_kernel_tells_which_file_is_whose(host: Host, release: str, tmp_path: Path) -> None:
-    for gpu in amd_scenes.MI325X_VF:
-        (tmp_path / "pci" / gpu["bdf"] / "drm" / f"renderD{gpu['render']}").mkdir(parents=True)
-    told = host(release, amd_scenes.MI325X_VF, nodes=(185,))
-    assert [gpu["uuid"] for gpu in told["gpus"]] == ["GPU-9f444a2fb30adeb0"]
-
-
-def test_a_gpu_of_a_group_that_one_is_not_in_is_left_out(host: Host, tmp_path: Path) -> None:
-    told = host("6.4", amd_scenes.MI325X_VF, nodes=(177, 185), refused=(177, 185))
-    assert told["gpus"] == []
-    assert told["unseen"].count(f"(Permission denied); add this user to the group {tmp_path.group()}") == 2
-
-
-PARTS = pytest.mark.parametrize(
-    ("release", "scene"), [("6.2", "CPX_MIRRORED"), ("6.3", "CPX_MIRRORED"), ("6.4", "CPX"), ("7.0", "CPX")]
-)
-
-
-@PARTS
-def test_no_part_of_a_gpu_passes_for_a_whole_one(host: Host, release: str, scene: str) -> None:
-    told = host(release, getattr(amd_scenes, scene), nodes=(128, 129))
-    assert [gpu["name"] for gpu in told["gpus"]] == ["AMD Instinct MI300X CPX"] * 2
-    assert [gpu["power_limit_watts"] for gpu in told["gpus"]] == [None, None]
-    # The counters are the whole GPU's.
-    assert [reading["power_watts"] for reading in told["readings"]] == [None, None]
-
-
-@PARTS
-@pytest.mark.parametrize("partition", ["", "N/A", None])
-def test_a_part_whose_mode_nobody_knows_is_one_all_the_same(
-    host: Host, release: str, scene: str, partition: str | None
-) -> None:
-    gpus = [{**gpu, "partition": partition} for gpu in getattr(amd_scenes, scene)]
-    for gpu in gpus:
-        if partition is None:
-            del gpu["partition"]
-    together = host(release, gpus, nodes=(128, 129))
-    assert [gpu["name"] for gpu in together["gpus"]] == ["AMD Instinct MI300X partition"] * 2
-    if release != "6.2":  # which numbers no parts
-        (alone,) = host(release, [{**amd_scenes.MI300X[0], **gpus[1]}], nodes=(129,))["gpus"]
-        assert alone["name"] == "AMD Instinct MI300X partition"
-
-
-@every_release
-def test_gpus_without_partitions_are_whole(host: Host, release: str) -> None:
-    """The two dies of an MI250X have addresses of their own."""
-    gpus = [
-        {**amd_scenes.MI250[0], "bdf": bdf, "serial": serial}
-        for bdf, serial in (("0000:2f:00.0", "1"), ("0000:32:00.0", "2"))
+def shown(told: dict[str, Any], folder: Path) -> list[str]:
+    """A line for each GPU with what is known of it, and one for all of them."""
+    lines = []
+    for gpu, reading, holders, free in zip(told["gpus"], told["readings"], told["holders"], told["free"], strict=True):
+        everything = {**gpu, **reading, "holders": holders, "free": free}
+        known = {name: value for name, value in everything.items() if value not in (None, "", [])}
+        lines.append(", ".join(f"{name} {value}" for name, value in known.items()))
+    others = {name: told[name] for name in ("paths", "left_out", "unseen") if told[name]}
+    return [
+        *lines,
+        re.sub(f"{re.escape(str(folder))}/[^/]+/", ".../", str(others)).replace(f"group {folder.group()}", "group G"),
     ]
-    assert [gpu["name"] for gpu in host(release, gpus)["gpus"]] == ["AMD INSTINCT MI250 (MCM) OAM AC MBA"] * 2
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_gpus_are_as_was_published_of_them(run: Run, release: str, tmp_path: Path, snapshot: Any) -> None:
+    """Before ROCm 6.3 nobody tells the order of HIP, and the library before 6.4 not which file is whose."""
+    done = run(release, scenes_of(release))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {what: shown(told, tmp_path) for what, told in json.loads(done.stdout).items()} == snapshot
 
 
 @pytest.mark.parametrize("release", ["6.2", "6.3", "6.4"])
-def test_a_binding_that_is_newer_than_rocm_is_told_with_its_error(host: Host, release: str) -> None:
+def test_a_binding_that_is_newer_than_rocm_is_told_with_its_error(run: Run, release: str) -> None:
     """Without a version pip installs it on every ROCm."""
-    told = host("7.0", None, library=release)
-    assert "undefined symbol: amdsmi_" in told["unseen"]
-    assert f'pip install "amdsmi=={release}.*"' in told["unseen"]
-    assert told["unseen"].endswith(f"{release}/share/amd_smi")
-
-
-@every_release
-def test_each_binding_is_imported_beside_its_own_rocm(host: Host, release: str) -> None:
-    assert host(release, amd_scenes.MI300X)["unseen"] == ""
+    unseen = json.loads(run("7.0", {"host": Scene(None)}, library=release).stdout)["host"]["unseen"]
+    assert "undefined symbol: amdsmi_" in unseen
+    assert f'pip install "amdsmi=={release}.*"' in unseen
+    assert unseen.endswith(f"{release}/share/amd_smi")
 
 
 @pytest.fixture
@@ -246,31 +169,24 @@ def torch_for_rocm(tmp_path: Path) -> Path:
     return tmp_path / "modules"
 
 
-@pytest.mark.parametrize("release", ["6.4", "7.0"])
-def test_the_doctor_finds_nothing_amiss_on_a_sound_host(host: Host, release: str, torch_for_rocm: Path) -> None:
-    done = host(release, amd_scenes.MI300X, "doctor", path=torch_for_rocm)
-    said = done.stdout.splitlines()
-    assert (done.returncode, {line.split()[0] for line in said}) == (0, {"ok"} if release == "6.4" else {"ok", "warning"})
-    assert any(
-        f"ok       amd          driver 6.12.12, binding amdsmi {RELEASES[release]}, ROCm {release}.1" in line
-        for line in said
-    )
-    # ROCm 7 with a torch for ROCm 6.
-    assert [line.split()[1] for line in said if line.startswith("warning")] == ([] if release == "6.4" else ["torch"])
-
-
-def test_the_doctor_tells_what_is_left_out(host: Host, torch_for_rocm: Path) -> None:
-    command = functools.partial(host, "6.4", amd_scenes.MI325X_VF, "doctor", path=torch_for_rocm)
-    some, none = command(nodes=(185,)), command(refused=(185,))
-    assert (some.returncode, none.returncode) == (0, 1)
-    assert "warning  left out     the AMD GPU at 0000:8b:00.0 is left out: " in some.stdout
-    assert none.stdout.count("problem  left out     the AMD GPU at ") == 2
-
-
-def test_the_doctor_tells_of_a_binding_that_is_newer_than_rocm(host: Host, torch_for_rocm: Path) -> None:
-    done = host("7.0", None, "doctor", library="6.3", path=torch_for_rocm)
-    assert done.returncode == 1
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("problem")]
-    assert "AttributeError: " in line
-    assert "undefined symbol: amdsmi_" in line
-    assert 'pip install "amdsmi==6.3.*"' in line
+def test_the_doctor_tells_what_is_amiss(run: Run, torch_for_rocm: Path, tmp_path: Path) -> None:
+    """ROCm 7 has a torch for ROCm 6 here; a GPU that is left out is no problem where another is there."""
+    mi300x, mi325x = amd_scenes.MI300X, amd_scenes.MI325X_VF
+    for release, scene, library, status, told in (
+        ("6.4", Scene(mi300x), "", 0, []),
+        ("7.0", Scene(mi300x), "", 0, ["warning torch"]),
+        ("6.4", Scene(mi325x, (185,)), "", 0, ["warning left"]),
+        ("6.4", Scene(mi325x, refused=(185,)), "", 1, ["warning amd", *["problem left"] * 2]),
+        ("7.0", Scene(None), "6.3", 1, ["problem amd"]),
+    ):
+        done = run(
+            release, {f"{release}{scene.nodes}{scene.refused}": scene}, "doctor", library=library, path=torch_for_rocm
+        )
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("ok")]
+        assert done.returncode == status, done.stdout
+        assert [" ".join(line.split()[:2]) for line in lines] == told, done.stdout
+        if not library:
+            sound = f"driver 6.12.12, binding amdsmi {RELEASES[release]}, ROCm {release}.1"
+            assert (sound in done.stdout) == (scene.gpus == mi300x)
+    assert "AttributeError: " in done.stdout
+    assert 'pip install "amdsmi==6.3.*"' in done.stdout

@@ -36,7 +36,6 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.records import FORMAT, MAX_RUNS, BaselineRun, Case, Environment, Origin, Prediction
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
@@ -46,6 +45,7 @@ from pytest_gputrain.storage.reports import ReportStore, to_baseline
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
 MEASURED, PREDICTED = KINDS
 both_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
 
 FIGURES = st.none() | st.integers(0, 2**63 - 1)
 RUNS = st.builds(
@@ -58,11 +58,8 @@ RUNS = st.builds(
     warmup=st.integers(0, 9),
     step_seconds=st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12).map(tuple),
     peak_allocated_bytes=st.integers(0, 2**63 - 1),
-    peak_reserved_bytes=FIGURES,
-    peak_host_bytes=FIGURES,
-    model_bytes=FIGURES,
-    flops_per_step=FIGURES,
     final_loss=st.none() | st.floats(-1e9, 1e9),
+    **dict.fromkeys(("peak_reserved_bytes", "peak_host_bytes", "model_bytes", "flops_per_step"), FIGURES),
 )
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
 KEYS = NAMES | NAMES.map(lambda name: f"{name}@tiny")
@@ -104,74 +101,54 @@ def _write(kind: Kind, folder: Path, data: bytes | str) -> Path:
     return path
 
 
-def _assert_refused(kind: Kind, folder: Path, *words: str) -> None:
+def _refusal(kind: Kind, folder: Path) -> str:
+    """What reading fails with: one sentence, which begins with the file; without the file."""
     with pytest.raises(BaselineError) as caught:
         kind.get(folder, KEY)
-    sentence = str(caught.value)
-    assert len(sentence.splitlines()) == 1
-    for part in (str(kind.file(folder)), "record", *words):
-        assert part in sentence
+    assert str(caught.value) == f"{kind.file(folder)} {caught.value.without_path}"
+    assert len(str(caught.value).splitlines()) == 1
+    assert "record" in str(caught.value)
     assert caught.value.path == kind.file(folder)
-
-
-@both_kinds
-@settings(max_examples=50)
-@given(st.data())
-def test_what_is_stored_is_got_back(kind: Kind, data: st.DataObject) -> None:
-    entries = data.draw(WRITTEN[kind.name])
-    with _folder() as folder:
-        kind.update(folder, entries)
-        assert _contents(kind, folder) == entries
-
-
-@both_kinds
-def test_the_store_that_wrote_reads_the_same(kind: Kind, tmp_path: Path) -> None:
-    store = kind.store(tmp_path)
-    assert store.get(kind.device, SUITE, KEY) is None
-    store.update(kind.device, SUITE, _entries(kind))
-    assert store.suite(kind.device, SUITE) == _entries(kind)
+    return caught.value.without_path
 
 
 @both_kinds
 @settings(max_examples=50)
 @given(st.data(), st.randoms(use_true_random=False))
-def test_the_same_figures_are_the_same_bytes(kind: Kind, data: st.DataObject, random: Any) -> None:
+def test_what_is_stored_is_got_back_and_the_same_figures_are_the_same_bytes(kind: Kind, data: Any, random: Any) -> None:
     entries = data.draw(WRITTEN[kind.name])
     shuffled = list(entries.items())
     random.shuffle(shuffled)
     with _folder() as folder, _folder() as other:
         first = kind.update(folder, entries).read_bytes()
+        assert _contents(kind, folder) == entries
         assert kind.update(other, dict(shuffled)).read_bytes() == first
         assert kind.update(folder, {}).read_bytes() == first
         assert kind.store(folder).rewritten(kind.device, SUITE) == first
 
 
 @both_kinds
-def test_file_lies_by_device_and_suite(kind: Kind, tmp_path: Path) -> None:
-    assert kind.update(tmp_path, _entries(kind)) == tmp_path / kind.folder / "llm.json"
-
-
-@both_kinds
-def test_update_keeps_the_other_entries(kind: Kind, tmp_path: Path) -> None:
-    kind.update(tmp_path, _entries(kind))
-    kind.update(tmp_path, {"new": kind.record})
-    assert _contents(kind, tmp_path) == {**_entries(kind), "new": kind.record}
-
-
-@both_kinds
-def test_update_replaces_the_entries_of_its_cases(kind: Kind, tmp_path: Path) -> None:
+def test_update_replaces_the_entries_of_its_cases_and_nothing_else(kind: Kind, tmp_path: Path) -> None:
     """Predictions under other conditions stay; see test_predictions."""
-    kind.update(tmp_path, _entries(kind))
-    kind.update(tmp_path, {KEY: kind.other})
-    assert kind.get(tmp_path, KEY) == kind.other
-
-
-@both_kinds
-def test_update_leaves_other_files_alone(kind: Kind, tmp_path: Path) -> None:
-    before = kind.update(tmp_path, _entries(kind)).read_bytes()
-    kind.store(tmp_path).update("cpu", SUITE, {})
+    store = kind.store(tmp_path)
+    assert store.get(kind.device, SUITE, KEY) is None
+    assert store.update(kind.device, SUITE, _entries(kind)) == tmp_path / kind.folder / "llm.json"
+    store.update(kind.device, SUITE, {"new": kind.record, KEY: kind.other})
+    after = {**_entries(kind), "new": kind.record, KEY: kind.other}
+    assert store.suite(kind.device, SUITE) == after, "what has been read is not kept"
+    assert _contents(kind, tmp_path) == after
+    before = kind.file(tmp_path).read_bytes()
+    store.update("cpu", SUITE, {})
     kind.update(tmp_path, {}, suite="other")
     assert kind.file(tmp_path).read_bytes() == before
+
+
+@both_kinds
+def test_the_form_of_a_file(kind: Kind, tmp_path: Path, snapshot: Any) -> None:
+    """A line for each figure, list of numbers and tensor, in an order that no update changes."""
+    two = (baseline_run(environment=cpu_environment()), baseline_run(step_seconds=(0.25, 1e-9, 1e20, 3.0)))
+    records = {"b": kind.record, "a": baseline(*two)} if kind is MEASURED else {"a": kind.record}
+    assert kind.update(tmp_path, records).read_text() == snapshot
 
 
 @both_kinds
@@ -204,24 +181,6 @@ def test_an_environment_no_run_refers_to_is_dropped(tmp_path: Path) -> None:
     ]
 
 
-def test_a_list_of_numbers_is_one_line(tmp_path: Path) -> None:
-    run = baseline_run(step_seconds=(0.25, 1e-9, 1e20, 3.0))
-    lines = BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(run)}).read_text().splitlines()
-    assert [line.strip() for line in lines if "step_seconds" in line] == ['"step_seconds": [0.25, 1e-9, 1e20, 3.0],']
-
-
-def test_a_tensor_is_one_line(tmp_path: Path) -> None:
-    lines = PREDICTED.update(tmp_path, {KEY: PREDICTED.record}).read_text().splitlines()
-    tensors = [line for line in lines if '"operator":' in line]
-    assert len(tensors) == 4
-    assert all(line.strip(" ,")[0] + line.strip(" ,")[-1] == "{}" for line in tensors)
-
-
-@both_kinds
-def test_the_file_ends_with_its_line(kind: Kind, tmp_path: Path) -> None:
-    assert kind.update(tmp_path, _entries(kind)).read_bytes().endswith(b"}\n")
-
-
 def test_the_latest_runs_are_kept(tmp_path: Path) -> None:
     runs = [baseline_run(warmup=number) for number in range(MAX_RUNS + 2)]
     BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(*runs)})
@@ -234,11 +193,6 @@ def test_other_devices_with_the_suite_are_known(kind: Kind, tmp_path: Path) -> N
     for device, suite in (("b", SUITE), ("a", SUITE), (kind.device, SUITE), ("c", "other")):
         store.update(device, suite, _entries(kind))
     assert store.other_devices(kind.device, SUITE) == ["a", "b"]
-
-
-@pytest.mark.parametrize(("scale", "key"), [("full", KEY), ("tiny", f"{KEY}@tiny")])
-def test_tiny_figures_have_keys_of_their_own(scale: Any, key: str) -> None:
-    assert key_of(CASE, scale) == key
 
 
 # Writing
@@ -280,17 +234,16 @@ def test_a_file_that_cannot_be_read_is_not_overwritten(kind: Kind, tmp_path: Pat
     assert path.read_text() == "<<<<<<< ours\n{}\n"
 
 
-@both_kinds
-def test_a_folder_that_cannot_be_is_told_in_one_sentence(kind: Kind, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_told_in_one_sentence(tmp_path: Path, snapshot: Any) -> None:
     (tmp_path / "file").touch()
-    store = kind.store(tmp_path / "file" / "baselines")
-    with pytest.raises(BaselineError, match="--gpu-baseline-dir") as checked:
-        store.check_writable()
-    with pytest.raises(BaselineError, match="cannot be written") as updated:
-        store.update(kind.device, SUITE, _entries(kind))
-    for error in (checked, updated):
-        assert str(store.folder) in str(error.value)
-        assert len(str(error.value).splitlines()) == 1
+    said = []
+    for kind in KINDS:
+        store = kind.store(tmp_path / "file" / "baselines")
+        for write in (store.check_writable, lambda kind=kind, store=store: store.update(kind.device, SUITE, _entries(kind))):
+            with pytest.raises(BaselineError) as caught:
+                write()
+            said.append(str(caught.value).replace(str(tmp_path), ""))
+    assert said == snapshot
 
 
 def test_checking_leaves_no_file(tmp_path: Path) -> None:
@@ -299,8 +252,8 @@ def test_checking_leaves_no_file(tmp_path: Path) -> None:
         assert list((tmp_path / "a" / "new").iterdir()) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
 def test_a_folder_that_takes_no_file_is_told_before_anything_is_measured() -> None:
+    """Not even root can write to this one."""
     with pytest.raises(BaselineError, match=r"cannot be written to /proc/self \(.+\); make it .+ --gpu-baseline-dir$"):
         BaselineStore(Path("/proc/self")).check_writable()
 
@@ -326,11 +279,8 @@ def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
         for number in range(3)
     ]
     # All are past their imports before one begins, so that their updates meet.
+    assert [writer.stdout.readline() for writer in writers] == ["ready\n"] * 3
     for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        assert writer.stdin is not None
         writer.stdin.write("go\n")
         writer.stdin.flush()
     for writer in writers:
@@ -354,7 +304,7 @@ def test_a_truncated_file_is_equal_or_refused(kind: Kind, data: st.DataObject) -
         try:
             contents = _contents(kind, folder)
         except BaselineError:
-            _assert_refused(kind, folder)
+            _refusal(kind, folder)
         else:
             assert contents == _entries(kind)
 
@@ -373,7 +323,7 @@ def test_a_file_with_a_byte_changed_is_read_or_refused(kind: Kind, data: st.Data
         try:
             kind.get(folder, KEY)
         except BaselineError:
-            _assert_refused(kind, folder)
+            _refusal(kind, folder)
 
 
 @both_kinds
@@ -387,7 +337,7 @@ def test_a_file_with_a_byte_changed_is_read_or_refused(kind: Kind, data: st.Data
 )
 def test_what_is_no_baseline_file_is_refused(kind: Kind, tmp_path: Path, text: str | bytes) -> None:
     _write(kind, tmp_path, text)
-    _assert_refused(kind, tmp_path, f"is not {kind.store.what}")
+    assert _refusal(kind, tmp_path).startswith(f"is not {kind.store.what}")
 
 
 @both_kinds
@@ -407,88 +357,59 @@ def _spoil(kind: Kind, folder: Path, place: tuple[Any, ...], value: Any) -> None
     _write(kind, folder, json.dumps(document))
 
 
-@both_kinds
-def test_a_reference_to_nothing_is_told(kind: Kind, tmp_path: Path) -> None:
-    _spoil(kind, tmp_path, (kind.shared,), {})
-    _assert_refused(kind, tmp_path, f"refers to the {kind.store.shared} '", KEY)
+IN_CASE, RUN, ONE = ("cases", KEY), ("cases", KEY, "runs", 0), ("cases", KEY, "predictions", 0)
+NUMBERS: dict[str, list[Any]] = {
+    "step_seconds": [[], [1.0, 0.0], [float("nan")], [float("inf")], None],
+    "one_worker_seconds": [0.0, -1.0],
+    "peak_allocated_bytes": [None, 1.5],
+    "outcome": ["guessed"],
+    "environment": [1],
+}
+OF_BOTH: list[tuple[tuple[Any, ...], Any]] = [
+    ((*IN_CASE, "case"), {"model": "m", "precision": "fp16"}),
+    ((*IN_CASE, "scale"), "huge"),
+    ((*IN_CASE, "scale"), "tiny"),
+]
+IMPOSSIBLE: list[tuple[Kind, tuple[Any, ...], Any]] = [
+    *((kind, *change) for kind in KINDS for change in OF_BOTH),
+    *((kind, (kind.shared,), {}) for kind in KINDS),
+    *((MEASURED, (*RUN, name), value) for name, values in NUMBERS.items() for value in values),
+    (MEASURED, (*IN_CASE, "runs"), []),
+    (PREDICTED, (*IN_CASE, "predictions"), {}),
+    (PREDICTED, (*ONE, "flops_per_step"), "many"),
+    (PREDICTED, (*ONE, "roofline_seconds"), -0.5),
+    (PREDICTED, (*ONE, "largest", "build", 0, "bytes"), -1),
+    (PREDICTED, (*ONE, "operators", "aten.mm"), [449, -1, 1]),
+]
+
+
+def test_impossible_figures_are_told(tmp_path: Path, snapshot: Any) -> None:
+    said = {}
+    for kind, place, value in IMPOSSIBLE:
+        _spoil(kind, tmp_path, place, value)
+        said[f"{kind.name} {'.'.join(map(str, place)).replace(KEY, 'KEY')}={value}"] = _refusal(kind, tmp_path)
+        kind.file(tmp_path).unlink()
+    assert said == snapshot
 
 
 @both_kinds
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("case", {"model": "m", "precision": "fp16"}, "the precision 'fp16', which is called 'fp16-amp'"),
-        ("scale", "huge", "Invalid enum value 'huge'"),
-        ("scale", "tiny", f"gives {KEY} the scale tiny; "),
-    ],
-)
-def test_a_case_that_cannot_be_is_told_by_its_key(kind: Kind, tmp_path: Path, field: str, value: Any, words: str) -> None:
-    _spoil(kind, tmp_path, ("cases", KEY, field), value)
-    _assert_refused(kind, tmp_path, words, KEY)
-
-
-@both_kinds
-def test_a_case_without_entries_is_told(kind: Kind, tmp_path: Path) -> None:
-    _spoil(kind, tmp_path, ("cases", KEY, kind.entries), [] if kind is MEASURED else {})
-    _assert_refused(kind, tmp_path, f"holds no {kind.store.entry} for {KEY}; delete the entry and record it again")
-
-
-@both_kinds
-def test_a_file_in_the_place_of_another_is_told(kind: Kind, tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_another_is_told(kind: Kind, tmp_path: Path, snapshot: Any) -> None:
     of_another_device = kind.store(tmp_path).update("other", SUITE, _entries(kind))
     kind.update(tmp_path, _entries(kind), suite="other").rename(kind.file(tmp_path))
-    _assert_refused(kind, tmp_path, f"says that it holds other of {kind.device}; move it to where it belongs")
+    said = [_refusal(kind, tmp_path)]
     of_another_device.rename(kind.file(tmp_path))
-    _assert_refused(kind, tmp_path, f"says that it holds {SUITE} of other; move it to where it belongs")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("step_seconds", []),
-        ("step_seconds", [1.0, 0.0]),
-        ("step_seconds", [float("nan")]),
-        ("step_seconds", [float("inf")]),
-        ("step_seconds", None),
-        ("one_worker_seconds", 0.0),
-        ("one_worker_seconds", -1.0),
-        ("peak_allocated_bytes", None),
-        ("peak_allocated_bytes", 1.5),
-        ("outcome", "guessed"),
-        ("environment", 1),
-    ],
-)
-def test_impossible_figures_are_told(tmp_path: Path, name: str, value: Any) -> None:
-    _spoil(MEASURED, tmp_path, ("cases", KEY, "runs", 0, name), value)
-    _assert_refused(MEASURED, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("flops_per_step",), "many"),
-        (("roofline_seconds",), -0.5),
-        (("largest", "build", 0, "bytes"), -1),
-        (("operators", "aten.mm"), [449, -1, 1]),
-    ],
-)
-def test_impossible_predictions_are_told(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
-    _spoil(PREDICTED, tmp_path, ("cases", KEY, "predictions", 0, *place), value)
-    _assert_refused(PREDICTED, tmp_path, KEY)
+    assert [*said, _refusal(kind, tmp_path)] == snapshot
 
 
 @both_kinds
-def test_an_error_has_its_path_and_place_as_data(kind: Kind, tmp_path: Path) -> None:
-    _spoil(kind, tmp_path, ("cases", "other", "scale"), "tiny")
-    with pytest.raises(BaselineError) as caught:
-        kind.get(tmp_path, KEY)
-    assert (caught.value.path, caught.value.place) == (kind.file(tmp_path), "other")
-    assert str(caught.value) == f"{kind.file(tmp_path)} {caught.value.without_path}"
-    digest = next(iter(json.loads(kind.update(tmp_path / "new", _entries(kind)).read_bytes())[kind.shared]))
-    _spoil(kind, tmp_path / "new", (kind.shared, digest, "packages"), 5)
-    with pytest.raises(BaselineError) as caught:
-        kind.get(tmp_path / "new", KEY)
-    assert caught.value.place == digest
+def test_an_error_has_its_place_as_data(kind: Kind, tmp_path: Path) -> None:
+    digest = next(iter(json.loads(kind.update(tmp_path, _entries(kind)).read_bytes())[kind.shared]))
+    for place, value in ((("cases", "other", "scale"), "tiny"), ((kind.shared, digest, "packages"), 5)):
+        _spoil(kind, tmp_path, place, value)
+        with pytest.raises(BaselineError) as caught:
+            kind.get(tmp_path, KEY)
+        assert caught.value.place == place[1]
+        kind.file(tmp_path).unlink()
 
 
 # Results as baselines
@@ -520,11 +441,6 @@ def test_a_result_becomes_its_runs() -> None:
     assert made == baseline(expected)
 
 
-def test_own_code_without_losses_has_no_final_one() -> None:
-    (run,) = to_baseline(result(replies=(measurement(losses=()),)), date="d", session="s", commit="").runs
-    assert run.final_loss is None
-
-
 def test_the_runs_of_a_resumed_case_keep_their_origins() -> None:
     replies = [measurement(step_seconds=(float(number),)) for number in (1, 2, 3, 4)]
     earlier = [
@@ -541,15 +457,13 @@ def test_the_runs_of_a_resumed_case_keep_their_origins() -> None:
     ]
 
 
-def test_running_out_of_memory_becomes_a_run() -> None:
-    assert to_baseline(result(replies=(out_of_memory(),)), date="d", session="s", commit="c").runs == (
-        oom_run(date="d", session="s", commit="c"),
-    )
+def test_what_gave_no_figures_is_a_run_only_if_it_ran_out_of_memory() -> None:
+    def runs(reply: Any) -> Any:
+        return to_baseline(result(replies=(reply,)), date="d", session="s", commit="c").runs
 
-
-@pytest.mark.parametrize("reply", [crashed(), timed_out(), out_of_memory(environment=None)])
-def test_what_gave_no_figures_becomes_no_run(reply: Any) -> None:
-    assert to_baseline(result(replies=(reply,)), date="d", session="s", commit="").runs == ()
+    assert runs(out_of_memory()) == (oom_run(date="d", session="s", commit="c"),)
+    assert [runs(reply) for reply in (crashed(), timed_out(), out_of_memory(environment=None))] == [()] * 3
+    assert runs(measurement(losses=()))[0].final_loss is None, "own code need not tell its loss"
 
 
 def test_what_a_case_is_declared_for_is_not_stored() -> None:
@@ -572,20 +486,15 @@ def test_a_report_gives_its_results_as_baselines(tmp_path: Path) -> None:
     assert store.get(DEVICE, "other", KEY) is None
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', json.dumps({"format": FORMAT, "device": "cpu"}), "\x00"])
-def test_what_is_no_report_is_told(tmp_path: Path, text: str) -> None:
-    (tmp_path / "old.json").write_text(text)
-    with pytest.raises(BaselineError) as caught:
-        ReportStore(tmp_path / "old.json")
-    assert str(tmp_path / "old.json") in str(caught.value)
-    assert str(caught.value).endswith("give the file that --gpu-json wrote")
-    assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_baseline_file_is_no_report(tmp_path: Path) -> None:
-    path = MEASURED.update(tmp_path, {KEY: baseline()})
-    with pytest.raises(BaselineError, match="not a report of --gpu-json"):
-        ReportStore(path)
+def test_what_is_no_report_is_told(tmp_path: Path, snapshot: Any) -> None:
+    said = {}
+    of_baselines = MEASURED.update(tmp_path, {KEY: baseline()}).read_text()
+    for text in ("", "{}", '{"format": 9}', json.dumps({"format": FORMAT, "device": "cpu"}), "\x00", of_baselines):
+        (tmp_path / "old.json").write_text(text)
+        with pytest.raises(BaselineError) as caught:
+            ReportStore(tmp_path / "old.json")
+        said[text if text != of_baselines else "baselines"] = str(caught.value).replace(str(tmp_path), "")
+    assert said == snapshot
 
 
 def test_an_environment_of_an_earlier_version_is_stored_again_as_it_was(tmp_path: Path) -> None:

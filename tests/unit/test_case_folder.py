@@ -47,7 +47,6 @@ def holder(temporary: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def folder_held_by(holder: subprocess.Popen[str]) -> Path:
-    assert holder.stdout is not None
     return Path(holder.stdout.readline().strip())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, report, result
 
+from pytest_gputrain.cli.failing import VERDICTS
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Case, Result
 from pytest_gputrain.records.study import LossCurve
@@ -40,117 +41,59 @@ def measured(*seconds: float, case: Case = CASE, **fields: Any) -> Result:
 BASE = measured(1.0, 1.001, 0.999, 1.0, 1.0)
 
 
-def test_a_slower_case_is_told_by_its_sentence_and_fails(compare: Compare) -> None:
-    head = [measured(1.08, 1.081, 1.08)]
-    code, out, _ = compare([BASE], head)
-    assert code == 1
-    assert f"\n{CASE} is 8.0 % slower at 1.08 s a step than base 1.00 s" in out
-    assert "3 of 3 fresh runs slower" in out
-    assert " regressed" in out
-    assert compare([BASE], head, "--fail-on=failed,new")[0] == 0
-    assert compare([BASE], head, "--fail-on=never")[0] == 0
-    assert compare([BASE], [BASE])[0] == 0
+LIKE = [CASE.replace(batch_size=size, named=("batch_size",)) for size in range(1, 13)]
+FULL, QLORA = (result(CASE.replace(method=method)) for method in ("full", "qlora"))
+CRASHED = result(replies=(crashed(),), summary=None, verdict=None)
+OUT_OF_MEMORY = result(replies=(out_of_memory(),) * 3, summary=None)
+PREDICTED = result(reply=prediction(), device="predicted/h100")
+MORE_PREDICTED = result(
+    reply=prediction(
+        peak_allocated_bytes=33 * GiB, phase_peak_bytes={**prediction().phase_peak_bytes, "backward": 33 * GiB}
+    ),
+    device="predicted/h100",
+)
+ON_ANOTHER_DEVICE = gpu_environment(device_name="NVIDIA A100", device_type="rocm")
 
 
-def test_what_passes_is_said_by_the_head(compare: Compare) -> None:
-    code, out, _ = compare([BASE], [measured(1.08, 1.081, 1.08)], time_tolerance=0.1)
-    assert (code, "slower" in out) == (0, False)
+def suite(*slower: float, **other: float) -> list[Result]:
+    """A case of each batch size, with processes that are so much slower, and some of them more."""
+    return [measured(*[other.get(f"size_{case.batch_size}", ratio) for ratio in slower], case=case) for case in LIKE]
 
 
-def test_more_memory_is_told(compare: Compare) -> None:
-    code, out, _ = compare([BASE], [measured(1.0, 1.0, 1.0, peak_allocated_bytes=42 * 10**9)])
-    assert code == 1
-    assert "needs 1.86 GiB (5.0 %) more memory" in out
+OF_BASE = suite(1.0, 1.001, 0.999, 1.0, 1.0)
+SCENES: dict[str, tuple[list[Result], list[Result], dict[str, Any]]] = {
+    "the same": ([BASE], [BASE], {}),
+    "slower": ([BASE], [measured(1.08, 1.081, 1.08)], {}),
+    "slower, within the limits of head": ([BASE], [measured(1.08, 1.081, 1.08)], {"time_tolerance": 0.1}),
+    "more memory": ([BASE], [measured(1.0, 1.0, 1.0, peak_allocated_bytes=42 * 10**9)], {}),
+    "faster": ([BASE], [measured(0.9, 0.9, 0.9)], {}),
+    "one run each, a little slower: nothing can be measured again": ([measured(1.0)], [measured(1.05)], {}),
+    "one run each, slower": ([measured(1.0)], [measured(1.2)], {}),
+    "cases of one side only": ([BASE, FULL], [BASE, QLORA], {}),
+    "a case that only base has": ([BASE, FULL], [BASE], {}),
+    "a crash": ([BASE], [CRASHED], {}),
+    "crashes on both sides": ([CRASHED], [CRASHED], {}),
+    "a crash of a new case": ([], [CRASHED], {}),
+    "out of memory where it fitted": ([BASE], [OUT_OF_MEMORY], {}),
+    "another device": ([BASE], [measured(1.2, 1.2, 1.2, environment=ON_ANOTHER_DEVICE)], {}),
+    "a slower machine: one case is 8 % slower, one 4 %": (OF_BASE, suite(*[1.025] * 3, size_5=1.08, size_6=1.04), {}),
+    "a slower suite": (OF_BASE, suite(1.05, 1.05, 1.05), {}),
+    "predictions": ([PREDICTED], [MORE_PREDICTED], {}),
+    "the same predictions": ([PREDICTED], [PREDICTED], {}),
+    "no prediction to compare with": ([BASE], [PREDICTED], {}),
+    "only a prediction to compare with": ([PREDICTED], [BASE], {}),
+}
 
 
-def test_an_improvement_is_told_without_a_word_of_recording(compare: Compare) -> None:
-    code, out, _ = compare([BASE], [measured(0.9, 0.9, 0.9)])
-    assert code == 0
-    assert f"{CASE} is 10.0 % faster" in out
-    assert "--gpu-baseline-update" not in out
-
-
-def test_one_run_against_one_has_the_wider_limit(compare: Compare) -> None:
-    """Nothing can be measured again, so a single slow run must be slower by more."""
-    base = measured(1.0)
-    assert compare([base], [measured(1.05)])[0] == 0
-    assert compare([base], [measured(1.2)])[0] == 1
-
-
-def test_cases_of_one_side_only_are_told(compare: Compare) -> None:
-    other = result(CASE.replace(method="full"))
-    code, out, _ = compare([BASE, other], [BASE, result(CASE.replace(method="qlora"))], "--fail-on=new")
-    assert code == 1
-    assert "llama-3.1-8b-qlora-bf16: a.json has no such case" in out
-    assert "llama-3.1-8b-full-bf16: only a.json has it" in out
-
-
-def test_a_case_that_only_the_base_has_is_not_comparable(compare: Compare) -> None:
-    other = result(CASE.replace(method="full"))
-    assert compare([BASE, other], [BASE])[0] == 0
-    assert compare([BASE, other], [BASE], "--fail-on=not-comparable")[0] == 1
-    assert compare([BASE], [BASE], "--fail-on=not-comparable")[0] == 0
-
-
-def test_a_crash_fails_whatever_the_base_has(compare: Compare) -> None:
-    failed = result(replies=(crashed(),), summary=None, verdict=None)
-    for base in ([BASE], [failed], []):
-        code, out, _ = compare(base, [failed])
-        assert code == 1
-        assert f"{CASE} gave no measurement" in out
-
-
-def test_running_out_of_memory_where_it_fitted_regresses(compare: Compare) -> None:
-    head = result(replies=(out_of_memory(),) * 3, summary=None)
-    code, out, _ = compare([BASE], [head])
-    assert code == 1
-    assert "ran out of device memory" in out
-
-
-def test_another_device_is_not_comparable(compare: Compare) -> None:
-    head = measured(1.2, 1.2, 1.2, environment=gpu_environment(device_name="NVIDIA A100", device_type="rocm"))
-    code, out, _ = compare([BASE], [head], "--fail-on=not-comparable")
-    assert code == 1
-    assert "recorded on NVIDIA H100 80GB HBM3, here NVIDIA A100" in out
-
-
-def test_a_slower_machine_is_told_from_a_slower_case(compare: Compare) -> None:
-    """From ten cases on: all are 2.5 % slower, one is 8 %, and one 4 %, most of which is not its own."""
-    cases = [CASE.replace(batch_size=size, named=("batch_size",)) for size in range(1, 13)]
-    base = [measured(1.0, 1.001, 0.999, 1.0, 1.0, case=case) for case in cases]
-    head = [measured(*[{5: 1.08, 6: 1.04}.get(case.batch_size, 1.025)] * 3, case=case) for case in cases]
-    code, out, _ = compare(base, head)
-    assert code == 1
-    assert [row.split()[-1] for row in out.splitlines() if "batch_size=5" in row or "batch_size=6" in row][:2] == [
-        "regressed",
-        "inconclusive",
-    ]
-    assert "the median case is +2.5 % off base: the machine rather than a case" in out
-
-
-def test_a_suite_that_is_slower_as_a_whole_regresses(compare: Compare) -> None:
-    cases = [CASE.replace(batch_size=size, named=("batch_size",)) for size in range(1, 13)]
-    base = [measured(1.0, 1.001, 0.999, 1.0, 1.0, case=case) for case in cases]
-    code, out, _ = compare(base, [measured(1.05, 1.05, 1.05, case=case) for case in cases])
-    assert code == 1
-    assert "all cases together regressed: the median case is +5.0 % off base" in out
-
-
-def test_predictions_are_compared_with_predictions(compare: Compare) -> None:
-    fields: dict[str, Any] = {"device": "predicted/h100"}
-    peaks = prediction().phase_peak_bytes
-    more = prediction(peak_allocated_bytes=33 * GiB, phase_peak_bytes={**peaks, "backward": 33 * GiB})
-    base, head = result(reply=prediction(), **fields), result(reply=more, **fields)
-    code, out, _ = compare([base], [head])
-    assert code == 1
-    assert "backward" in out
-    assert compare([base], [base], "--fail-on=regressed,new,not-comparable")[0] == 0
-    code, out, _ = compare([BASE], [base], "--fail-on=not-comparable")
-    assert code == 1
-    assert f"{CASE}: a.json has no prediction of it" in out
-    code, out, _ = compare([base], [BASE], "--fail-on=not-comparable")
-    assert code == 1
-    assert f"{CASE}: a.json has no figures of it" in out
+@pytest.mark.parametrize("what", SCENES)
+def test_what_is_said_and_what_fails(compare: Compare, snapshot: Any, what: str) -> None:
+    base, head, settings = SCENES[what]
+    code, out, err = compare(base, head, **settings)
+    fails = [verdict for verdict in VERDICTS if compare(base, head, f"--fail-on={verdict}", **settings)[0]]
+    assert code == int(bool({"regressed", "over-limit", "failed"} & set(fails)))
+    assert compare(base, head, "--fail-on=never", **settings)[0] == 0
+    assert err == ""
+    assert {"fails": fails, "said": out.splitlines()} == snapshot
 
 
 @pytest.mark.parametrize("broken", ["missing", "damaged", "without tolerances"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
-import pytest
 from unit_examples import measurement
 
 from pytest_gputrain.gate.contention import describe_holders, describe_others, describe_throttling, why_not_recorded
@@ -26,22 +27,17 @@ def _run(throttled: dict[str, float] | None = None, others: tuple[Holder, ...] =
     return msgspec.structs.replace(measurement(), telemetry=telemetry, **fields)
 
 
-@pytest.mark.parametrize(
-    ("holders", "sentence"),
-    [
-        ((), ""),
-        ((PYTHON,), "python (pid 4711, 12.0 GiB) on GPU 0"),
-        ((Holder(pid=7, gpu=1),), "a process (pid 7) on GPU 1"),
-        ((Holder(pid=None, gpu=0, bytes=3 * GiB),), "somebody unseen with 3.00 GiB on GPU 0"),
-        ((Holder(pid=7, gpu=1), PYTHON), "python (pid 4711, 12.0 GiB) on GPU 0 and a process (pid 7) on GPU 1"),
-        (
-            tuple(Holder(pid=pid, gpu=0) for pid in range(1, 6)),
-            "a process (pid 1) on GPU 0, a process (pid 2) on GPU 0, a process (pid 3) on GPU 0 and 2 more",
-        ),
-    ],
+HOLDERS = (
+    (),
+    (PYTHON,),
+    (Holder(pid=None, gpu=0, bytes=3 * GiB),),
+    (Holder(pid=7, gpu=1), PYTHON),
+    tuple(Holder(pid=pid, gpu=0) for pid in range(1, 6)),
 )
-def test_those_on_a_gpu_are_named(holders: tuple[Holder, ...], sentence: str) -> None:
-    assert describe_holders(holders) == sentence
+
+
+def test_those_on_a_gpu_are_named(snapshot: Any) -> None:
+    assert list(map(describe_holders, HOLDERS)) == snapshot
 
 
 def test_who_was_there_before_and_who_came_are_each_named_once() -> None:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-import api_tables
 import compare_kinds
 import pytest
+import reference_pages
 
 import pytest_gputrain
 from pytest_gputrain.cases.validation import METHODS, PRECISIONS
+from pytest_gputrain.cli.main import COMMANDS
 from pytest_gputrain.plugin.hooks import __all__ as FIXTURES
 from pytest_gputrain.plugin.markers import _KEYWORDS as KEYWORDS
-from pytest_gputrain.records import Case
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -67,7 +67,9 @@ def test_contributors_are_led_to_files_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in ("api.md", "CHANGELOG.md")], ids=lambda page: page.name
+    "page",
+    [page for page in PAGES if page not in reference_pages.PAGES and page.name != "CHANGELOG.md"],
+    ids=lambda page: page.name,
 )
 def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
     assert page.read_text().count("\n") <= 200
@@ -83,28 +85,44 @@ def test_every_fault_names_tests_that_exist() -> None:
     assert missing == []
 
 
-def described() -> list[str]:
-    return re.findall(r"^\.\. auto\w+:: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+API = DOCS / "api.md", DOCS / "api-records.md"
+
+
+def described() -> set[str]:
+    """Return the names that a page of the API describes."""
+    return {name for page in API for name in re.findall(r"^### `(\w+)`$", page.read_text(), re.MULTILINE)}
 
 
 def test_the_api_has_every_public_name() -> None:
-    assert {f"pytest_gputrain.{name}" for name in pytest_gputrain.__all__} <= set(described())
+    pages = "".join(page.read_text() for page in API)
+    numbers_and_unions = {"KiB", "MiB", "GiB", "Result"}
+    assert set(pytest_gputrain.__all__) - numbers_and_unions <= described()
+    assert [name for name in numbers_and_unions if f"`{name}`" not in pages] == []
 
 
 def test_the_api_has_every_record_of_the_report() -> None:
     schema = json.loads((DOCS / "report.schema.json").read_text())
-    assert set(schema["$defs"]) <= {name.rpartition(".")[2] for name in described()}
+    assert set(schema["$defs"]) <= described()
 
 
-@pytest.mark.parametrize("fixture", FIXTURES)
-def test_the_api_has_every_fixture(fixture: str) -> None:
-    assert f"**`{fixture}`**" in (DOCS / "api.md").read_text()
+@pytest.mark.parametrize("page", reference_pages.PAGES, ids=lambda page: page.name)
+def test_a_reference_page_is_that_of_the_code(page: Path) -> None:
+    assert reference_pages.filled(page.read_text()) == page.read_text(), "run tools/reference_pages.py"
 
 
-def test_the_tables_of_the_api_are_those_of_the_code() -> None:
-    page = (DOCS / "api.md").read_text()
-    assert api_tables.filled(page) == page, "run tools/api_tables.py"
-    assert all(f"\n| `{field}` | " in page for field in Case.__struct_fields__)
+def test_every_field_of_the_api_has_a_meaning() -> None:
+    rows = [row for page in API for row in page.read_text().splitlines() if row.startswith("| `")]
+    assert len(rows) > 400
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_the_reference_of_the_command_has_every_argument() -> None:
+    page = (DOCS / "cli.md").read_text()
+    for name, module in COMMANDS.items():
+        section = page.partition(f"## `gputrain {name}`\n")[2].partition("\n## ")[0]
+        added = re.findall(r"\.add_argument\(\s*\"([\w-]+)\"", Path(str(module.__file__)).read_text())
+        assert [argument for argument in added if argument.startswith("-") and f"{argument}" not in section] == []
+        assert section, name
 
 
 def test_the_accuracy_of_predictions_is_that_of_the_recorded_figures() -> None:

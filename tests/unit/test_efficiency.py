@@ -34,7 +34,6 @@ def _judged(seconds: float, alone: float | None = 1.0, stored: Baseline = EIGHTY
 )
 def test_efficiency_has_its_limits_at_the_time_tolerance(alone: float, status: str) -> None:
     verdict, metric = _judged(1.25, alone)
-    assert metric is not None
     assert (verdict.status, metric.status, metric.value) == (status, status, pytest.approx(alone / 1.25))
     assert (metric.baseline, metric.limit) == (pytest.approx(0.8), pytest.approx(0.8 / 1.1))
 
@@ -62,7 +61,6 @@ def test_a_regression_of_another_figure_counts_before_a_missing_efficiency() -> 
         f"{CASE} has no scaling efficiency in its baseline of 2026-01-31; record it with --gpu-baseline-update"
     )
     assert metric == verdict.metrics[-1]
-    assert metric is not None
     assert (metric.value, metric.baseline, metric.note) == (pytest.approx(1 / 1.05), None, "the baseline has none")
     assert _judged(1.25, stored=stored)[0].status == "regressed"
 
@@ -74,7 +72,6 @@ def test_efficiency_of_other_devices_is_not_compared(environment: object) -> Non
     if environment != cpu_environment():
         reply = measurement(one_worker_seconds=1.0)
     metric = judge(CASE, [reply], stored, WIDE).verdict.metric("scaling_efficiency")
-    assert metric is not None
     assert (metric.status, metric.value, metric.baseline) == ("not-comparable", 1.0, 5.0)
     assert metric.note
 
@@ -104,8 +101,6 @@ def test_efficiency_is_throughput_over_that_of_as_many_workers(
 def test_a_better_efficiency_is_never_a_worse_verdict(single: float, other: float) -> None:
     order = ("regressed", "pass", "improved")
     (_, low), (_, high) = (_judged(1.25, alone) for alone in sorted((single, other)))
-    assert low is not None
-    assert high is not None
     assert order.index(low.status) <= order.index(high.status)
 
 

@@ -93,7 +93,7 @@ def test_what_a_shell_puts_for_a_command_is_written_to() -> None:
         write_atomically(Path(f"/dev/fd/{writing}"), b"x" * 300_000)
     finally:
         os.close(writing)
-        reader.join(timeout=10)
+        reader.join(timeout=60)
     assert [len(data) for data in read] == [300_000]
 
 
@@ -142,24 +142,19 @@ def test_a_device_and_a_file_without_end_are_not_read(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     "words",
     [
-        ["export", "/dev/zero"],
-        ["table", "/dev/zero"],
-        ["html", "/dev/zero"],
-        ["html", "--history", "/dev/zero"],
-        ["compare", "/dev/zero", "/dev/zero"],
-        ["trend", "/dev/zero"],
+        *("export /dev/zero", "table /dev/zero", "html /dev/zero", "html --history /dev/zero", "trend /dev/zero"),
+        "compare /dev/zero /dev/zero",
     ],
-    ids=" ".join,
 )
 def test_no_subcommand_reads_a_device_to_its_end(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if words[0] == "html":
+    if words.startswith("html"):
         pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
+    assert main(words.split()) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert "/dev/zero" in sentence or words[0] == "table"
+    assert "/dev/zero" in sentence or words.startswith("table")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from pytest_gputrain import Case, GiB, Prediction
+from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.model_config import with_model
+from pytest_gputrain.cli.predict import _knobs, add_to
 from pytest_gputrain.gate.fit import ERROR, Need, fit_of, fit_of_emulated, largest_batch, loads_in_parts, of_training, tight
 from pytest_gputrain.records import EmulatedRun
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import fit
 from pytest_gputrain.session.fitting import possible
-from pytest_gputrain.storage.hub_cache import hub_cache, snapshot
+from pytest_gputrain.session.remedies import remedy
+from pytest_gputrain.storage.hub_cache import cached_models, hub_cache
+from pytest_gputrain.storage.hub_cache import snapshot as snapshot_of
 
 RECORDED = Path(__file__).parents[1] / "plugin" / "replies" / "h100_predicted.json"
 
@@ -159,7 +165,7 @@ def test_what_cannot_be_is_told_once_and_what_can_be_stays() -> None:
     ]
 
 
-def report(*cells: FitCell, **fields: object) -> FitReport:
+def report(*cells: FitCell, **fields: Any) -> FitReport:
     given = {
         "generator": "pytest-gputrain 0",
         "model": "llama-3.1-8b",
@@ -177,33 +183,32 @@ def report(*cells: FitCell, **fields: object) -> FitReport:
 LORA = Case(model="llama-3.1-8b", method="lora", sequence_length=2048, batch_size=4)
 
 
-def cell(kind: str | None, **fields: object) -> FitCell:
+def cell(kind: str | None, **fields: Any) -> FitCell:
     prediction = msgspec.structs.replace(
         predicted(30 * GiB), peak_bytes_by_origin={"build": 10**10, "forward": 10**10, "between": 8}
     )
     given = {"case": LORA, "gpu": "h100", "fit": kind, "needed_bytes": 30 * GiB, "prediction": prediction}
-    return FitCell(**{**given, **fields})  # type: ignore[arg-type]
+    return FitCell(**{**given, **fields})
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("fits", "fits"), ("within-error", "within the error"), ("does-not-fit", "does not fit")]
-)
-def test_a_cell_says_how_much_and_whether_it_fits(kind: str, words: str) -> None:
-    memory = fit.tables(report(cell(kind)))[0]
-    assert memory.headers == ("method", "batch_size", "H100 (79.0 GiB)")
-    assert memory.rows == (("lora", "4", f"30.0 GiB {words}"),)
+COMPILED = cell("does-not-fit", prediction=None, needed_bytes=None, emulated=emulated(79 * GiB, fits=False))
+FAILED = cell(None, prediction=None, needed_bytes=None, failure="it crashed")
+REPORTS = {
+    "it fits": report(cell("fits")),
+    "within the error": report(cell("within-error")),
+    "a remedy, and what cannot be": report(
+        cell("does-not-fit", remedy="batch_size=1 makes it fit"), left_out=("x cannot be",)
+    ),
+    "compiled code, on an emulated GPU": report(COMPILED),
+    "failures of one kind": report(FAILED, FAILED),
+}
 
 
-def test_compiled_code_that_runs_out_of_memory_on_an_emulated_gpu_has_no_figure_but_an_answer() -> None:
-    unknown = cell("does-not-fit", prediction=None, needed_bytes=None, emulated=emulated(79 * GiB, fits=False))
-    told = report(unknown)
-    assert fit.tables(told)[0].rows == (("lora", "4", "does not fit"),)
-    assert "1 combination ran on emulated GPUs (CUDA 13.0)" in "\n".join(fit.notes(told))
-
-
-def test_the_common_knobs_are_told_above_the_table() -> None:
-    (about,) = fit.tables(report(cell("fits")))[0].about
-    assert about == "precision bf16, sequence_length 2048, optimizer adamw"
+@pytest.mark.parametrize("what", REPORTS)
+def test_what_is_said_of_a_cell(what: str, snapshot: Any) -> None:
+    written = REPORTS[what]
+    memory = fit.tables(written)[0]
+    assert {"about": memory.about, "head": memory.headers, "rows": memory.rows, "notes": [*fit.notes(written)]} == snapshot
 
 
 @pytest.mark.parametrize(
@@ -216,23 +221,57 @@ def test_the_common_knobs_are_told_above_the_table() -> None:
         ({"batch_size": 0, "failure": "it crashed"}, "not known"),
     ],
 )
-def test_the_largest_batch_in_words(fields: dict[str, object], text: str) -> None:
+def test_the_largest_batch_in_words(fields: dict[str, Any], text: str) -> None:
     given = {"case": LORA, "gpu": "h100", "needed_bytes": None, "roofline_seconds": None, "perhaps": 0, "is_bound": False}
-    found = LargestBatch(**{**given, **fields})  # type: ignore[arg-type]
+    found = LargestBatch(**{**given, **fields})
     assert fit.tables(report(cell("fits"), largest=(found,)))[1].rows == (("lora", text),)
 
 
-def test_notes_tell_remedies_failures_peaks_and_versions_once() -> None:
-    notes = [
-        *fit.notes(report(cell("does-not-fit", remedy="batch_size=1 makes it fit, in 9 GiB"), left_out=("x cannot be",)))
-    ]
-    assert notes[0] == "llama-3.1-8b-lora-bf16 does not fit H100: batch_size=1 makes it fit, in 9 GiB"
-    assert notes[1].startswith("llama-3.1-8b-lora-bf16 at its peak, in ")
-    assert ": 9.31 GiB weights, 9.31 GiB activations; largest " in notes[1]
-    assert notes[2] == "x cannot be"
-    assert notes[-1] == "predicted for torch 2.13.0, not compiled; nothing was trained"
-    failed = cell(None, prediction=None, needed_bytes=None, failure="it crashed")
-    assert [*fit.notes(report(failed, failed))].count("it crashed") == 1
+def test_what_may_not_fit_is_told_so_and_what_is_said_of_the_model_too() -> None:
+    helped = cell("within-error", remedy="activation_checkpointing=true makes it fit, in 9 GiB")
+    notes = [*fit.notes(report(helped, about=("its quantization_config (gptq) is not looked at",)))]
+    assert notes[0] == "llama-3.1-8b-lora-bf16 may not fit H100: activation_checkpointing=true makes it fit, in 9 GiB"
+    assert notes.count("its quantization_config (gptq) is not looked at") == 1
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "told"), [(20, "activation_checkpointing=true makes it fit, in 20.0 GiB"), (90, "")]
+)
+def test_a_case_that_may_fit_is_told_only_what_makes_it_surely_fit(checkpointed: int, told: str) -> None:
+    def changed(case: Case) -> Prediction:
+        gib = checkpointed if case.activation_checkpointing is True else 90
+        return msgspec.structs.replace(predicted(gib * GiB), fits=gib < 79)
+
+    case = LORA.replace(batch_size=1, optimizer="sgd")
+    assert remedy(case, predicted(78 * GiB), changed, may_fit=True) == told
+
+
+def test_the_knobs_that_people_use_are_taken_by_the_command() -> None:
+    words = "--batch=1 --precision=bf16 --optimizer=adamw,adamw_8bit,paged_adamw_8bit,adafactor,sgd --checkpointing=true,0.5"
+    knobs = (
+        *(
+            "loss=fp32,logits",
+            "loss_chunks=16",
+            "lora_rank=8",
+            "lora_alpha=8",
+            "lora_dropout=0.1",
+            "lora_targets=all-linear",
+        ),
+        *("dora=true", "max_grad_norm=1.0", "attention=eager", "activation_checkpointing_policy=save-matmuls"),
+        *("lengths=packed", "learning_rate=1e-5", "sequence_length=512", "method=lora"),
+    )
+    options = argparse.ArgumentParser()
+    add_to(options.add_subparsers())
+    given = options.parse_args(["predict", "qwen3-8b", "--gpu=h100", *words.split(), *(f"--set={knob}" for knob in knobs)])
+    axes = sweep.parse_axes(_knobs(given, Case(model="qwen3-8b")), ())
+    cases = [Case(model="qwen3-8b", **combination) for combination in sweep.combinations(axes)]
+    asked, left_out = possible(cases, ["h100"])
+    assert (len(asked), left_out) == (5 * 2 * 2, [])
+
+
+def test_the_names_of_the_hub_s_cache_are_known(hub: Path) -> None:
+    assert cached_models({"HF_HUB_CACHE": str(hub)}) == ["Qwen/Qwen3-8B"]
+    assert cached_models({"HF_HUB_CACHE": str(hub / "nothing")}) == []
 
 
 def test_the_cache_of_the_hub_is_where_its_variables_say() -> None:
@@ -252,18 +291,14 @@ def hub(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_of_the_hub_is_its_main_revision_by_its_own_name(hub: Path) -> None:
+def test_a_model_of_the_hub_is_its_main_revision_or_any_other_that_was_fetched(hub: Path) -> None:
+    variables = {"HF_HUB_CACHE": str(hub)}
+    fetched = snapshot_of("Qwen/Qwen3-8B", variables)
+    assert (fetched / "config.json").is_file()
+    assert snapshot_of("Qwen/Qwen4", variables) is None
     refs = hub / "models--Qwen--Qwen3-8B" / "refs"
     refs.mkdir()
     (refs / "main").write_text("aaa\n")
-    folder = snapshot("Qwen/Qwen3-8B", {"HF_HUB_CACHE": str(hub)})
-    assert folder is not None
+    folder = snapshot_of("Qwen/Qwen3-8B", variables)
     assert folder.name == "aaa"
     assert with_model(Case(model=str(folder)), Path()).model.startswith("Qwen3-8B#")
-
-
-def test_a_model_that_was_fetched_by_a_revision_is_found_too(hub: Path) -> None:
-    folder = snapshot("Qwen/Qwen3-8B", {"HF_HUB_CACHE": str(hub)})
-    assert folder is not None
-    assert (folder / "config.json").is_file()
-    assert snapshot("Qwen/Qwen4", {"HF_HUB_CACHE": str(hub)}) is None

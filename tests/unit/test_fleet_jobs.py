@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from unit_examples import CASE, measurement
 
@@ -78,7 +80,7 @@ class Scheduler:
         self.now += seconds
         assert self.now < 10_000, "the fleet waits for ever"
         for at in [at for at in self.script if at <= self.now]:
-            self.script.pop(at)()  # type: ignore[operator]
+            self.script.pop(at)()
 
 
 @pytest.fixture
@@ -86,15 +88,14 @@ def scheduler() -> Scheduler:
     return Scheduler()
 
 
+def fleet_of(scheduler: Scheduler, folder: Path, most_jobs: int = 3) -> Fleet:
+    clock: Any = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
+    return Fleet(scheduler, folder, most_jobs=most_jobs, wait_seconds=WAIT, **clock)
+
+
 @pytest.fixture
 def fleet(scheduler: Scheduler, tmp_path: Path) -> Fleet:
-    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
-    return Fleet(scheduler, tmp_path, most_jobs=3, wait_seconds=WAIT, **clock)  # type: ignore[arg-type]
-
-
-def lost(outcome: Delivery | Lost) -> Lost:
-    assert isinstance(outcome, Lost), outcome
-    return outcome
+    return fleet_of(scheduler, tmp_path)
 
 
 def test_what_is_expected_is_submitted_in_its_order_as_far_as_the_window_reaches(fleet: Fleet, scheduler: Scheduler) -> None:
@@ -109,8 +110,7 @@ def test_what_is_expected_is_submitted_in_its_order_as_far_as_the_window_reaches
 
 
 def test_as_many_wait_as_run(scheduler: Scheduler, tmp_path: Path) -> None:
-    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
-    fleet = Fleet(scheduler, tmp_path, most_jobs=40, wait_seconds=WAIT, **clock)  # type: ignore[arg-type]
+    fleet = fleet_of(scheduler, tmp_path, most_jobs=40)
     fleet.expect(order(f"case-{number}-") for number in range(100))
     sizes = []
     for _ in range(4):
@@ -122,8 +122,7 @@ def test_as_many_wait_as_run(scheduler: Scheduler, tmp_path: Path) -> None:
 
 
 def test_what_is_held_does_not_keep_others_from_their_turn(scheduler: Scheduler, tmp_path: Path) -> None:
-    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
-    fleet = Fleet(scheduler, tmp_path, most_jobs=40, wait_seconds=WAIT, **clock)  # type: ignore[arg-type]
+    fleet = fleet_of(scheduler, tmp_path, most_jobs=40)
     fleet.expect(order(f"wide-{number}-") for number in range(LEAST_WAITING))
     scheduler.says = dict.fromkeys(scheduler.submitted, Job("held", "no node has so many"))
     scheduler.script = {10: lambda: scheduler.deliver("a")}
@@ -151,9 +150,7 @@ def test_what_is_soon_to_be_asked_for_goes_before_what_was_expected_earlier(flee
 
 def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: Scheduler, tmp_path: Path) -> None:
     arrivals: list[tuple[str, int, int]] = []
-
-    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
-    fleet = Fleet(scheduler, tmp_path, most_jobs=9, wait_seconds=WAIT, **clock)  # type: ignore[arg-type]
+    fleet = fleet_of(scheduler, tmp_path, most_jobs=9)
     fleet.expect(map(order, "abb"))
     scheduler.script = {
         10: lambda: scheduler.deliver("b1"),  # with a gap before it
@@ -187,21 +184,111 @@ def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Schedul
     assert scheduler.submitted == ["a", "a1", "a2"]
 
 
-@pytest.mark.parametrize("doing", ["node_died", "preempted", "cancelled"])
-def test_a_job_that_was_ended_is_lost_with_the_words_of_the_scheduler(
-    fleet: Fleet, scheduler: Scheduler, doing: Doing
-) -> None:
-    scheduler.says["a"] = Job("running", host="n7")
-    scheduler.script = {10: lambda: scheduler.says.update(a=Job(doing, "it snowed"))}
-    outcome = lost(fleet.run(order()))
-    assert (outcome.cause, outcome.job, outcome.host) == (doing, "a", "n7")
-    assert "it snowed" in outcome.sentence
-    assert "pytest --lf" in outcome.sentence
+# What becomes of a job
+
+
+def then(at: float, does: Callable[[Scheduler], object]) -> Callable[[Scheduler], object]:
+    return lambda scheduler: scheduler.script.update({at: lambda: does(scheduler)})
+
+
+def says(job: str, doing: Doing, *words: str, **fields: Any) -> Callable[[Scheduler], object]:
+    return lambda scheduler: scheduler.says.update({job: Job(doing, *words, **fields)})
+
+
+def sets(**fields: Any) -> Callable[[Scheduler], object]:
+    return lambda scheduler: [setattr(scheduler, name, value) for name, value in fields.items()]
+
+
+def delivers(job: str, *delivery: Delivery) -> Callable[[Scheduler], object]:
+    return lambda scheduler: scheduler.deliver(job, *delivery)
+
+
+def writes(name: str, text: str) -> Callable[[Scheduler], object]:
+    return lambda scheduler: (scheduler.folders["a"] / name).write_text(text)
+
+
+def forgets(scheduler: Scheduler) -> None:
+    scheduler.says.clear()
+
+
+RUNS = says("a", "running", host="n7")
+LATER = GRACE_SECONDS, GRACE_SECONDS + 3 * ASK_SECONDS
+LOST: dict[str, tuple[Sequence[Callable[[Scheduler], object]], float, float]] = {
+    **{
+        doing: ([RUNS, then(10, says("a", doing, "it snowed"))], 10, 10 + 2 * ASK_SECONDS)
+        for doing in ("node_died", "preempted", "cancelled")
+    },
+    "ended without a delivery": ([says("a", "ended", "exit 0", "n7")], *LATER),
+    "ended finally: no delivery can come any more": ([says("a", "ended", "killed", "n7", final=True)], 0, 2 * ASK_SECONDS),
+    "forgotten by the scheduler": ([RUNS, then(10, forgets)], 10 + LATER[0], 10 + LATER[1]),
+    "printed something": (
+        [then(1, writes(OUTPUT, "No module named torch")), then(2, says("a", "ended", "exit 1"))],
+        2,
+        WAIT,
+    ),
+    "nothing lets it start": ([], WAIT, WAIT + 2 * ASK_SECONDS),
+    "held, while others run": (
+        [says("a", "held", "PartitionNodeLimit"), then(0.8 * WAIT, says("b", "running"))],
+        WAIT,
+        WAIT + 2 * ASK_SECONDS,
+    ),
+    "a queue that is full, however late it is asked for": (
+        [sets(now=10 * WAIT, refusal=QueueFull("full"))],
+        11 * WAIT,
+        9999,
+    ),
+    "refused": ([sets(refusal=JobRefused("no such partition"))], 0, 0),
+    "a scheduler that is silent for a while, and then for longer": (
+        [RUNS, *(then(at * WAIT, sets(silent=silent)) for at, silent in ((0.05, True), (0.9, False), (1.25, True)))],
+        2.25 * WAIT - ASK_SECONDS,
+        9999,
+    ),
+    "another node than was asked for": ([then(5, delivers("a", Delivery(host=NODE, unfit="it is an A100")))], 5, WAIT),
+    "a delivery that cannot be read": ([then(5, writes(DELIVERY, "{"))], 5, WAIT),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_job_is_lost(fleet: Fleet, scheduler: Scheduler, what: str, snapshot: Any) -> None:
+    doings, least, most = LOST[what]
+    for do in doings:
+        do(scheduler)
+    fleet.expect(map(order, "ab") if "others" in what else ())
+    outcome = fleet.run(order("a"))
+    assert isinstance(outcome, Lost)
+    assert least <= scheduler.now <= most
     assert "\n" not in outcome.sentence
+    assert {**msgspec.structs.asdict(outcome), "cancelled": [job for job in scheduler.cancelled if job == "a"]} == snapshot
+
+
+FOUND: dict[str, Sequence[Callable[[Scheduler], object]]] = {
+    **{doing: [then(5, delivers("a")), then(5.5, says("a", doing))] for doing in ("node_died", "preempted", "cancelled")},
+    "forgotten": [then(5, delivers("a")), then(5.5, forgets)],
+    "late, but not later than the grace": [says("a", "ended", "exit 0"), then(GRACE_SECONDS - ASK_SECONDS, delivers("a"))],
+    "after a queue that was full": [
+        sets(refusal=QueueFull("full")),
+        then(0.5 * WAIT, sets(refusal=None)),
+        then(0.8 * WAIT, delivers("a")),
+    ],
+    "after its turn: while others get on it waits": [
+        then(0.8 * WAIT, says("b", "running")),
+        then(1.6 * WAIT, delivers("b")),
+        then(2.4 * WAIT, delivers("a")),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_a_job_delivered_counts_whatever_became_of_it(fleet: Fleet, scheduler: Scheduler, what: str) -> None:
+    for do in FOUND[what]:
+        do(scheduler)
+    fleet.expect(map(order, "ab") if "others" in what else ())
+    assert fleet.run(order("a")) == DONE
+    assert scheduler.cancelled == []
 
 
 @pytest.mark.parametrize("doing", ["node_died", "preempted", "cancelled", "ended"])
-def test_what_a_job_delivered_before_its_end_counts(fleet: Fleet, scheduler: Scheduler, doing: Doing) -> None:
+def test_what_was_delivered_before_anybody_asked_counts(fleet: Fleet, scheduler: Scheduler, doing: Doing) -> None:
     fleet.expect([order()])
     scheduler.deliver("a")
     scheduler.says["a"] = Job(doing)
@@ -210,141 +297,21 @@ def test_what_a_job_delivered_before_its_end_counts(fleet: Fleet, scheduler: Sch
     assert fleet.run(order()) == DONE
 
 
-def test_a_delivery_may_come_late_but_not_later_than_the_grace(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.says["a"] = scheduler.says["b"] = Job("ended", "exit 0", "n7")
-    scheduler.script = {GRACE_SECONDS - ASK_SECONDS: lambda: scheduler.deliver("a")}
-    assert fleet.run(order("a")) == DONE
-    began = scheduler.now
-    outcome = lost(fleet.run(order("b")))
-    assert outcome.cause == "no_delivery"
-    assert GRACE_SECONDS <= scheduler.now - began <= GRACE_SECONDS + 3 * ASK_SECONDS
-    assert "gpu_shared" in outcome.sentence
-
-
-def test_a_delivery_that_cannot_come_any_more_is_not_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.says["a"] = Job("ended", "killed", "n7", final=True)
-    assert lost(fleet.run(order("a"))).cause == "no_delivery"
-    assert scheduler.now <= 2 * ASK_SECONDS
-
-
-def test_a_job_that_the_scheduler_has_forgotten_ended_nobody_knows_how(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.says["a"] = Job("running", host="n7")
-    scheduler.script = {10: scheduler.says.clear}
-    outcome = lost(fleet.run(order()))
-    assert (outcome.cause, outcome.host) == ("no_delivery", "n7")
-    assert outcome.sentence == (
-        "Test does not know its job a on n7 any more; there is no delivery, and how it ended nobody knows; "
-        "pytest --lf runs it again"
-    )
-    assert GRACE_SECONDS <= scheduler.now - 10 <= GRACE_SECONDS + 3 * ASK_SECONDS
-
-
-def test_what_a_forgotten_job_delivered_counts(fleet: Fleet, scheduler: Scheduler) -> None:
-    def forget() -> None:
-        scheduler.deliver("a")
-        scheduler.says.clear()
-
-    fleet.expect([order()])
-    forget()
-    assert fleet.run(order()) == DONE
-
-
-def test_what_a_lost_job_printed_is_kept(fleet: Fleet, scheduler: Scheduler) -> None:
-    def fail() -> None:
-        (scheduler.folders["a"] / OUTPUT).write_text("No module named torch")
-        scheduler.says["a"] = Job("ended", "exit 1")
-
-    scheduler.script = {1: fail}
-    outcome = lost(fleet.run(order()))
-    assert outcome.detail == "No module named torch"
-
-
-def test_a_job_that_waits_its_turn_waits_while_others_get_on(fleet: Fleet, scheduler: Scheduler) -> None:
-    fleet.expect(map(order, "ab"))
-    scheduler.script = {
-        0.8 * WAIT: lambda: scheduler.says.update(b=Job("running")),
-        1.6 * WAIT: lambda: scheduler.deliver("b"),
-        2.4 * WAIT: lambda: scheduler.deliver("a"),
-    }
-    assert fleet.run(order("a")) == DONE
-    assert scheduler.cancelled == []
-
-
-def test_a_job_that_nothing_lets_start_is_given_up_and_cancelled(fleet: Fleet, scheduler: Scheduler) -> None:
-    outcome = lost(fleet.run(order()))
-    assert outcome.cause == "not_scheduled"
-    assert "Priority" in outcome.sentence
-    assert WAIT <= scheduler.now <= WAIT + 2 * ASK_SECONDS
-    assert scheduler.cancelled == ["a"]
-
-
-def test_a_job_that_is_held_does_not_profit_from_others(fleet: Fleet, scheduler: Scheduler) -> None:
-    fleet.expect(map(order, "ab"))
-    scheduler.says["a"] = Job("held", "PartitionNodeLimit")
-    scheduler.script = {0.8 * WAIT: lambda: scheduler.says.update(b=Job("running"))}
-    outcome = lost(fleet.run(order("a")))
-    assert "PartitionNodeLimit" in outcome.sentence
-    assert scheduler.now <= WAIT + 2 * ASK_SECONDS
-
-
-def test_a_full_queue_is_waited_for(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.refusal = QueueFull("full")
-    scheduler.script = {
-        0.5 * WAIT: lambda: setattr(scheduler, "refusal", None),
-        0.8 * WAIT: lambda: scheduler.deliver("a"),
-    }
-    assert fleet.run(order()) == DONE
-
-
-def test_a_full_queue_is_waited_for_however_late_the_first_job_is_asked_for(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.now = began = 10 * WAIT
-    scheduler.refusal = QueueFull("full")
-    assert lost(fleet.run(order())).cause == "queue_full"
-    assert scheduler.now - began >= WAIT
-
-
 def test_all_that_wait_for_a_full_queue_are_lost_together(fleet: Fleet, scheduler: Scheduler) -> None:
     scheduler.refusal = QueueFull("full")
     fleet.expect(map(order, "ab"))
-    assert lost(fleet.run(order("a"))).cause == "queue_full"
+    assert fleet.run(order("a")).cause == "queue_full"
     at = scheduler.now
-    assert lost(fleet.run(order("b"))).cause == "queue_full"
-    assert at <= WAIT + 2 * ASK_SECONDS
-    assert scheduler.now == at
+    assert fleet.run(order("b")).cause == "queue_full"
+    assert scheduler.now == at <= WAIT + 2 * ASK_SECONDS
 
 
-def test_a_refused_job_is_lost_at_once_and_no_other(fleet: Fleet, scheduler: Scheduler) -> None:
+def test_no_other_job_than_a_refused_one_is_lost(fleet: Fleet, scheduler: Scheduler) -> None:
     scheduler.refusal = JobRefused("no such partition")
-    outcome = lost(fleet.run(order("a")))
-    assert (outcome.cause, outcome.sentence, scheduler.now) == ("not_scheduled", "no such partition; ask otherwise", 0)
+    assert fleet.run(order("a")).cause == "not_scheduled"
     scheduler.refusal = None
     scheduler.script = {5: lambda: scheduler.deliver("b")}
     assert fleet.run(order("b")) == DONE
-
-
-def test_a_scheduler_may_be_silent_for_a_while_but_not_longer(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.says["a"] = Job("running")
-    scheduler.script = {
-        5: lambda: setattr(scheduler, "silent", True),
-        0.9 * WAIT: lambda: setattr(scheduler, "silent", False),
-        1.25 * WAIT: lambda: setattr(scheduler, "silent", True),
-    }
-    outcome = lost(fleet.run(order()))
-    assert outcome.cause == "unreachable"
-    assert scheduler.now >= 2.25 * WAIT - ASK_SECONDS
-
-
-def test_a_node_that_is_not_what_was_asked_for_is_told(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.script = {5: lambda: scheduler.deliver("a", Delivery(host=NODE, unfit="it is an A100"))}
-    outcome = lost(fleet.run(order()))
-    assert outcome.cause == "unfit_node"
-    assert "n1" in outcome.sentence
-    assert "it is an A100" in outcome.sentence
-
-
-def test_a_delivery_that_cannot_be_read_is_lost(fleet: Fleet, scheduler: Scheduler) -> None:
-    scheduler.script = {5: lambda: (scheduler.folders["a"] / DELIVERY).write_text("{")}
-    assert "cannot be read" in lost(fleet.run(order())).sentence
 
 
 def test_what_is_dropped_is_cancelled_and_nothing_else(fleet: Fleet, scheduler: Scheduler) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from test_launching import PROGRESS, TARGET
-from test_ranks import Answering
+from test_launching import PROGRESS, TARGET, Answering
 from unit_examples import CASE, crashed, measurement, prediction
 
 from pytest_gputrain.execution.launch import fork_server, launcher, processes
@@ -223,7 +222,7 @@ class Started:
         (folder / f"rank{rank}" / "reply.json").write_bytes(msgspec.json.encode(self.reply))
         (folder / f"rank{rank}" / "progress.jsonl").write_bytes(PROGRESS)
         process = Answering(0, polls=0)
-        process.end = self.end  # type: ignore[method-assign]
+        process.end = self.end
         return process
 
     def end(self) -> None:
@@ -235,7 +234,7 @@ def test_a_case_has_a_process_for_each_rank_and_server(monkeypatch: pytest.Monke
     events: list[Event] = []
     task = msgspec.structs.replace(TASK, processes=2, servers=1)
     reply = launcher.in_process(task, gpus=(), timeout_seconds=60, watch=events.append)
-    assert len(reply.ranks) == len(started.folders) == started.ended == 3  # type: ignore[union-attr]
+    assert len(reply.ranks) == len(started.folders) == started.ended == 3
     assert [event.phase for event in events] == ["build", "measure"]
     folder = started.folders[0]
     assert not folder.exists()
@@ -266,7 +265,7 @@ def test_a_fresh_process_is_started_where_none_can_be_forked(forked: bool, monke
     for run in (launcher.in_process, launcher.predict):
         fields = {"gpus": ()} if run is launcher.in_process else {}
         task = TASK if fields else msgspec.structs.replace(TASK, target=TARGET)
-        assert run(task, timeout_seconds=60, fork_server=Source(), **fields) == crashed()  # type: ignore[operator]
+        assert run(task, timeout_seconds=60, fork_server=Source(), **fields) == crashed()
         assert asked.pop() == (task, 0, None, 60)
         assert CASE_FOLDER in started.environments.pop() or forked
         assert not started.environments

@@ -40,7 +40,9 @@ HOSTILE = """</script><script>alert(1)</script><img src=x onerror=alert(1)>"' {{
 
 
 class Reader(HTMLParser):
-    """Elements, their text, and the text of every table, as a browser's parser would see them."""
+    """Elements and their text, as a browser's parser would see them."""
+
+    LINES = {"h1", "h2", "h3", "p", "li", "tr", "dt", "summary", "figure", "svg", "caption"}  # noqa: RUF012
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
         self._inside = tag
-        self.text += " "
+        self.text += f"\n\f{dict(attrs).get('id')}\n" if tag == "section" else "\n" if tag in self.LINES else " "
 
     def handle_data(self, data: str) -> None:
         if self._inside in ("style", "script"):
@@ -68,6 +70,11 @@ class Reader(HTMLParser):
     @property
     def sections(self) -> list[str | None]:
         return [attributes.get("id") for attributes in self.all("section")]
+
+    def lines(self, section: str) -> list[str]:
+        """The text of a section, a line for each paragraph, row and caption."""
+        of_sections = dict(part.split("\n", 1) for part in self.text.split("\f")[1:])
+        return [line for line in map(squeezed, of_sections[section].splitlines()) if line]
 
     @property
     def structure(self) -> Counter[tuple[str, tuple[str, ...]]]:
@@ -91,16 +98,19 @@ def history_trends_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.Histo
     return page.read_trends([path], lambda _: None)
 
 
-def timed(seconds: float, peak: int = 40 * GiB, **fields: Any) -> Result:
-    summary = Summary(
+def summary(seconds: float, samples: float, peak: int) -> Summary:
+    return Summary(
         median_step_seconds=seconds,
-        samples_per_second=2 / seconds,
+        samples_per_second=samples,
         tokens_per_second=None,
         peak_allocated_bytes=peak,
         model_flops_utilization=None,
     )
+
+
+def timed(seconds: float, peak: int = 40 * GiB, **fields: Any) -> Result:
     run = measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=peak)
-    return result(**{"summary": summary, "replies": (run,), **fields})
+    return result(**{"summary": summary(seconds, 2 / seconds, peak), "replies": (run,), **fields})
 
 
 def everything(text: str) -> Report:
@@ -145,15 +155,8 @@ def published_result(**fields: Any) -> Result:
         activation_checkpointing=True,
     )
     run = measurement(step_seconds=(128 / 66,) * 3, batch_size=128, peak_allocated_bytes=19 * GiB)
-    summary = Summary(
-        median_step_seconds=128 / 66,
-        samples_per_second=66.0,
-        tokens_per_second=None,
-        peak_allocated_bytes=19 * GiB,
-        model_flops_utilization=None,
-    )
-    example = {"suite": "vision_language", "platform": "h800", "replies": (run,), "summary": summary, **fields}
-    return result(case, **example)
+    figures = summary(128 / 66, 66.0, 19 * GiB)
+    return result(case, **{"suite": "vision_language", "platform": "h800", "replies": (run,), "summary": figures, **fields})
 
 
 def test_no_data_become_markup(tmp_path: Path) -> None:
@@ -210,24 +213,48 @@ def test_ids_are_unique_and_what_refers_to_one_finds_it() -> None:
     assert references <= set(ids)
 
 
-def test_failures_come_first_and_every_case_has_a_row() -> None:
-    slow = Verdict(
-        status="regressed",
-        sentence="gemma is 7.2 % slower",
-        metrics=(MetricVerdict(metric="step_seconds", status="regressed", value=5.36, baseline=5.0, limit=5.15),),
-    )
-    reader = Reader(
-        page.page(
-            [report(timed(1.0), timed(5.36, key="gemma", verdict=slow), timed(2.0, key="phi", verdict=None))],
-            baseline_dir=BASELINES,
-        )
-    )
-    text = squeezed(reader.text)
-    assert "1 regressed 1 pass 1 measured" in text
-    assert text.index("gemma is 7.2 % slower") < text.index("A heading sorts by its column")
-    assert [row["data-verdict"] for row in reader.all("tr") if "data-verdict" in row] == ["regressed", "pass", "measured"]
-    assert "5.36 s +7.2 % " in text
-    assert "Scaling" not in text  # no case has it, so there is no column
+SLOW = Verdict(
+    status="regressed",
+    sentence="gemma is 7.2 % slower",
+    metrics=(MetricVerdict(metric="step_seconds", status="regressed", value=5.36, baseline=5.0, limit=5.15),),
+)
+SCALED = result(
+    CASE.replace(parallel="ddp", gpus=4, named=("gpus",), batch_size=2),
+    replies=(measurement(one_worker_seconds=0.8, batch_size=8, environment=gpu_environment(device_count=4)),),
+    summary=summary(1.0, 8.0, 1),
+)
+LARGEST = (live_tensor(bytes=20 * GiB, phase="build"), live_tensor(bytes=10 * GiB, phase="forward", shape=(3, 5)))
+MORE = live_tensor(bytes=2 * GiB, phase="backward")
+
+
+def foretold(*largest: Any) -> Result:
+    figures = prediction(largest={"backward": largest}, phase_peak_bytes={"backward": 32 * GiB})
+    return result(reply=figures, device="predicted/h100")
+
+
+def in_environment(key: str, **fields: Any) -> Result:
+    return result(key=key, replies=(measurement(environment=gpu_environment(**fields)),))
+
+
+FAILING = report(timed(1.0), timed(5.36, key="gemma", verdict=SLOW), timed(2.0, key="phi", verdict=None))
+SCENES: dict[str, tuple[str, Report]] = {
+    "no case": ("verdicts", report()),
+    "counts of verdicts": ("verdicts", FAILING),
+    "failures first, and a row for every case": ("cases", FAILING),
+    "published figures beside measured ones": ("published", report(published_result())),
+    "samples a second, and one worker alone": ("scaling", report(SCALED)),
+    "tensors by the phase that made them, and the rest": ("memory", report(foretold(*LARGEST))),
+    "all tensors": ("memory", report(foretold(*LARGEST, MORE))),
+    "loss curves": ("losses", everything("x")),
+    "environments once, with all counts": (
+        "environment",
+        report(in_environment("1"), in_environment("4", device_count=4), in_environment("other", driver="590.1")),
+    ),
+}
+
+
+def test_what_a_section_says(snapshot: Any) -> None:
+    assert {what: read(written).lines(section) for what, (section, written) in SCENES.items()} == snapshot
 
 
 def test_of_a_case_in_several_reports_the_latest_counts() -> None:
@@ -239,125 +266,50 @@ def test_of_a_case_in_several_reports_the_latest_counts() -> None:
     assert "1.00 s" not in reader.text
 
 
-def test_a_report_without_cases_says_so() -> None:
-    reader = read(report())
-    assert "No case has run." in reader.text
-    assert reader.sections == ["verdicts"]
-
-
-def test_published_figures_stand_beside_measured_ones_with_their_ratios() -> None:
-    text = squeezed(read(report(published_result())).text)
-    assert "paddlemix on H800: samples/s" in text
-    assert "65 PyTorch" in text
-    assert "82 Paddle" in text
-    assert "66 here (1.02 x PyTorch, 0.80 x Paddle)" in text
-    assert "paddlemix on H800: peak allocated" in text
-
-
-@pytest.mark.parametrize("fields", [{"scale": "tiny"}, {"platform": "h100"}, {"summary": None, "replies": (crashed(),)}])
+@pytest.mark.parametrize(
+    "fields", [{"scale": "tiny"}, {"platform": "h100"}, {"summary": None, "replies": (crashed(),)}, {"batch_size": 2}]
+)
 def test_what_is_no_published_row_has_no_bars(fields: dict[str, Any]) -> None:
-    assert "published" not in read(report(published_result(**fields))).sections
-
-
-def test_a_row_of_another_case_has_no_bars() -> None:
-    """The same id at another batch is not what was published."""
-    published = published_result()
-    other = msgspec.structs.replace(published, case=published.case.replace(batch_size=2))
-    assert "published" not in read(report(other)).sections
-
-
-def test_scaling_counts_samples_and_one_worker_alone() -> None:
-    case = CASE.replace(parallel="ddp", gpus=4, named=("gpus",), batch_size=2)
-    run = measurement(
-        step_seconds=(1.0,) * 3, batch_size=8, one_worker_seconds=0.8, environment=gpu_environment(device_count=4)
-    )
-    summary = Summary(
-        median_step_seconds=1.0,
-        samples_per_second=8.0,
-        tokens_per_second=None,
-        peak_allocated_bytes=1,
-        model_flops_utilization=None,
-    )
-    reader = read(report(result(case, replies=(run,), summary=summary)))
-    assert "scaling" in reader.sections
-    assert "4 GPUs: 8.00/s, 80.0 % of linear" in squeezed(reader.text)  # alone 2 samples in 0.8 s
+    """The same id at another batch is not what was published, either."""
+    row = published_result()
+    changed = {"case": row.case.replace(**fields)} if "batch_size" in fields else fields
+    assert "published" not in read(report(msgspec.structs.replace(row, **changed))).sections
 
 
 def test_one_count_of_gpus_is_no_scaling() -> None:
     assert "scaling" not in read(report(timed(1.0), timed(2.0, key="other"))).sections
 
 
-def test_live_tensors_are_told_by_the_phase_that_made_them_and_the_rest_is_shown() -> None:
-    largest = {
-        "backward": (live_tensor(bytes=20 * GiB, phase="build"), live_tensor(bytes=10 * GiB, phase="forward", shape=(3, 5)))
-    }
-    peaks = {"backward": 32 * GiB}
-    predicted = prediction(largest=largest, phase_peak_bytes=peaks)
-    reader = read(report(result(reply=predicted, device="predicted/h100")))
-    text = squeezed(reader.text)
-    assert "The largest tensors (2 rows)" in text
-    assert "backward 20.0 GiB 1 aten._log_softmax build" in text
-    assert "3 x 5" in text
-    assert "79.0 GiB of h100" in text
-    assert "tensors not among the largest" in text
-    complete = {"backward": (*largest["backward"], live_tensor(bytes=2 * GiB, phase="backward"))}
-    text = read(report(result(reply=prediction(largest=complete, phase_peak_bytes=peaks)))).text
-    assert "tensors not among the largest" not in text
-
-
-def test_loss_curves_tell_their_ends_and_what_has_none() -> None:
-    text = squeezed(read(everything("x")).text)
-    assert "x: 3 to 2, converging" in text
-    assert "fp16-amp: 3 to 3, diverging, not finite in step 2" in text
-    assert "bf16: out of memory: x" in text
-
-
-def test_environments_are_shown_once_with_all_counts() -> None:
-    runs = [
-        result(key=str(count), replies=(measurement(environment=gpu_environment(device_count=count)),)) for count in (1, 4)
-    ]
-    other = result(key="other", replies=(measurement(environment=gpu_environment(driver="590.1")),))
-    text = squeezed(read(report(*runs, other)).text)
-    assert "2 cases Device NVIDIA H100 80GB HBM3" in text
-    assert "Processes of a case 1, 4" in text
-    assert text.count("Driver 580.10") == text.count("Driver 590.1") == 1
+def points_of(reader: Reader) -> list[list[Any]]:
+    """Of each chart: to the right, down, and what is said of the point."""
+    return [json.loads(str(chart["data-points"])) for chart in reader.all("div") if chart.get("data-points")]
 
 
 def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
-    history_trends = history_trends_of(
-        tmp_path, *([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24))
-    )
-    reader = read(history_trends=history_trends)
+    runs = ([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24))
+    reader = read(history_trends=history_trends_of(tmp_path, *runs))
     text = squeezed(reader.text)
     assert reader.sections == ["trends"]
     assert "+10.0 % on 2026-01-13: 1.00 s to 1.10 s commits c11..c12" in text
     assert text.index("+10.0 %") < text.index("1 case without a change") < text.index("steady")
-    charts = [json.loads(str(chart["data-points"])) for chart in reader.all("div") if chart.get("data-points")]
-    assert len(charts) == 4
-    assert [point[2] for point in charts[0]][:2] == ["2026-01-01 c0 1.00 s", "2026-01-02 c1 1.00 s"]
-    rights, heights = zip(*((right, down) for right, down, _ in charts[0]), strict=True)
+    first, *others = points_of(reader)
+    assert len(others) == 3
+    rights, heights, said = zip(*first, strict=True)
+    assert said[:2] == ("2026-01-01 c0 1.00 s", "2026-01-02 c1 1.00 s")
     assert list(rights) == sorted(rights)
     assert min(heights[:12]) > max(heights[12:])  # slower is higher up
 
 
-def test_too_many_trends_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_to_draw_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trends, "MOST_CARDS", 2)
-    runs = ([timed(1.0 + 0.2 * (name == "c" and day > 9), key=name) for name in "abcd"] for day in range(20))
+    monkeypatch.setattr(trends, "MOST_RUNS", 10)
+    runs = ([timed(1.0 + 0.2 * (name == "c" and day > 9), key=name) for name in "abcd"] for day in range(30))
     reader = read(report(timed(1.0, key="d")), history_trends=history_trends_of(tmp_path, *runs))
     titles = re.findall(r"Time of a step of (\w)", reader.text)
     assert titles == ["c", "d"]  # the one that changed, then the one that has just run
     assert "trends are drawn of 2 of 4 cases, those with the largest changes first" in reader.text
-
-
-def test_long_series_are_drawn_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trends, "MOST_RUNS", 10)
-    history_trends = history_trends_of(tmp_path, *([timed(1.0 if day < 12 else 1.2)] for day in range(30)))
-    (chart, *_) = (
-        json.loads(str(chart["data-points"]))
-        for chart in read(history_trends=history_trends).all("div")
-        if chart.get("data-points")
-    )
-    assert [point[2][:10] for point in chart] == [f"2026-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(20, 30)]
+    days = [f"2026-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(20, 30)]
+    assert [point[2][:10] for point in points_of(reader)[0]] == days, "the end of a long series"
 
 
 def test_series_of_two_runs_have_no_chart(tmp_path: Path) -> None:
@@ -428,14 +380,8 @@ def write(path: Path, document: Report) -> str:
 def test_the_command_writes_a_page(tmp_path: Path) -> None:
     history_trends_of(tmp_path, *([timed(1.0)] for _ in range(5)))
     output = tmp_path / "deep" / "page.html"
-    arguments = [
-        write(tmp_path / "a.json", report(timed(1.0))),
-        "--history",
-        str(tmp_path / "history.jsonl"),
-        "-o",
-        str(output),
-    ]
-    assert main(["html", *arguments]) == 0
+    written = write(tmp_path / "a.json", report(timed(1.0)))
+    assert main(["html", written, "--history", str(tmp_path / "history.jsonl"), "-o", str(output)]) == 0
     assert Reader(output.read_text()).sections == ["verdicts", "cases", "trends", "environment"]
 
 
@@ -453,25 +399,20 @@ def test_gputrain_trend_draws_what_it_tells(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_bad_input_of_the_command_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, snapshot: Any
 ) -> None:
-    good = write(tmp_path / "a.json", report())
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.json", report())
     (tmp_path / "file").touch()
-
-    def refused(*arguments: str) -> str:
-        assert main(["html", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        return error
-
-    assert "nothing to show; give a report of --gpu-json" in refused()
-    assert "missing.json" in refused(str(tmp_path / "missing.json"))
-    assert "is not a file; give what --gpu-history wrote" in refused(good, "--history", str(tmp_path / "none.jsonl"))
-    assert "cannot be written" in refused(good, "-o", str(tmp_path / "file" / "page.html"))
+    said = {}
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    assert "needs matplotlib; install it with: pip install 'pytest-gputrain[report]'" in refused(good)
-    assert main(["trend", good, "--html", "x.html"]) == 2
+    commands = ("html", "html missing.json", "html a.json --history none.jsonl", "html a.json -o file/page.html")
+    for words in (*commands, "html a.json -o x.html", "trend a.json --html x.html"):
+        if "x.html" in words:
+            monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+        assert main(words.split()) == 2
+        (said[words],) = capsys.readouterr().err.replace(str(tmp_path), "").splitlines()
+    assert said == snapshot
 
 
 def test_the_commands_of_its_page_in_the_docs_parse() -> None:

@@ -1,10 +1,10 @@
 """The page of `gputrain emulate --html`."""
 
 import re
-from html.parser import HTMLParser
 
 import msgspec
 import pytest
+from test_html import Reader, squeezed
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -47,26 +47,16 @@ def report(**changes):
     )
 
 
-def text_of(html):
-    texts, parser = [], HTMLParser(convert_charrefs=True)
-    parser.handle_data = texts.append
-    parser.feed(html)
-    return " ".join(" ".join(texts).split())
-
-
-def test_memory_is_drawn_with_the_peak_and_what_is_in_it():
-    html = page.page_of_emulation(report())
-    text = text_of(html)
-    assert "rank 2 on GPU 2" in text
-    assert "peak: 12.0 GiB in use" in text
-    assert "peak allocated at least 12.0 GiB" in text
-    assert "peak reserved at least 14.0 GiB of 80.0 GiB" in text
-    assert "At allocation 20 of 30" in text
-    assert "train.py:7 in <module> 9.00 GiB 3 x 3.00 GiB forward pass" in text
-    assert "not known, and not counted: cuDNN's workspaces." in text
-    assert "Out of memory on GPU 2: 70.0 GiB were asked for and 60.0 GiB were free, at train.py:9 in grow." in text
+def test_what_the_page_says(snapshot):
+    whole, none = report(), msgspec.structs.replace(report(), processes=())
+    html = page.page_of_emulation(whole)
     assert html.count("<svg") == 2
     assert "allocation 20: 12.0 GiB in use, 14.0 GiB reserved" in html
+    scenes = {"a peak": whole, "not recorded": report(course=(), peak=None), "no process": none}
+    assert {
+        what: [line for line in map(squeezed, Reader(page.page_of_emulation(made)).text.splitlines()) if line]
+        for what, made in scenes.items()
+    } == snapshot
 
 
 def test_the_page_loads_nothing_and_runs_nothing_of_the_programs():
@@ -75,10 +65,3 @@ def test_the_page_loads_nothing_and_runs_nothing_of_the_programs():
     assert "alert(1)" in html  # as text
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]+"', html)
     assert "default-src 'none'" in html
-
-
-def test_what_was_not_recorded_is_said():
-    text = text_of(page.page_of_emulation(report(course=(), peak=None)))
-    assert "Memory of rank 2 on GPU 2 is not drawn: the program recorded its memory itself." in text
-    nothing = msgspec.structs.replace(report(), processes=())
-    assert "there is nothing to draw" in text_of(page.page_of_emulation(nothing))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from test_cli import LLAMA, ZERO, measured, run, updates
 from test_html import Reader, squeezed
 from unit_examples import report
 
-from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.records import Published, Result
 from pytest_gputrain.report import json_report
 from pytest_gputrain.storage.published import PublishedStore
@@ -43,6 +43,12 @@ class Recorder(Charts):
         return super().bars(groups, title=title, **others)
 
 
+@functools.cache
+def drawing(name: str) -> tuple[list[CaptionedChart], Drawing]:
+    """Of a table as it is published, once for all tests."""
+    return draw(name)
+
+
 def draw(name: str, *results: Result) -> tuple[list[CaptionedChart], Drawing]:
     by_row = {(result.platform, str(result.case)): result for result in results}
 
@@ -58,14 +64,6 @@ def report_of(folder: Path, *results: Result) -> str:
     return str(folder / "report.json")
 
 
-def texts(bars: Sequence[Bar]) -> list[str]:
-    return [bar.text.strip() for bar in bars]
-
-
-def colours(bars: Sequence[Bar]) -> list[int]:
-    return [part[1] for bar in bars for part in bar.parts]
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_every_printed_figure_has_one_bar_of_its_length(name: str) -> None:
     figures = [
@@ -75,76 +73,41 @@ def test_every_printed_figure_has_one_bar_of_its_length(name: str) -> None:
         for of_framework in row.figures.values()
     ]
     lengths = [
-        part[0] for groups in draw(name)[1].values() for bars in groups.values() for bar in bars for part in bar.parts
+        part[0] for groups in drawing(name)[1].values() for bars in groups.values() for bar in bars for part in bar.parts
     ]
     assert sorted(filter(None, lengths)) == sorted(figure.middle for figure in figures if figure)
     assert bool(lengths) == (name != "paddle-distributed"), "whose figures are pictures"
 
 
-def test_paddle_stands_beside_pytorch() -> None:
-    (chart, *_), drawn = draw("paddlemix")
-    groups = drawn["paddlemix on H800: samples/s"]
-    assert len(groups) == 12
-    assert texts(groups["llava-1.6-7b, pretrain, bf16, zero2"]) == ["65 PyTorch", "82 Paddle"]
-    assert {tuple(colours(bars)) for bars in groups.values()} == {(1, 2)}
-    assert [(entry.text, entry.colour) for entry in chart.legend] == [("PyTorch", 1), ("Paddle", 2)]
-    assert chart.about.startswith("Longer is faster.")
+LLAVA = next(row for row in TABLES["paddlemix"].published() if str(row.case) == "llava-1.6-7b-pretrain-bf16-zero2")
+DRAWINGS = {
+    "paddlemix": ("paddlemix", ()),
+    "pangu-deepspeed": ("pangu-deepspeed", ()),
+    "llm-trainer": ("llm-trainer", ()),
+    "llm-trainer, and one row measured": ("llm-trainer", (measured(LLAMA, seconds=4.8),)),
+    "paddlemix, and one row measured": ("paddlemix", (measured(LLAVA, seconds=2.0),)),
+    "pangu-deepspeed, and one row measured": ("pangu-deepspeed", (updates(5.4),)),
+}
 
 
-def test_memory_is_drawn_by_stage_and_size_of_buckets() -> None:
-    groups = draw("pangu-deepspeed")[1]["pangu-deepspeed: device memory of pangu-350m"]
-    offloaded = groups["fp16-amp, zero2, offload optimizer"]
-    assert texts(offloaded) == [
-        "3,668 MiB bucket 2e8",
-        "4,240 MiB bucket 5e8",
-        "5,194 MiB bucket 1e9",
-        "12,824 MiB bucket 5e9",
-    ]
-    assert len(set(colours(offloaded))) == 4
-    assert [name for name in groups if "zero3" in name] == [
-        "fp16-amp, zero3",
-        "fp16-amp, zero3, offload optimizer",
-        "fp16-amp, zero3, offload optimizer, offload param",
-        "fp16-amp, zero3, offload optimizer, offload param, overlap comm",
-    ]
-    large = draw("pangu-deepspeed")[1]["pangu-deepspeed: device memory of pangu-2.6b"]
-    assert texts(large["fp16-amp, single"]) == ["OOM V100", "52,783 MiB A100"]
-    assert texts(large["bf16, zero0"]) == ["error"]
-    live = large["bf16, zero3, offload optimizer, offload param, overlap comm"]
-    assert texts(live) == ["15,981 MiB live 1e9", "12,023 MiB live 5e8", "12,023 MiB live 2e8"]
-    assert colours(live) == colours(offloaded)[2::-1], "the colour is the size's"
-
-
-def test_seconds_a_step_are_drawn_by_gpu() -> None:
-    titles = [PLATFORMS[marker].title for marker in ("h100", "rtx_pro_6000", "a100")]
-    charts, drawn = draw("llm-trainer")
-    groups = drawn["llm-trainer: sec/step of gemma-2-9b"]
-    assert texts(groups["lora, bf16, single"]) == [
-        f"{seconds} s {title}" for seconds, title in zip(("12.9", "17.2", "20.0"), titles, strict=True)
-    ]
-    assert texts(groups["qlora, fp32, single"]) == [f"OOM {titles[0]}", f"40.3 s {titles[1]}", f"OOM {titles[2]}"]
-    assert {tuple(colours(bars)) for bars in groups.values()} == {(1, 2, 3)}
-    assert [entry.text for entry in charts[0].legend] == titles
-    assert set(drawn["llm-trainer: model memory of gemma-2-9b"]) == {"lora, bf16", "qlora, fp32"}, "CPU Offload is no figure"
-
-
-def test_what_was_measured_stands_behind_its_row() -> None:
-    charts, drawn = draw("llm-trainer", measured(LLAMA, seconds=4.8))
-    groups = drawn["llm-trainer: sec/step of llama-3.1-8b"]
-    assert texts(groups["lora, bf16"])[:2] == ["6.4 s H100", "4.80 s here (0.75 x)"]
-    assert colours(groups["lora, bf16"]) == [1, 0, 2, 3]
-    assert colours(groups["full, bf16"]) == [1, 2, 3]
-    assert [entry.text for entry in charts[0].legend][-1] == "measured here"
-    row = next(row for row in TABLES["paddlemix"].published() if str(row.case) == "llava-1.6-7b-pretrain-bf16-zero2")
-    both = draw("paddlemix", measured(row, seconds=2.0))[1]["paddlemix on H800: samples/s"]
-    assert texts(both["llava-1.6-7b, pretrain, bf16, zero2"])[2] == "64 here (0.98 x PyTorch, 0.78 x Paddle)"
-    zero3 = draw("pangu-deepspeed", updates(5.4))[1]["pangu-deepspeed: sec/update of pangu-350m"]["fp16-amp, zero3"]
-    assert texts(zero3) == ["6.75 s bucket 1e9", "5.40 s here (0.80 x)"]
+@pytest.mark.parametrize("what", DRAWINGS)
+def test_what_is_compared_stands_side_by_side(what: str, snapshot: Any) -> None:
+    """Frameworks, GPUs or sizes of buckets, each in a colour of its own, and what was measured here behind its row."""
+    name, results = DRAWINGS[what]
+    charts, drawn = draw(name, *results) if results else drawing(name)
+    bars = {
+        f"{title}: {group}": " | ".join(f"{bar.text.strip()} in {[part[1] for part in bar.parts]}" for bar in bars)
+        for title, groups in drawn.items()
+        for group, bars in groups.items()
+        if not results or any("here" in bar.text for bar in bars)
+    }
+    legends = {"; ".join(f"{entry.text} ({entry.colour})" for entry in chart.legend): chart.about for chart in charts}
+    assert {"bars": bars, "legends": legends} == snapshot
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_figure_is_there_for_a_screen_reader(name: str) -> None:
-    for chart in draw(name)[0]:
+    for chart in drawing(name)[0]:
         assert all(text in chart.chart.svg for text in ('role="img"', "<title", "<desc"))
         assert chart.headers[:2] == ("Case", "Published")
         assert all(row[1].split()[0] in chart.chart.svg for row in chart.rows)
@@ -163,9 +126,8 @@ def test_the_command_writes_a_page_from_the_tables_alone(capsys: pytest.CaptureF
 
 
 def test_the_command_draws_what_a_report_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    _, out, _ = run(
-        capsys, report_of(tmp_path, measured(LLAMA, seconds=4.8)), "--published", "llm-trainer", "--format", "html"
-    )
+    path = report_of(tmp_path, measured(LLAMA, seconds=4.8))
+    _, out, _ = run(capsys, path, "--published", "llm-trainer", "--format", "html")
     assert "4.80 s here (0.75 x)" in squeezed(Reader(out).text)
 
 

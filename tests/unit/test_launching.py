@@ -18,14 +18,13 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from test_ranks import Answering
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction
 
 from pytest_gputrain.execution.launch import case_folder, ranks
 from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.merge import merge
-from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess, Process
 from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
@@ -40,6 +39,7 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.records import Rank as OfRank
 from pytest_gputrain.utils.linux import PARENT
+from pytest_gputrain.worker.progress import Progress
 
 TASK = Task(case=CASE, scale="full", device_type="gpu", root=".")
 TARGET = Target(marker="h100", kind="cuda", memory_bytes=79 << 30, context_bytes=0)
@@ -47,71 +47,46 @@ TARGET = Target(marker="h100", kind="cuda", memory_bytes=79 << 30, context_bytes
 
 # Environment
 
-
-def test_a_worker_knows_nothing_of_a_launcher_or_of_the_running_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher_variables = [
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-    ]
-    for name in (*launcher_variables, "OF_MINE"):
-        monkeypatch.setenv(name, "1")
-    environment = worker_environment(TASK, ())
-    assert environment["OF_MINE"] == "1"
-    assert not environment.keys() & {*launcher_variables, "PYTEST_CURRENT_TEST"}
-
-
-def test_what_must_not_vary_is_the_same_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTHONSAFEPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", "/somewhere")
-    fixed = {
-        PARENT: str(os.getpid()),
-        "PYTHONSAFEPATH": "1",
-        "PYTHONHASHSEED": "0",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}/somewhere",
-        "HF_HUB_OFFLINE": "1",
-    }
-    assert worker_environment(TASK, ()).items() >= fixed.items()
-
-
-def test_own_code_may_reach_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    own = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", method="custom"))
-    assert "HF_HUB_OFFLINE" not in worker_environment(own, ())
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+FIXED = {"PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", method="custom"))
 
 
 @pytest.mark.parametrize(
-    ("fields", "single_thread"),
-    [({"device_type": "cpu"}, True), ({"target": TARGET}, True), ({}, False)],
-    ids=["cpu", "dry", "gpu"],
+    ("task", "adds"),
+    [
+        (TASK, {"HF_HUB_OFFLINE": "1"}),
+        (OWN, {}),
+        (msgspec.structs.replace(TASK, device_type="cpu"), {"HF_HUB_OFFLINE": "1", **SINGLE_THREAD}),
+        (msgspec.structs.replace(TASK, target=TARGET), {"HF_HUB_OFFLINE": "1", **SINGLE_THREAD}),
+    ],
+    ids=["gpu", "own code may reach a hub", "cpu", "predicted"],
 )
-def test_a_cpu_computes_on_one_thread(fields: dict[str, Any], single_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    for name in threads:
-        monkeypatch.delenv(name, raising=False)
-    environment = worker_environment(msgspec.structs.replace(TASK, **fields), ())
-    assert {name: environment.get(name) for name in threads} == (threads if single_thread else dict.fromkeys(threads))
-
-
-def test_a_worker_has_the_session_s_environment_with_the_task_s_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_has_the_session_s_environment_with_the_task_s_changes_and_what_must_not_vary(
+    task: Task, adds: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OF_ANOTHER_TEST", "1")
-    began = {"KEPT": "1", "CHANGED": "1", "DELETED": "1", "PATH": "/bin"}
-    task = msgspec.structs.replace(TASK, variables={"CHANGED": "2", "DELETED": None, "NEW": "3"})
-    environment = worker_environment(task, (), began)
-    assert {name: environment.get(name) for name in ("KEPT", "CHANGED", "DELETED", "NEW", "OF_ANOTHER_TEST")} == {
+    began = {
+        "KEPT": "1",
+        "CHANGED": "1",
+        "DELETED": "1",
+        "PATH": "/bin",
+        **dict.fromkeys((*LAUNCHER, "PYTEST_CURRENT_TEST"), "1"),
+    }
+    task = msgspec.structs.replace(task, variables={"CHANGED": "2", "DELETED": None, "NEW": "3", "PYTHONHASHSEED": "7"})
+    assert worker_environment(task, (), began) == {
         "KEPT": "1",
         "CHANGED": "2",
-        "DELETED": None,
         "NEW": "3",
-        "OF_ANOTHER_TEST": None,
+        PARENT: str(os.getpid()),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}/bin",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ROCR_VISIBLE_DEVICES": "",
+        **FIXED,
+        **adds,
     }
+    assert worker_environment(task, ())["OF_ANOTHER_TEST"] == "1"
 
 
 def test_changes_are_those_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,21 +96,13 @@ def test_changes_are_those_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch) -
     session.collected(elsewhere=True)
     monkeypatch.delenv("DELETED")
     monkeypatch.setenv("B_NEW", "1")
-    unseen = (
-        "PYTEST_CURRENT_TEST",
-        "RANK",
-        "TORCHELASTIC_RUN_ID",
-        "CUDA_VISIBLE_DEVICES",
-        "PYTHONHASHSEED",
-        "HF_HUB_OFFLINE",
-    )
-    for name in unseen:
+    unseen = {"RANK", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "HF_HUB_OFFLINE"}
+    for name in (*unseen, "PYTEST_CURRENT_TEST"):
         monkeypatch.setenv(name, "41")
     assert list(session.changes(TASK).items()) == [("AT_IMPORT", "1"), ("B_NEW", "1"), ("DELETED", None)]
     assert session.changes(TASK, prefetched=True) == {"AT_IMPORT": "1"}
-    own = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", method="custom"))
-    assert session.changes(own).keys() - session.changes(TASK).keys() == {"HF_HUB_OFFLINE"}
-    assert session.changes(TASK, inline=True).keys() >= {*unseen} - {"PYTEST_CURRENT_TEST"}
+    assert session.changes(OWN).keys() - session.changes(TASK).keys() == {"HF_HUB_OFFLINE"}
+    assert session.changes(TASK, inline=True).keys() >= unseen
 
 
 def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,21 +181,44 @@ def test_what_no_rank_knows_is_not_known_and_what_one_knows_is() -> None:
         assert all(getattr(merge(replies), name) == getattr(heard, name) for name in unknown)
 
 
-def test_the_figures_of_a_single_rank_are_left_alone() -> None:
-    alone = _of_rank(0)
-    assert merge([alone]) is alone
+@pytest.mark.parametrize(
+    ("hosts", "named"), [(("node-2", "node-2", "node-1", "node-1"), ("node-2", "node-1")), (("node-1", "node-1"), ())]
+)
+def test_several_nodes_are_named_in_the_order_of_their_ranks(hosts: tuple[str, ...], named: tuple[str, ...]) -> None:
+    merged = merge([measurement(environment=gpu_environment(host=host)) for host in hosts])
+    assert isinstance(merged, Measurement)
+    assert merged.environment.hosts == named
 
 
 # Traces of a rank
+
+
+class Answering(Process):
+    """Ends by itself, with this exit code, when it has been asked so often."""
+
+    def __init__(self, exit_code: int, polls: int) -> None:
+        self.exit_code, self.polls = exit_code, polls
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return self.exit_code if self.polls < 0 else None
+
+    def killed_for_memory(self, kills_before: int) -> bool:
+        return False
+
+    def ask_for_stacks(self) -> None:
+        """Has none."""
+
+    def end(self) -> None:
+        """Has ended."""
 
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Callable[..., Rank]:
     """Makes a rank whose process has ended (after ``polls`` questions) with an exit code, and left these files."""
 
-    def make(exit_code: int = 0, number: int = 0, polls: int = 0, killed: bool = False, **files: bytes) -> Rank:
+    def make(exit_code: int = 0, number: int = 0, polls: int = 0, **files: bytes) -> Rank:
         process = Answering(exit_code, polls)
-        process.killed_for_memory = lambda kills_before: killed  # type: ignore[method-assign]
         made = Rank(number, tmp_path / "case", lambda folder, rank: process)
         for name, data in files.items():
             (made.folder / name.replace("_", ".")).write_bytes(data)
@@ -262,16 +252,14 @@ def test_an_end_without_a_reply_is_told_with_what_was_printed(rank: Any, exit_co
     assert exit_text(exit_code) == said
 
 
-def test_a_kill_for_memory_is_that_of_the_host(rank: Any) -> None:
-    reply = rank(-9, killed=True, progress_jsonl=PROGRESS).reply()
-    assert reply == OutOfMemory(where="host", phase="measure", step=2, message="killed by the kernel's OOM killer")
-
-
-def test_the_kernel_s_kills_are_counted_from_before_the_start(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_that_the_kernel_counted_since_the_start_is_for_memory_of_the_host(
+    rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "oom_kills", lambda: 7)
-    ended_rank = rank(-9)
+    ended_rank = rank(-9, progress_jsonl=PROGRESS)
     ended_rank.process.killed_for_memory = lambda kills_before: kills_before == 7
-    assert isinstance(ended_rank.reply(), OutOfMemory)
+    out_of_host = OutOfMemory(where="host", phase="measure", step=2, message="killed by the kernel's OOM killer")
+    assert ended_rank.reply() == out_of_host
 
 
 def test_the_end_of_long_stacks_is_kept(rank: Any) -> None:
@@ -299,20 +287,19 @@ def test_a_reply_that_cannot_be_taken_is_a_crash(rank: Any, reply: bytes, exit_c
     assert (crash.phase, crash.step, crash.detail, crash.exit_code) == ("measure", 2, "err", exit_code)
 
 
-@pytest.mark.parametrize(("free", "is_told"), [((1 << 20) - 1, True), (1 << 20, False)])
+@pytest.mark.parametrize(("free", "is_told"), [((1 << 20) - 1, True), (1 << 20, False), (None, False)])
 def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(
-    rank: Any, free: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: Any, free: int | None, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}") == is_told
+    def usage(folder: Path) -> Any:
+        if free is None:
+            raise FileNotFoundError(folder)
+        return SimpleNamespace(free=free)
 
-
-def test_a_folder_that_is_gone_leaves_the_end_as_it_is(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: Path) -> None:
-        raise FileNotFoundError(folder)
-
-    monkeypatch.setattr(shutil, "disk_usage", refuse)
-    assert rank(1).reply().sentence == "the worker ended with exit code 1 without a reply"
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    sentence = rank(1).reply().sentence
+    assert sentence.startswith("the worker ended with exit code 1 without a reply")
+    assert sentence.endswith(f"is free in {tmp_path}" if is_told else "without a reply")
 
 
 def test_lines_of_progress_are_read_once_when_they_are_whole(rank: Any) -> None:
@@ -358,12 +345,8 @@ def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank:
     early, late = (rank(number=number, reply_json=_replied(crashed())) for number in (2, 3))
     for at, each_rank in enumerate((early, late, memory)):
         os.utime(each_rank.folder / "reply.json", ns=(at, 1_000 + at))
-    assert [each_rank.number for each_rank in sorted([late, early, memory, silent], key=Rank.failure_sort_key)] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    by_cause = sorted([late, early, memory, silent], key=Rank.failure_sort_key)
+    assert [each_rank.number for each_rank in by_cause] == [0, 1, 2, 3]
 
 
 def test_the_failed_rank_is_named_where_there_are_several(rank: Any) -> None:
@@ -372,32 +355,45 @@ def test_the_failed_rank_is_named_where_there_are_several(rank: Any) -> None:
     assert follow([failing], 60, print) == crashed()
 
 
+@pytest.mark.parametrize(("grace_seconds", "cause"), [(0.0, 0), (30.0, 1)])
+def test_a_death_that_is_told_late_is_still_the_cause(rank: Any, grace_seconds: float, cause: int) -> None:
+    ranks_ = [rank(reply_json=_replied(crashed())), rank(-signal.SIGKILL, number=1, polls=5)]
+    assert follow(ranks_, 60, print, grace_seconds=grace_seconds).rank == cause
+
+
+@pytest.mark.parametrize(("polls", "sentence"), [(0, "ValueError: loss is NaN"), (3, "node-2 was switched off")])
+def test_the_first_bad_news_are_the_cause(rank: Any, polls: int, sentence: str) -> None:
+    """A rank that fails before there is trouble elsewhere, and after."""
+    asked = iter(range(10_000))
+    ranks_ = [rank(polls=polls, reply_json=_replied(crashed())), rank(number=1, polls=10_000)]
+    trouble = crashed(sentence="node-2 was switched off")
+    reply = follow(ranks_, 60, print, trouble=lambda: trouble if next(asked) >= 2 else None, grace_seconds=0.3)
+    assert reply.sentence == sentence
+
+
+def test_trouble_counts_where_no_rank_tells_of_its_cause(rank: Any) -> None:
+    trouble = crashed(sentence="srun is gone")
+    assert follow([rank(polls=10_000)], 60, print, trouble=lambda: trouble) == trouble
+
+
 def test_a_case_ends_when_all_its_ranks_have(rank: Any) -> None:
     both = [rank(number=number, polls=number, reply_json=_replied(_of_rank(number))) for number in range(2)]
     assert follow(both, 60, print) == merge([_of_rank(0), _of_rank(1)])
     assert follow([rank(reply_json=_replied(prediction()))], 60, print) == prediction()
 
 
-def test_every_event_of_the_first_rank_is_shown_once(rank: Any) -> None:
+def test_every_event_of_the_first_rank_is_shown_once_also_those_of_the_last_moment(rank: Any) -> None:
     shown: list[Event] = []
-    both = [
-        rank(number=number, polls=3, reply_json=_replied(_of_rank(number)), progress_jsonl=PROGRESS) for number in (0, 1)
-    ]
-    follow(both, 60, shown.append)
-    assert shown == [Event(phase="build"), Event(phase="measure", step=2)]
-
-
-def test_events_of_the_last_moment_are_shown(rank: Any) -> None:
-    shown: list[Event] = []
-    ended_rank = rank(reply_json=_replied(measurement()))
+    first = rank(reply_json=_replied(_of_rank(0)), progress_jsonl=_events(Event(phase="build")))
+    other = rank(number=1, polls=3, reply_json=_replied(_of_rank(1)), progress_jsonl=PROGRESS)
 
     def end() -> int:
-        (ended_rank.folder / "progress.jsonl").write_bytes(PROGRESS)
+        (first.folder / "progress.jsonl").write_bytes(PROGRESS)
         return 0
 
-    ended_rank.process.poll = end
-    follow([ended_rank], 60, shown.append)
-    assert [event.phase for event in shown] == ["build", "measure"]
+    first.process.poll = end
+    follow([first, other], 60, shown.append)
+    assert shown == [Event(phase="build"), Event(phase="measure", step=2)]
 
 
 def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,3 +504,11 @@ def test_only_a_kill_that_the_kernel_counted_was_for_memory(monkeypatch: pytest.
     assert ended(-signal.SIGKILL).killed_for_memory(4)
     assert not ended(-signal.SIGKILL).killed_for_memory(5)
     assert not ended(-signal.SIGSEGV).killed_for_memory(4)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_progress_that_cannot_be_written_ends_no_case() -> None:
+    progress = Progress(Path("/dev/full"))
+    progress.enter("measure")
+    progress.stepped(1, 0.5, None)
+    assert (progress.phase, progress.step) == ("measure", 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 import pytest_gputrain
 
@@ -35,9 +36,6 @@ LAYERS = (
     "utils",
 )
 """The packages, each of which may import those after it."""
-
-WORKER_IMPORTS = {"worker", "cases", "records", "utils"}
-BELOW_PUBLIC_NAMES = {"cases", "records", "utils"}
 
 TRAINING_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "diffusers", "numpy"}
 
@@ -99,22 +97,12 @@ def test_the_imports_were_found() -> None:
     assert Import("pytest_gputrain.execution.launch.launcher", "torch", "inline") in IMPORTS
 
 
-def test_the_root_holds_packages_and_data_only() -> None:
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert folders == set(LAYERS)
-    assert {path.name for path in ROOT.iterdir() if path.is_file()} == {"__init__.py", "adapters.py", "py.typed"}
-
-
-def test_packages_hold_a_docstring_only() -> None:
+def test_packages_are_those_of_the_layers_and_hold_a_docstring_only() -> None:
     """So that importing one module imports no other of its package. Registries and the public records are the exceptions."""
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(LAYERS)
     inits = {module for module, path in SOURCES.items() if path.name == "__init__.py"}
-    bodies = {module: ast.parse(SOURCES[module].read_text()).body for module in inits}
-    assert {module for module, body in bodies.items() if len(body) != 1} == {
-        "pytest_gputrain",
-        "pytest_gputrain.records",
-        "pytest_gputrain.worker.parallel",
-        "pytest_gputrain.worker.zoo",
-    }
+    more = {module for module in inits if len(ast.parse(SOURCES[module].read_text()).body) != 1}
+    assert more == {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("records", "worker.parallel", "worker.zoo"))}
 
 
 def test_imports_go_down_the_packages() -> None:
@@ -148,22 +136,19 @@ def test_the_page_of_the_architecture_names_files_that_exist() -> None:
     assert [name for name in named if not (ROOT / name).is_file() and not (REPOSITORY / name).is_file()] == []
 
 
+INLINE = (f"{PACKAGE}.execution.launch.launcher", "inline")
+
+
 def test_the_public_names_come_from_the_lowest_packages() -> None:
-    assert {_layer(edge.imported) for edge in INSIDE if edge.importer == PACKAGE} <= BELOW_PUBLIC_NAMES
+    assert {_layer(edge.imported) for edge in INSIDE if edge.importer == PACKAGE} <= {"cases", "records", "utils"}
 
 
-def test_only_inline_runs_import_the_worker_from_outside() -> None:
+def test_only_inline_runs_import_the_worker_which_imports_the_lowest_packages_and_nothing_of_pytest() -> None:
     outside = {(f.importer, f.function) for f in INSIDE if _in_worker(f.imported) and not _in_worker(f.importer)}
-    assert outside == {("pytest_gputrain.execution.launch.launcher", "inline")}
-
-
-def test_the_worker_imports_the_lowest_packages_and_itself_only() -> None:
-    assert {_layer(edge.imported) for edge in INSIDE if _in_worker(edge.importer)} == WORKER_IMPORTS
-
-
-def test_the_worker_imports_nothing_of_pytest() -> None:
-    banned = {"pytest", "_pytest", "pluggy", "xdist"}
-    assert [f for f in IMPORTS if _in_worker(f.importer) and f.imported.split(".")[0] in banned] == []
+    assert outside == {INLINE}
+    inside = [edge for edge in IMPORTS if _in_worker(edge.importer)]
+    assert {_layer(edge.imported) for edge in inside if edge in INSIDE} == {"worker", "cases", "records", "utils"}
+    assert not {edge.imported.split(".")[0] for edge in inside} & {"pytest", "_pytest", "pluggy", "xdist"}
 
 
 def test_only_the_worker_inline_runs_and_the_search_for_changes_import_training_libraries() -> None:
@@ -172,12 +157,9 @@ def test_only_the_worker_inline_runs_and_the_search_for_changes_import_training_
         for edge in IMPORTS
         if edge.imported.split(".")[0] in TRAINING_LIBRARIES and not _in_worker(edge.importer)
     }
-    assert outside == {("pytest_gputrain.execution.launch.launcher", "inline"), ("pytest_gputrain.gate.change_points", "")}
-
-
-def test_the_search_for_changes_is_imported_where_it_is_needed() -> None:
-    early = [edge for edge in INSIDE if edge.imported == "pytest_gputrain.gate.change_points" and not edge.function]
-    assert early == []
+    search = f"{PACKAGE}.gate.change_points"
+    assert outside == {INLINE, (search, "")}
+    assert [edge for edge in INSIDE if edge.imported == search and not edge.function] == [], "imported where it is needed"
 
 
 def test_imports_have_no_cycle() -> None:
@@ -187,34 +169,22 @@ def test_imports_have_no_cycle() -> None:
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(SOURCES)
 
 
-@pytest.mark.parametrize("module", ["pytest_gputrain", "pytest_gputrain.plugin.hooks", "pytest_gputrain.cli.main"])
-def test_import_leaves_slow_libraries_out(module: str) -> None:
-    slow = {*TRAINING_LIBRARIES, "rich", "pynvml", "filelock", "psutil", "jinja2", "markupsafe", "matplotlib"}
-    code = f"import sys, {module}; print(*sorted({slow!r} & set(sys.modules)))"
+SLOW = TRAINING_LIBRARIES | {"rich", "pynvml", "filelock", "psutil", "jinja2", "markupsafe", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("module", "left_out"),
+    [
+        ("pytest_gputrain", SLOW),
+        ("pytest_gputrain.plugin.hooks", SLOW),
+        ("pytest_gputrain.cli.main", SLOW),
+        ("pytest_gputrain.worker.__main__", {"pytest", "_pytest", "torch"}),
+    ],
+)
+def test_import_leaves_slow_libraries_out(module: str, left_out: set[str]) -> None:
+    code = f"import sys, {module}; print(*sorted({left_out!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == ""
-
-
-LOADED_IN_EVERY_PROJECT = {
-    "pytest_gputrain",
-    "pytest_gputrain.execution",
-    "pytest_gputrain.execution.launch",
-    "pytest_gputrain.execution.launch.environment",
-    "pytest_gputrain.hardware",
-    "pytest_gputrain.hardware.catalog",
-    "pytest_gputrain.plugin",
-    "pytest_gputrain.plugin.deselected",
-    "pytest_gputrain.plugin.hooks",
-    "pytest_gputrain.plugin.items",
-    "pytest_gputrain.plugin.marker_help",
-    "pytest_gputrain.plugin.options",
-    "pytest_gputrain.utils",
-    "pytest_gputrain.utils.bounds",
-    "pytest_gputrain.utils.linux",
-    "pytest_gputrain.utils.signals",
-    "pytest_gputrain.utils.units",
-}
-"""Options, markers, fixtures and hooks, and what these need: no records, no gate, no runner, no report."""
 
 
 def _loaded_by_run(folder: Path, *arguments: str) -> set[str]:
@@ -249,10 +219,13 @@ def test_failing():
 """
 
 
-def test_a_project_without_cases_loads_options_markers_and_fixtures_only(tmp_path: Path) -> None:
+def test_a_project_without_cases_loads_options_markers_and_fixtures_only(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    """And what these need: no records, no gate, no runner, no report."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    plain\n    other\n")
     (tmp_path / "test_plain.py").write_text(PLAIN_TESTS)
-    assert _loaded_by_run(tmp_path, "-m", "plain and not other") == LOADED_IN_EVERY_PROJECT
+    assert sorted(_loaded_by_run(tmp_path, "-m", "plain and not other")) == snapshot
 
 
 @pytest.mark.parametrize("arguments", [["--gpu-runs=2"], ["-o", "gpu_runs=2"]])
@@ -267,44 +240,14 @@ def test_a_test_that_asks_for_the_fixture_has_everything_loaded_before_the_first
     assert "pytest_gputrain.plugin.case_session" in _loaded_by_run(tmp_path, "--collect-only")
 
 
-def test_worker_entry_leaves_pytest_out() -> None:
-    code = "import sys, pytest_gputrain.worker.__main__; print(*sorted({'pytest', '_pytest', 'torch'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == ""
-
-
-def test_public_names_are_these() -> None:
-    assert pytest_gputrain.__all__ == [
-        "BatchSearch",
-        "Case",
-        "Crashed",
-        "Environment",
-        "GiB",
-        "KiB",
-        "LossStudy",
-        "Lost",
-        "Measured",
-        "Measurement",
-        "MiB",
-        "OutOfMemory",
-        "Predicted",
-        "Prediction",
-        "Report",
-        "Result",
-        "TimedOut",
-        "Verdict",
-        "grid",
-    ]
-
-
-def test_public_names_resolve() -> None:
+def test_public_names_are_these(snapshot: SnapshotAssertion) -> None:
+    assert pytest_gputrain.__all__ == snapshot
     assert [name for name in pytest_gputrain.__all__ if getattr(pytest_gputrain, name, None) is None] == []
 
 
 def test_no_two_test_modules_share_a_name() -> None:
     """pytest imports them by their bare names, and tests of the suites collect benchmarks/ in a process that ran others."""
-    repository = Path(__file__).parents[2]
-    names = [path.name for folder in ("tests", "benchmarks") for path in repository.glob(f"{folder}/**/test_*.py")]
+    names = [path.name for folder in ("tests", "benchmarks") for path in REPOSITORY.glob(f"{folder}/**/test_*.py")]
     assert len(names) > 50
     assert sorted(names) == sorted(set(names))
 

@@ -121,42 +121,43 @@ def test_two_of_two_wait_for_the_one_that_is_held(start: Start) -> None:
     assert sorted(taker.line().split()) == ["0", "1", "held"]
 
 
-def test_a_released_device_is_free_again(start: Start) -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_holder_that_let_go_or_was_killed_frees_its_device(start: Start, killed: bool) -> None:
     holder = start(HOLD, gpus=1)
     assert [holder.line(), holder.line()] == ["asking", "held 0"]
-    holder.go_on()
-    assert holder.line() == "let go"
+    if killed:
+        holder.kill()
+    else:
+        holder.go_on()
+        assert holder.line() == "let go"
     other = start(HOLD, gpus=1)
     assert [other.line(), other.line()] == ["asking", "held 0"]
 
 
-def test_a_killed_holder_frees_its_device(start: Start) -> None:
-    holder = start(HOLD, gpus=1)
-    assert [holder.line(), holder.line()] == ["asking", "held 0"]
-    holder.kill()
-    other = start(HOLD, gpus=1)
-    assert [other.line(), other.line()] == ["asking", "held 0"]
+GPUS = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=1, driver="1") for i in range(3)]
 
 
 def test_an_error_inside_frees_the_device(tmp_path: Path) -> None:
-    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1, driver="1")
-    with pytest.raises(ValueError, match="inside"), lease([gpu], 1, tmp_path):
+    with pytest.raises(ValueError, match="inside"), lease(GPUS[:1], 1, tmp_path):
         raise ValueError("inside")
-    with lease([gpu], 1, tmp_path) as held:
-        assert held == (gpu,)
-
-
-def test_none_of_no_devices_needs_no_lock(tmp_path: Path) -> None:
-    with lease([], 0, tmp_path / "locks") as held:
-        assert held == ()
-    assert not (tmp_path / "locks").exists()
+    with lease(GPUS[:1], 1, tmp_path) as held:
+        assert held == (GPUS[0],)
 
 
 def test_as_many_as_asked_for_and_each_once(tmp_path: Path) -> None:
-    gpus = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=1, driver="1") for i in range(3)]
-    with lease(gpus, 2, tmp_path) as held:
+    with lease([], 0, tmp_path / "locks") as none:
+        assert none == ()
+    assert not (tmp_path / "locks").exists()
+    with lease(GPUS, 2, tmp_path) as held:
         assert len(set(held)) == 2
-        assert set(held) <= set(gpus)
+        assert set(held) <= set(GPUS)
+
+
+def test_more_than_there_are_or_than_is_held_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="2 GPUs cannot be lent: there are 1"), lease(GPUS[:1], 2, tmp_path):
+        pass
+    with lease(GPUS[:2], 1, tmp_path), pytest.raises(HardwareError, match="holds 1 already"), lease(GPUS[:2], 2, tmp_path):
+        pass
 
 
 AGAIN = """
@@ -177,18 +178,6 @@ def test_a_process_is_lent_what_it_holds_while_another_waits(start: Start) -> No
     holder.go_on()
     assert holder.line() == "again"
     assert waiter.line() == "held 0"
-
-
-def test_more_than_there_are_is_refused(tmp_path: Path) -> None:
-    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1, driver="1")
-    with pytest.raises(HardwareError, match="2 GPUs cannot be lent: there are 1"), lease([gpu], 2, tmp_path):
-        pass
-
-
-def test_more_than_is_held_is_refused_to_a_holder(tmp_path: Path) -> None:
-    gpus = [Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200", memory_bytes=1, driver="1") for index in (0, 1)]
-    with lease(gpus, 1, tmp_path), pytest.raises(HardwareError, match="holds 1 already"), lease(gpus, 2, tmp_path):
-        pass
 
 
 PASSED_ON = """

@@ -35,40 +35,38 @@ def test_three_of_three_processes_over_a_limit_decide(cap: Cap, over: dict[str, 
     assert _against(cap, run, _run()).limits[0].status == "pass"
 
 
-def test_one_process_decides_where_there_may_be_no_more() -> None:
-    judged = _against(STEP, _run(seconds=0.6), most=1)
-    assert (judged.limits[0].status, judged.settled) == ("over-limit", True)
+OVER = _run(0.6, 25)
+OVER_ON_CPU = _run(0.6, 25, environment=cpu_environment())
+IN_THREADS = _run(gib=25, environment=cpu_environment(), counted_threads=2)
+TINY = "it is for the model, and this is the tiny scale"
 
 
-def test_what_is_exactly_the_limit_passes() -> None:
-    assert _against(MEMORY, _run(gib=24)).limits[0].status == "pass"
-
-
-def test_a_cpu_counts_exactly_so_one_process_decides() -> None:
-    judged = _against(MEMORY, _run(gib=25, environment=cpu_environment()))
-    assert (judged.limits[0].status, judged.settled) == ("over-limit", True)
-
-
-def test_bytes_of_several_threads_are_no_exact_count() -> None:
-    over = _run(gib=25, environment=cpu_environment(), counted_threads=2)
-    assert not _against(MEMORY, over).settled
-    assert _against(MEMORY, over, over, over).limits[0].status == "over-limit"
-
-
-def test_a_model_at_tiny_scale_is_not_what_was_limited() -> None:
-    judged = _against(MEMORY, _run(gib=25), scale="tiny")
-    assert (judged.limits[0].status, judged.settled) == ("not-judged", True)
-    assert judged.limits[0].note == "it is for the model, and this is the tiny scale"
-
-
-def test_own_code_has_its_own_size_at_any_scale() -> None:
-    assert _against(MEMORY, *[_run(gib=25)] * 3, case=OWN, scale="tiny").limits[0].status == "over-limit"
-
-
-def test_time_on_a_cpu_is_judged_on_request_only() -> None:
-    slow = _run(seconds=0.6, environment=cpu_environment())
-    assert _against(STEP, slow, case=OWN).limits[0].note == "time on a CPU is shown, not judged"
-    assert _against(STEP, slow, slow, slow, case=OWN, cpu_time=True).limits[0].status == "over-limit"
+@pytest.mark.parametrize(
+    ("cap", "replies", "how", "status", "settled", "note"),
+    [
+        (MEMORY, [_run(gib=24)], {}, "pass", True, ""),
+        (STEP, [OVER], {"most": 1}, "over-limit", True, ""),
+        # A CPU counts exactly, so one process decides; bytes of several threads are no exact count.
+        (MEMORY, [OVER_ON_CPU], {}, "over-limit", True, ""),
+        (MEMORY, [IN_THREADS], {}, "over-limit", False, ""),
+        (MEMORY, [IN_THREADS] * 3, {}, "over-limit", True, ""),
+        # A model at tiny scale is not what was limited; own code has its own size at any scale.
+        (MEMORY, [OVER], {"scale": "tiny"}, "not-judged", True, TINY),
+        (MEMORY, [OVER] * 3, {"scale": "tiny", "case": OWN}, "over-limit", True, ""),
+        (STEP, [OVER_ON_CPU], {"case": OWN}, "not-judged", True, "time on a CPU is shown, not judged"),
+        (STEP, [OVER_ON_CPU] * 3, {"case": OWN, "cpu_time": True}, "over-limit", True, ""),
+        (MEMORY, [out_of_memory()], {}, "not-judged", True, "there are no figures"),
+        # A process that ran out of memory is one fewer to decide with; after a crash nothing is open.
+        (STEP, [OVER, OVER, out_of_memory()], {"most": 4}, "over-limit", False, ""),
+        (STEP, [OVER, OVER, out_of_memory()], {"most": 3}, "over-limit", True, ""),
+        (STEP, [OVER, crashed()], {}, "over-limit", True, ""),
+    ],
+)
+def test_a_limit_is_judged_where_it_can_be(
+    cap: Cap, replies: list[Reply], how: dict[str, Any], status: str, settled: bool, note: str
+) -> None:
+    (limit,), is_settled = _against(cap, *replies, **how)
+    assert (limit.status, is_settled, limit.note) == (status, settled, note)
 
 
 def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
@@ -78,25 +76,6 @@ def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
     assert time.note == "it is over, but was measured beside python (pid 7) on GPU 0"
     assert _against(STEP, *[_run(holders=crowded.holders)] * 3).limits[0].status == "pass"
     assert _against(MEMORY, *[crowded] * 3).limits[0].status == "over-limit"
-
-
-def test_a_case_without_figures_is_not_within_its_limit() -> None:
-    judged = _against(MEMORY, out_of_memory())
-    assert (judged.limits[0].status, judged.limits[0].note, judged.limits[0].value) == (
-        "not-judged",
-        "there are no figures",
-        None,
-    )
-    assert judged.settled
-
-
-def test_a_process_that_ran_out_of_memory_is_one_fewer_to_decide_with() -> None:
-    assert not _against(STEP, _run(seconds=0.6), _run(seconds=0.6), out_of_memory(), most=4).settled
-    assert _against(STEP, _run(seconds=0.6), _run(seconds=0.6), out_of_memory(), most=3).settled
-
-
-def test_after_a_crash_nothing_is_open() -> None:
-    assert _against(STEP, _run(seconds=0.6), crashed()).settled
 
 
 @pytest.mark.parametrize(("gib", "status"), [(24, "pass"), (25, "over-limit")])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.identity import identity_of
-from pytest_gputrain.cases.model_config import config_of, with_model
+from pytest_gputrain.cases.model_config import config_of, quantised_by, with_model
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.records import Task
+from pytest_gputrain.session.fitting import Asked, seconds_of
 from pytest_gputrain.utils.errors import BadCase
 
 LLAMA: dict[str, Any] = {
@@ -103,6 +108,14 @@ def test_a_name_of_the_zoo_and_own_code_are_no_paths(tmp_path: Path) -> None:
         ({"hidden_size": 8}, "has neither model_type, by which transformers"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "has is_encoder_decoder=true; only decoder-only"),
         ({"model_type": "gemma3", "text_config": {}}, "has text_config, so the model takes more than text"),
+        ({"model_type": "git", "vision_config": {}}, "has vision_config, so the model takes more than text; only language"),
+        ({"auto_map": {"AutoConfig": "mine.Config"}}, "has neither model_type, by which transformers"),
+        (
+            {"_class_name": "SD3Transformer3DModel"},
+            r"a class whose inputs are not known \(did you mean 'SD3Transformer2DModel'\?\)",
+        ),
+        ("[" * 100_000, "is not JSON that can be read"),
+        ('{"model_type": "llama", "name": "\\ud800"}', "is not JSON that can be read"),
     ],
 )
 def test_what_is_no_model_that_can_train_is_one_sentence(tmp_path: Path, content: Any, sentence: str) -> None:
@@ -111,6 +124,83 @@ def test_what_is_no_model_that_can_train_is_one_sentence(tmp_path: Path, content
         resolved(tmp_path, "./m.json")
     assert str(failure.value).startswith("the case ./m.json-full-bf16 names the model ./m.json, but ")
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("content", [b"\0" * 64, bytes(range(256)), b"\xff\xfe{"])
+def test_a_binary_file_is_no_config(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(BadCase, match=r"model\.safetensors is not JSON that can be read \(.*\); give the config\.json"):
+        resolved(tmp_path, "./model.safetensors")
+
+
+def test_neither_weights_nor_a_device_are_read(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(2**30)
+    with pytest.raises(BadCase, match=r"model\.safetensors has 1\.00 GiB, which is more than any config has"):
+        resolved(tmp_path, "./model.safetensors")
+    with pytest.raises(BadCase, match="/dev/zero is no file"):
+        resolved(tmp_path, "/dev/zero")
+
+
+def test_an_infinite_number_is_read_as_python_writes_it(tmp_path: Path) -> None:
+    written(tmp_path / "m.json", json.dumps(LLAMA | {"model_type": "mamba2", "time_step_limit": [0.0, math.inf]}))
+    assert config_of(resolved(tmp_path, "m.json"))["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+
+
+@pytest.mark.parametrize(
+    ("packed", "by"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"bits": 4}, "unknown"),
+        ("gptq", "unknown"),
+        (None, ""),
+    ],
+)
+def test_how_published_weights_are_packed_is_told_and_changes_no_case(tmp_path: Path, packed: Any, by: str) -> None:
+    written(tmp_path / "a" / "m.json", LLAMA | {"quantization_config": packed, "torch_dtype": "float16"})
+    written(tmp_path / "b" / "m.json")
+    assert quantised_by(tmp_path / "a" / "m.json") == by
+    assert resolved(tmp_path, "a/m.json") == resolved(tmp_path, "b/m.json")
+
+
+_KEYS = st.sampled_from(
+    [
+        *("model_type", "_class_name", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "auto_map"),
+        *("max_position_embeddings", "quantization_config", "torch_dtype", "text_config", "is_encoder_decoder", "other"),
+    ]
+)
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["llama", "FluxTransformer2DModel"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS | st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(content=st.binary(max_size=64) | st.dictionaries(_KEYS, _VALUES).map(lambda config: json.dumps(config).encode()))
+def test_any_content_is_a_case_or_one_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "any.json").write_bytes(content)
+    case, complaint = None, ""
+    try:
+        case = resolved(tmp_path, "any.json")
+    except BadCase as error:
+        complaint = str(error)
+    if case is None:
+        assert complaint.startswith("the case any.json-full-bf16 names the model any.json, but ")
+        assert complaint.isprintable()
+        return
+    sentence = problem(case.replace(batch_size=2), ())
+    assert sentence is None or sentence.startswith("the case any#")
+    assert seconds_of([Asked(case, "h100")], 1, further=True) > 0
+    msgspec.json.encode(Task(case=case, scale="full", device_type="cpu", root=".", model_config=config_of(case)))
 
 
 def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:

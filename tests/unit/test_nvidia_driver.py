@@ -37,6 +37,7 @@ from pytest_gputrain.execution.launch import environment
 from pytest_gputrain.hardware import amd, drivers, topology
 from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import detect
+from pytest_gputrain.utils.units import format_topology
 amd.load = lambda: None
 
 def each(ask):
@@ -315,6 +316,37 @@ def test_what_a_driver_does_not_tell_is_none(ask: Ask) -> None:
 def test_links_are_counted_whatever_the_driver_tells_of_their_ends(ask: Ask, links: tuple[str, str], path: str) -> None:
     first, other = (f"{gpu},links={ends}" if ends else gpu for gpu, ends in zip((H100, H100_TOO), links, strict=True))
     assert ask("drivers.paths(gpus)", first, other) == [["X", path], [path, "X"]]
+
+
+@pytest.mark.parametrize("fault", ["", ",nvmlDeviceGetNvLinkRemoteDeviceType=3"], ids=["", "a driver that tells no types"])
+def test_the_machine_of_a_published_document_is_as_its_matrix(ask: Ask, fault: str) -> None:
+    """Eight V100, each linked to some of the others; in the order of the case's GPUs."""
+    lines = json.loads((ROOT / "baselines" / "published" / "paddle-distributed.json").read_text())
+    matrix = [line.split()[1:9] for line in lines["platforms"]["v100_32gb"]["topology"][1:9]]
+    gpus = []
+    for index, row in enumerate(matrix):
+        links = "+".join(f"{path[2:]}*{other}" for other, path in enumerate(row) if path.startswith("NV"))
+        gpus.append(
+            f"name=Tesla V100-SXM2-32GB,mib=32510,uuid=GPU-{index},bus={0x10 + index:x},level=40,links={links}{fault}"
+        )
+    assert ask("drivers.paths(gpus)", *gpus) == matrix
+    assert ask("format_topology(drivers.paths(gpus))", *gpus) == "8 x NV1, 8 x NV2, 12 x NODE"
+    lent = (6, 0, 3)
+    assert ask(f"drivers.paths([gpus[at] for at in {lent}])", *gpus) == [
+        [matrix[at][other] for other in lent] for at in lent
+    ]
+    assert ask("drivers.paths(gpus[:1]) or drivers.paths([])", *gpus) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "path"),
+    [
+        *((f"level={level}", path) for level, path in ((10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"))),
+        ("nvmlDeviceGetTopologyCommonAncestor=3", "N/A"),
+    ],
+)
+def test_without_links_it_is_where_they_meet_on_pcie(ask: Ask, told: str, path: str) -> None:
+    assert ask("drivers.paths(gpus)", f"{H100},{told}", f"{H100_TOO},{told}") == [["X", path], [path, "X"]]
 
 
 def test_a_gpu_is_found_on_pcie_by_the_address_that_its_driver_tells(ask: Ask, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 from unit_examples import CASE, live_tensor, prediction, recorded, values_of
 
 from pytest_gputrain.gate.prediction import judge
@@ -38,10 +39,6 @@ def unfit(**fields: Any) -> Prediction:
     return prediction(**{"fits": False, "refused": LOGITS, "peak_reserved_bytes": 99 * GiB, **fields})
 
 
-def test_the_same_passes() -> None:
-    assert judged(prediction(), prediction()).status == "pass"
-
-
 @pytest.mark.parametrize("field", ["flops_per_step", "recomputed_flops_per_step", "bytes_per_step"])
 @pytest.mark.parametrize(("change", "status"), [(1, "regressed"), (-1, "improved")])
 def test_counters_are_exact(field: str, change: int, status: str) -> None:
@@ -63,137 +60,73 @@ def test_what_the_allocator_holds_has_a_tolerance(ratio: float, status: str) -> 
     assert judged(prediction(peak_reserved_bytes=round(35 * GiB * ratio)), prediction()).status == status
 
 
-def test_growth_beside_shrinking_is_a_regression() -> None:
-    verdict = judged(prediction(flops_per_step=1, bytes_per_step=2 * 10**12), prediction())
-    assert verdict.status == "regressed"
-    assert "computes" not in verdict.sentence
+def _peaks(**phases: int) -> dict[str, int]:
+    return {**prediction().phase_peak_bytes, **phases}
 
 
-def test_the_tensors_and_operators_behind_a_regression_are_named() -> None:
-    peaks = prediction().phase_peak_bytes
-    new = live_tensor(bytes=15 * GiB, count=291, operator="aten._foreach_sqrt", phase="optimizer", shape=(4096, 4096))
-    largest = {**prediction().largest, "optimizer": (new, live_tensor())}
-    operators = {"aten.mm": OperatorWork(calls=449, flops=10**15, bytes=9 * 10**11 + 10**9)}
-    operators["aten._foreach_sqrt"] = OperatorWork(calls=7, flops=0, bytes=10**10)
-    now = prediction(
-        phase_peak_bytes={**peaks, "optimizer": 35 * GiB},
-        largest=largest,
-        operators=operators,
-        bytes_per_step=10**12 + 11 * 10**9,
-    )
-    sentence = judged(now, prediction()).sentence
-    assert sentence.startswith(
-        f"{CASE} needs 15.0 GiB (75.0 %) more in optimizer, 35.0 GiB against 20.0 GiB allocated, most of it 15.0 GiB "
-        "(291 x bfloat16[4096, 4096] by _foreach_sqrt in optimizer)"
-    )
-    assert "most of it _foreach_sqrt (+9.31 GiB in +7 calls)" in sentence
+def _largest(**phases: Any) -> dict[str, Any]:
+    return {**prediction().largest, **phases}
 
 
-def test_tensors_that_went_are_named_too() -> None:
-    peaks = prediction().phase_peak_bytes
-    before = prediction(phase_peak_bytes={**peaks, "forward": 39 * GiB}, largest={"forward": (LOGITS,)})
-    verdict = judged(prediction(largest={"forward": ()}), before)
-    assert verdict.status == "improved"
-    assert "most of it was 9.00 GiB (bfloat16[16384, 128256] by _log_softmax in forward)" in verdict.sentence
-
-
-def test_other_libraries_are_other_conditions() -> None:
-    now = prediction(packages={"torch": "2.14.0", "transformers": "5.23.0"}, bytes_per_step=2 * 10**12)
-    verdict = judged(now, prediction())
-    assert verdict.status == "not-comparable"
-    assert "torch 2.13.0 -> 2.14.0" in verdict.sentence
-    assert "moves 931 GiB (100.0 %) more a step" in verdict.sentence
-
-
-def test_among_several_that_are_as_like_the_latest_counts() -> None:
-    older, latest = (
-        prediction(packages={"torch": version}, fits=fits) for version, fits in (("2.12.0", False), ("2.13.0", True))
-    )
-    now = unfit(packages={"torch": "2.14.0"})
-    assert judged(now, older, latest).status == "failed"
-    assert judged(now, latest, older).status == "not-comparable"
-
-
-def test_fewer_processes_are_another_condition() -> None:
-    verdict = judged(prediction(processes=2, bytes_per_step=2 * 10**12), prediction())
-    assert verdict.status == "not-comparable"
-    assert "processes all -> 2" in verdict.sentence
-
-
-def test_the_phase_is_told_that_has_a_cause_with_a_name() -> None:
-    peaks = prediction().phase_peak_bytes
-    grown = {phase: size + (MiB if phase == "optimizer" else GiB) for phase, size in peaks.items()}
-    row = live_tensor(bytes=GiB, operator="aten._to_copy", phase="forward", shape=(7,))
-    now = prediction(phase_peak_bytes=grown, peak_phase="optimizer", largest={**prediction().largest, "forward": (row,)})
-    sentence = judged(now, prediction()).sentence
-    assert " more in forward, " in sentence
-    assert "most of it 1.00 GiB (bfloat16[7] by _to_copy in forward)" in sentence
-
-
-def test_the_prediction_of_the_same_libraries_counts_among_several() -> None:
-    older = prediction(packages={"torch": "2.12.0"}, flops_per_step=1)
-    assert judged(prediction(), older, prediction()).status == "pass"
-    assert judged(prediction(), prediction(), older).status == "pass"
-
-
-def test_another_card_is_another_condition() -> None:
-    target = msgspec.structs.replace(prediction().target, memory_bytes=40 * GiB)
-    verdict = judged(prediction(target=target), prediction())
-    assert verdict.status == "not-comparable"
-    assert "memory bytes" in verdict.sentence
-
-
-def test_a_case_that_was_declared_otherwise_is_not_compared() -> None:
-    verdict = judged(prediction(), prediction(), case=CASE.replace(batch_size=4))
-    assert verdict.status == "not-comparable"
-    assert "batch_size" in verdict.sentence
-
-
-def test_without_a_record_what_fits_is_new_and_what_does_not_fails() -> None:
-    assert judged(prediction()).status == "new"
-    verdict = judged(unfit())
-    assert verdict.status == "failed"
-    assert "does not fit H100 (79.0 GiB): it needs 99.5 GiB, and runs out in forward for 9.00 GiB" in verdict.sentence
-
-
-def test_what_is_recorded_not_to_fit_passes() -> None:
-    assert judged(unfit(), unfit()).status == "pass"
-
-
-@pytest.mark.parametrize("changed", [{"packages": {"torch": "2.14.0"}}, {"peak_reserved_bytes": 99 * GiB}])
-def test_what_stopped_fitting_under_other_conditions_fails(changed: dict[str, Any]) -> None:
-    target = msgspec.structs.replace(prediction().target, capability=(8, 0))
-    assert judged(unfit(**{"target": target, **changed}), prediction()).status == "failed"
-    assert judged(unfit(**{"target": target, **changed}), unfit()).status == "not-comparable"
-
-
-def test_what_stopped_fitting_because_it_was_declared_otherwise_fails() -> None:
-    assert judged(unfit(), prediction(), case=CASE.replace(batch_size=1)).status == "failed"
-
-
-def test_a_case_that_trains_no_more_is_no_improvement() -> None:
-    peaks = {"build": 16 * GiB, "forward": 30 * GiB}
-    assert "it has no backward" in judged(prediction(phase_peak_bytes=peaks), prediction()).sentence
-    assert judged(prediction(flops_per_step=0), prediction()).status == "regressed"
-
-
-def test_a_build_that_does_not_fit_needs_what_it_takes() -> None:
-    peaks = {**prediction().phase_peak_bytes, "build": 120 * GiB}
-    single = unfit(refused=live_tensor(phase="build"), phase_peak_bytes=peaks)
-    assert "it needs 120 GiB" in judged(single).sentence
-
-
-def test_a_tensor_that_shrank_does_not_explain_growth() -> None:
-    peaks = {**prediction().phase_peak_bytes, "forward": 32 * GiB}
-    largest = {**prediction().largest, "forward": (live_tensor(bytes=3 * GiB),)}
-    assert "_log_softmax" not in judged(prediction(phase_peak_bytes=peaks, largest=largest), prediction()).sentence
-
-
-def test_no_longer_fitting_is_a_regression_and_fitting_again_is_none() -> None:
-    worse = judged(unfit(peak_reserved_bytes=35 * GiB), prediction())
-    assert worse.status == "regressed"
-    assert "no longer fits H100 (79.0 GiB): it needs" in worse.sentence
-    assert judged(prediction(), unfit(peak_reserved_bytes=35 * GiB)).status == "improved"
+def test_verdicts_are_told_with_what_is_behind_them(snapshot: SnapshotAssertion) -> None:
+    sqrt = live_tensor(bytes=15 * GiB, count=291, operator="aten._foreach_sqrt", phase="optimizer", shape=(4096, 4096))
+    moved = OperatorWork(calls=449, flops=10**15, bytes=9 * 10**11 + 10**9)
+    more_moved = {"aten.mm": moved, "aten._foreach_sqrt": OperatorWork(calls=7, flops=0, bytes=10**10)}
+    copied = live_tensor(bytes=GiB, operator="aten._to_copy", phase="forward", shape=(7,))
+    grown = {phase: size + (MiB if phase == "optimizer" else GiB) for phase, size in prediction().phase_peak_bytes.items()}
+    other_target = msgspec.structs.replace(prediction().target, capability=(8, 0))
+    smaller = msgspec.structs.replace(prediction().target, memory_bytes=40 * GiB)
+    newer, double = {"torch": "2.14.0", "transformers": "5.23.0"}, {"bytes_per_step": 2 * 10**12}
+    older, older_unfit = (prediction(packages={"torch": "2.12.0"}, flops_per_step=1, fits=fits) for fits in (True, False))
+    latest, now_unfit = prediction(packages={"torch": "2.13.0"}), unfit(packages={"torch": "2.14.0"})
+    verdicts = {
+        "the same": judged(prediction(), prediction()),
+        "nothing recorded": judged(prediction()),
+        "nothing recorded, does not fit": judged(unfit()),
+        "its build does not fit": judged(
+            unfit(refused=live_tensor(phase="build"), phase_peak_bytes=_peaks(build=120 * GiB))
+        ),
+        "does not fit as recorded": judged(unfit(), unfit()),
+        "no longer fits": judged(unfit(peak_reserved_bytes=35 * GiB), prediction()),
+        "fits again": judged(prediction(), unfit(peak_reserved_bytes=35 * GiB)),
+        "fewer FLOPs and more bytes": judged(prediction(flops_per_step=1, **double), prediction()),
+        "larger by a tensor, slower by an operator": judged(
+            prediction(
+                phase_peak_bytes=_peaks(optimizer=35 * GiB),
+                largest=_largest(optimizer=(sqrt, live_tensor())),
+                operators=more_moved,
+                bytes_per_step=10**12 + 11 * 10**9,
+            ),
+            prediction(),
+        ),
+        "smaller by a tensor": judged(
+            prediction(largest={"forward": ()}),
+            prediction(phase_peak_bytes=_peaks(forward=39 * GiB), largest={"forward": (LOGITS,)}),
+        ),
+        "the phase that has a cause with a name": judged(
+            prediction(phase_peak_bytes=grown, peak_phase="optimizer", largest=_largest(forward=(copied,))), prediction()
+        ),
+        "a tensor that shrank explains no growth": judged(
+            prediction(phase_peak_bytes=_peaks(forward=32 * GiB), largest=_largest(forward=(live_tensor(bytes=3 * GiB),))),
+            prediction(),
+        ),
+        "trains no more": judged(prediction(phase_peak_bytes={"build": 16 * GiB, "forward": 30 * GiB}), prediction()),
+        "computes nothing": judged(prediction(flops_per_step=0), prediction()),
+        "a phase that was not recorded": judged(prediction(phase_peak_bytes=_peaks(between=20 * GiB)), prediction()),
+        "other libraries": judged(prediction(packages=newer, **double), prediction()),
+        "the same libraries among several": judged(prediction(), older, prediction()),
+        "the same libraries before others": judged(prediction(), prediction(), older),
+        "unlike all, the latest fitted": judged(now_unfit, older_unfit, latest),
+        "unlike all, the latest did not fit": judged(now_unfit, latest, older_unfit),
+        "fewer processes": judged(prediction(processes=2, **double), prediction()),
+        "another card": judged(prediction(target=smaller), prediction()),
+        "another capability, no longer fits": judged(unfit(target=other_target), prediction()),
+        "another capability, does not fit as recorded": judged(unfit(target=other_target), unfit()),
+        "other libraries, no longer fits": judged(now_unfit, prediction()),
+        "declared otherwise": judged(prediction(), prediction(), case=CASE.replace(batch_size=4)),
+        "declared otherwise, no longer fits": judged(unfit(), prediction(), case=CASE.replace(batch_size=1)),
+    }
+    assert {name: f"{verdict.status}: {verdict.sentence}" for name, verdict in verdicts.items()} == snapshot
 
 
 @given(values_of(Prediction))
@@ -207,56 +140,46 @@ def versions(number: int) -> Prediction:
 
 
 def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path: Path) -> None:
-    store = PredictionStore(tmp_path)
-    store.update("h100", "llm", {"a": recorded(versions(1), versions(2)), "b": recorded(versions(1))})
-    store.update("h100", "llm", {"a": recorded(msgspec.structs.replace(versions(1), flops_per_step=5))})
-    a, b = (PredictionStore(tmp_path).get("h100", "llm", key) for key in "ab")
-    assert a is not None
-    assert b is not None
-    assert {entry.packages["torch"]: entry.flops_per_step for entry in a.figures} == {"2.2.0": 10**15, "2.1.0": 5}
-    assert b.figures == (versions(1),)
+    def update(**records: Any) -> dict[str, Any]:
+        PredictionStore(tmp_path).update("h100", "llm", records)
+        stored = {key: PredictionStore(tmp_path).get("h100", "llm", key) for key in "ab"}
+        return {
+            key: {it.packages["torch"]: it.flops_per_step for it in kept.figures} for key, kept in stored.items() if kept
+        }
 
-
-def test_the_oldest_conditions_make_room(tmp_path: Path) -> None:
-    for number in range(MOST_CONDITIONS + 1):
-        PredictionStore(tmp_path).update("h100", "llm", {"a": recorded(versions(number))})
-    stored = PredictionStore(tmp_path).get("h100", "llm", "a")
-    assert stored is not None
-    assert {entry.packages["torch"] for entry in stored.figures} == {f"2.{n}.0" for n in range(1, MOST_CONDITIONS + 1)}
-
-
-def test_predictions_of_another_declaration_go(tmp_path: Path) -> None:
-    store = PredictionStore(tmp_path)
-    store.update("h100", "llm", {"a": recorded(versions(1))})
-    store.update("h100", "llm", {"a": recorded(versions(2), case=CASE.replace(batch_size=4))})
-    stored = store.get("h100", "llm", "a")
-    assert stored is not None
-    assert stored.figures == (versions(2),)
+    other = {"2.1.0": 10**15}
+    assert update(a=recorded(versions(1), versions(2)), b=recorded(versions(1))) == {
+        "a": {**other, "2.2.0": 10**15},
+        "b": other,
+    }
+    changed = msgspec.structs.replace(versions(1), flops_per_step=5)
+    assert update(a=recorded(changed)) == {"a": {"2.2.0": 10**15, "2.1.0": 5}, "b": other}
+    redeclared = recorded(versions(2), case=CASE.replace(batch_size=4))
+    assert update(a=redeclared) == {"a": {"2.2.0": 10**15}, "b": other}, "those of another declaration go"
+    for number in range(1, MOST_CONDITIONS + 2):
+        stored = update(b=recorded(versions(number)))
+    assert set(stored["b"]) == {f"2.{n}.0" for n in range(2, MOST_CONDITIONS + 2)}, "the oldest conditions make room"
 
 
 TASK = Task(case=CASE, scale="full", device_type="cpu", root=".", target=prediction().target)
 
 
-def test_a_prediction_is_found_again(tmp_path: Path) -> None:
+def test_a_prediction_is_found_again_for_the_same_task_only(tmp_path: Path) -> None:
     PredictionCache(tmp_path).put(TASK, prediction())
-    assert PredictionCache(tmp_path).get(TASK) == prediction()
-    longer = msgspec.structs.replace(TASK, case=CASE.replace(steps=99))
-    assert PredictionCache(tmp_path).get(longer) == prediction()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        msgspec.structs.replace(TASK, case=CASE.replace(batch_size=4)),
-        msgspec.structs.replace(TASK, scale="tiny"),
-        msgspec.structs.replace(TASK, processes=8),
-        msgspec.structs.replace(TASK, variables={"FLAG": "1"}),
-        msgspec.structs.replace(TASK, target=msgspec.structs.replace(prediction().target, capability=(7, 0))),
-    ],
-)
-def test_another_task_is_not(tmp_path: Path, other: Task) -> None:
-    PredictionCache(tmp_path).put(TASK, prediction())
-    assert PredictionCache(tmp_path).get(other) is None
+    replace = msgspec.structs.replace
+    for same in (TASK, replace(TASK, case=CASE.replace(steps=99))):
+        assert PredictionCache(tmp_path).get(same) == prediction()
+    for other in (
+        replace(TASK, case=CASE.replace(batch_size=4)),
+        replace(TASK, scale="tiny"),
+        replace(TASK, processes=8),
+        replace(TASK, variables={"FLAG": "1"}),
+        replace(TASK, target=replace(prediction().target, capability=(7, 0))),
+    ):
+        assert PredictionCache(tmp_path).get(other) is None
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"{")
+    assert PredictionCache(tmp_path).get(TASK) is None, "nor in a broken cache"
 
 
 @pytest.mark.parametrize(
@@ -282,13 +205,6 @@ def test_own_code_is_never_remembered(tmp_path: Path) -> None:
     task = msgspec.structs.replace(TASK, case=Case(model="mine", method="custom", code="test_it.py::mine"))
     PredictionCache(tmp_path).put(task, prediction())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_broken_cache_remembers_nothing(tmp_path: Path) -> None:
-    PredictionCache(tmp_path).put(TASK, prediction())
-    for file in tmp_path.iterdir():
-        file.write_bytes(b"{")
-    assert PredictionCache(tmp_path).get(TASK) is None
 
 
 def test_what_nobody_asked_for_in_a_month_is_forgotten(tmp_path: Path) -> None:
@@ -420,13 +336,6 @@ def test_platforms_of_an_expression(expression: str) -> None:
     from pytest_gputrain.session.selection import platforms_named
 
     assert platforms_named(expression) == ["h100"]
-
-
-def test_a_phase_that_was_not_recorded_is_told_as_new() -> None:
-    peaks = prediction().phase_peak_bytes
-    verdict = judged(prediction(phase_peak_bytes={**peaks, "between": 20 * GiB}), prediction())
-    assert verdict.status == "new"
-    assert "has no peak between backward passes in its recorded prediction; record it with" in verdict.sentence
 
 
 def test_the_cache_depends_on_this_package_and_on_nothing_beside_it() -> None:

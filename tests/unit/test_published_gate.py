@@ -8,10 +8,12 @@ import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, timed_out
+from syrupy.assertion import SnapshotAssertion
+from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, timed_out
 
 from pytest_gputrain import GiB, MiB
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
+from pytest_gputrain.gate.new_device import TOLERANCE, judge_by_prediction, judge_by_published
 from pytest_gputrain.gate.published import judge_published, step_seconds
 from pytest_gputrain.records import Case, Holder, Published, Reply, Verdict
 from pytest_gputrain.records.published import Figure, Figures
@@ -98,21 +100,6 @@ def test_memory_is_compared_with_its_like(name: Any) -> None:
         assert [(metric.metric, metric.status) for metric in verdict.metrics] == [(name, status)]
 
 
-def test_a_regression_says_what_the_table_was_made_with() -> None:
-    here = gpu_environment(packages={"torch": "2.13.0"})
-    verdict = judged(row(step_seconds=figure(4.7)), measurement(step_seconds=(6.3,), environment=here))
-    assert verdict.status == "regressed"
-    assert verdict.sentence == (
-        "llama-3.1-8b-lora-bf16 is 34.0 % slower: 6.30 s against 4.70 s a step, limit 4.89 s (published in a-table with "
-        "torch 2.5.1 on NVIDIA H100; here with torch 2.13.0 on NVIDIA H100 80GB HBM3)"
-    )
-
-
-def test_memory_in_a_regression_is_named_by_its_kind() -> None:
-    published = row(device_used_bytes=figure(9406 * MiB, rounding=MiB))
-    assert "in use on the device" in judged(published, measurement(device_used_bytes=20 * GiB)).sentence
-
-
 @pytest.mark.parametrize("used", [10 * GiB, 90 * GiB])
 def test_memory_that_cannot_be_judged_is_shown_with_the_reason(used: int) -> None:
     printed = row(step_seconds=figure(1.0), device_used_bytes=figure(40 * GiB, rounding=GiB))
@@ -126,105 +113,121 @@ def test_memory_that_cannot_be_judged_is_shown_with_the_reason(used: int) -> Non
     assert slower.status == "regressed"
 
 
-def test_memory_that_was_not_measured_here_is_not_compared() -> None:
-    published = row(step_seconds=figure(1.0), peak_reserved_bytes=figure(40 * GiB, rounding=GiB))
-    verdict = judged(published, measurement(step_seconds=(1.0,), peak_reserved_bytes=None))
-    assert verdict.status == "pass"
-    metric = verdict.metric("peak_reserved_bytes")
-    assert metric is not None
-    assert (metric.status, metric.note) == ("not-comparable", "not measured here")
+@pytest.mark.parametrize(
+    ("case", "published", "middle"),
+    [
+        # Of all GPUs is of all their samples: 128 in 2 s, and 10 in 2.5 s of one.
+        (CASE.replace(parallel="ddp", gpus=8, batch_size=16), {"samples_per_second": figure(64, rounding=1)}, 2.0),
+        (CASE.replace(parallel="fsdp", gpus=8, batch_size=10), {"samples_per_second_per_gpu": figure(4.0)}, 2.5),
+    ],
+)
+def test_throughput_is_of_the_samples_of_its_gpus(case: Case, published: dict[str, Figure], middle: float) -> None:
+    seconds_of_step = step_seconds(case, Figures(**published))
+    assert seconds_of_step is not None
+    assert seconds_of_step.middle == middle
 
 
-def test_a_case_whose_only_figure_was_not_measured_is_not_comparable() -> None:
-    published = row(peak_reserved_bytes=figure(40 * GiB, rounding=GiB))
-    assert judged(published, measurement(peak_reserved_bytes=None)).status == "not-comparable"
-
-
-def test_throughput_of_all_gpus_is_of_all_their_samples() -> None:
+def test_the_digits_of_a_throughput_are_ends_of_the_time() -> None:
     case = CASE.replace(parallel="ddp", gpus=8, batch_size=16)
     seconds_of_step = step_seconds(case, Figures(samples_per_second=figure(64, rounding=1)))
     assert seconds_of_step is not None
-    assert (seconds_of_step.middle, seconds_of_step.least, seconds_of_step.most) == (2.0, 128 / 64.5, 128 / 63.5)
+    assert (seconds_of_step.least, seconds_of_step.most) == (128 / 64.5, 128 / 63.5)
 
 
-def test_throughput_of_one_gpu_is_of_its_samples() -> None:
-    case = CASE.replace(parallel="fsdp", gpus=8, batch_size=10)
-    seconds_of_step = step_seconds(case, Figures(samples_per_second_per_gpu=figure(4.0)))
-    assert seconds_of_step is not None
-    assert seconds_of_step.middle == 2.5
+def test_verdicts_are_told_with_what_the_table_was_made_with(snapshot: SnapshotAssertion) -> None:
+    here = gpu_environment(packages={"torch": "2.13.0"})
+    slower = measurement(step_seconds=(6.3,), environment=here)
+    reserved, used = (
+        {"peak_reserved_bytes": figure(40 * GiB, rounding=GiB)},
+        {"device_used_bytes": figure(9406 * MiB, rounding=MiB)},
+    )
+    unmeasured = measurement(peak_reserved_bytes=None)
+    of_paddle = Figures(samples_per_second=figure(4.0), peak_allocated_bytes=figure(GiB, rounding=GiB))
+    both = {"pytorch": Figures(samples_per_second=figure(2.0)), "paddle": of_paddle}
+    beside = measurement(step_seconds=(2.0,), holders=(Holder(pid=4711, gpu=0, name="python"),))
+    verdicts = {
+        "slower": judged(row(step_seconds=figure(4.7)), slower),
+        "slower beside another process": judged(row(), beside),
+        "as slow beside another process": judged(row(step_seconds=figure(2.0)), beside),
+        "faster": judged(row(), measurement(step_seconds=(0.5,))),
+        "larger": judged(row(**used), measurement(device_used_bytes=20 * GiB)),
+        "memory not measured": judged(row(step_seconds=figure(1.0), **reserved), unmeasured),
+        "nothing measured": judged(row(**reserved), unmeasured),
+        "two frameworks": judged(msgspec.structs.replace(row(), figures=both), measurement(peak_allocated_bytes=50 * GiB)),
+        "pictures": judged(msgspec.structs.replace(row(), figures={})),
+    }
+    replies = {"oom": out_of_memory(), "host oom": out_of_memory(where="host"), "fits": measurement()}
+    replies |= {"crashed": crashed(), "timed out": timed_out()}
+    outcomes: tuple[Any, ...] = ("measured", "out_of_memory", "error")
+    verdicts |= {f"{was}, now {now}": judged(row(outcome=was), replies[now]) for was in outcomes for now in replies}
+    nothing: dict[str, tuple[Any, dict[str, Any]]] = {
+        "elsewhere": (None, {"elsewhere": ("a100", "h100")}),
+        "nowhere": (None, {}),
+        "tiny": (row(), {"scale": "tiny"}),
+        "another case": (row(case=CASE.replace(batch_size=4)), {}),
+    }
+    for name, (published, given_) in nothing.items():
+        verdicts[name] = judged(published, **given_)
+        verdicts[f"{name}, out of memory"] = judged(published, out_of_memory(), **given_)
+    assert {name: f"{verdict.status}: {verdict.sentence}" for name, verdict in verdicts.items()} == snapshot
 
 
-def test_pytorch_is_the_gate_where_two_frameworks_are_published() -> None:
-    both = row(samples_per_second=figure(2.0))
-    both = Published(**{name: getattr(both, name) for name in both.__struct_fields__} | {"figures": {
-        "pytorch": Figures(samples_per_second=figure(2.0)),
-        "paddle": Figures(samples_per_second=figure(4.0), peak_allocated_bytes=figure(GiB, rounding=GiB)),
-    }})  # fmt: skip
-    verdict = judged(both, measurement(step_seconds=(1.0,), peak_allocated_bytes=50 * GiB))
-    assert verdict.status == "pass"
-    metric = verdict.metric("peak_allocated_bytes")
-    assert metric is not None
-    assert (metric.status, metric.note) == ("not-comparable", "published for paddle, not pytorch")
+# A case without a baseline, beside its prediction or its published row
+
+NEW = Verdict(status="new", sentence=f"{CASE} has no baseline; record it")
+PEAK = 32 * GiB
+LIMIT = round(PEAK * (1 + TOLERANCE.ratio) + TOLERANCE.bytes)
+
+
+def _beside_prediction(*peaks: int, flops: int | None = 10**15, **fields: Any) -> Verdict:
+    runs = [measurement(peak_allocated_bytes=peak, flops_per_step=flops) for peak in peaks]
+    return judge_by_prediction(NEW, CASE, runs, prediction(peak_allocated_bytes=PEAK, **fields))
+
+
+@pytest.mark.parametrize(("peak", "status"), [(1, "new"), (PEAK, "new"), (LIMIT, "new"), (LIMIT + 1, "regressed")])
+def test_memory_may_grow_to_the_limit_and_shrink_at_will(peak: int, status: str) -> None:
+    verdict = _beside_prediction(peak)
+    assert (verdict.status, verdict.held_to) == (status, "prediction")
+
+
+def test_one_bad_process_of_three_fails_nothing() -> None:
+    assert _beside_prediction(PEAK, 2 * PEAK, PEAK).status == "new"
+    assert _beside_prediction(2 * PEAK, 2 * PEAK, PEAK).status == "regressed"
 
 
 @pytest.mark.parametrize(
-    ("outcome", "reply", "status", "words"),
-    [
-        ("out_of_memory", out_of_memory(), "pass", "as published in a-table"),
-        ("out_of_memory", out_of_memory(where="host"), "failed", "it runs out of device memory"),
-        ("out_of_memory", measurement(), "improved", "fits in memory here"),
-        ("error", measurement(), "improved", "trains here"),
-        ("error", out_of_memory(), "failed", "it ends with an error"),
-        ("measured", out_of_memory(), "regressed", "as published in a-table with torch 2.5.1 on NVIDIA H100 it fits"),
-        ("measured", crashed(), "failed", "gave no measurement"),
-        ("out_of_memory", crashed(), "failed", "gave no measurement"),
-        ("error", timed_out(), "failed", "was ended after"),
-    ],
+    ("flops", "status"), [(103 * 10**13, "new"), (104 * 10**13, "regressed"), (None, "new"), (10**14, "new")]
 )
-def test_outcomes(outcome: Any, reply: Reply, status: str, words: str) -> None:
-    verdict = judged(row(outcome=outcome), reply)
-    assert verdict.status == status
-    assert words in verdict.sentence
+def test_flops_may_grow_by_three_percent(flops: int | None, status: str) -> None:
+    assert _beside_prediction(PEAK, flops=flops).status == status
 
 
-@pytest.mark.parametrize(
-    ("published", "given", "words"),
-    [
-        (None, {"elsewhere": ("a100", "h100")}, "published for a100, h100 only"),
-        (None, {}, "no published table has it"),
-        (row(), {"scale": "tiny"}, "this is the tiny scale"),
-        (row(case=CASE.replace(batch_size=4)), {}, "it is not the case of its row in a-table (batch_size 4 -> 2)"),
-    ],
-)
-def test_what_has_nothing_to_compare_with_says_why(published: Any, given: Any, words: str) -> None:
-    verdict = judged(published, **given)
-    assert verdict.status == "not-comparable"
-    assert words in verdict.sentence
-    failed = judged(published, out_of_memory(), **given)
-    assert failed.status == "failed"
-    assert words in failed.sentence
+def test_the_sentence_names_only_what_was_compared() -> None:
+    assert (
+        "its memory and FLOPs are within what is predicted for h100 (32.0 GiB of 32.0 GiB)"
+        in _beside_prediction(PEAK).sentence
+    )
+    assert "its memory is within what is predicted" in _beside_prediction(PEAK, flops=None).sentence
+    both = _beside_prediction(2 * PEAK, flops=2 * 10**15).sentence
+    assert "needs 32.0 GiB (100.0 %) more memory" in both
+    assert "computes 100.0 % more" in both
 
 
-def test_pictures_are_no_figures() -> None:
-    pictured = row()
-    fields = {name: getattr(pictured, name) for name in pictured.__struct_fields__}
-    verdict = judged(Published(**{**fields, "figures": {}}))
-    assert verdict.status == "not-comparable"
-    assert "has pictures, not figures" in verdict.sentence
+def _exactly(**figures: int) -> Published:
+    return row(**{name: figure(value, rounding=0) for name, value in figures.items()}) if figures else row()
 
 
-def test_slower_than_published_beside_another_process_is_in_doubt_and_says_whose() -> None:
-    other = (Holder(pid=4711, gpu=0, name="python"),)
-    for seconds, holders, status, note in (
-        (2.0, other, "inconclusive", "measured beside python (pid 4711) on GPU 0"),
-        (2.0, (), "regressed", ""),
-        (1.0, other, "pass", ""),
-    ):
-        metric = judged(row(), measurement(step_seconds=(seconds,), holders=holders)).metric("step_seconds")
-        assert metric is not None
-        assert (metric.status, metric.note) == (status, note)
+@pytest.mark.parametrize(("peak", "status"), [(PEAK, "new"), (LIMIT, "new"), (LIMIT + 70 * MiB, "regressed")])
+def test_reserved_memory_is_held_to_the_published_row(peak: int, status: str) -> None:
+    verdict = judge_by_published(NEW, CASE, [measurement(peak_reserved_bytes=peak)], _exactly(peak_reserved_bytes=PEAK))
+    assert (verdict.status, verdict.held_to) == (status, "published")
+    assert "published for h100 in a-table" in verdict.sentence
 
 
-def test_faster_than_published_is_improved_with_its_figure() -> None:
-    verdict = judged(row(), measurement(step_seconds=(0.5,)))
-    assert (verdict.status, "is 50.0 % faster" in verdict.sentence) == ("improved", True)
+def test_a_row_without_memory_holds_nothing() -> None:
+    runs = [measurement(peak_reserved_bytes=PEAK)]
+    assert judge_by_published(NEW, CASE, runs, _exactly()) is NEW
+    why = msgspec.structs.replace(_exactly(peak_reserved_bytes=PEAK), memory_not_judged="made with another engine")
+    assert judge_by_published(NEW, CASE, runs, why) is NEW
+    unmeasured = [measurement(device_used_bytes=None)]
+    assert judge_by_published(NEW, CASE, unmeasured, _exactly(device_used_bytes=PEAK)) is NEW

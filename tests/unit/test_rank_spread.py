@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from unit_examples import CASE, measurement, result
@@ -52,24 +54,25 @@ def _result_with_spread(lag: float, seconds: float, least: int = 1000, device: s
     return result(CASE, device=device, summary=msgspec.structs.replace(plain.summary, median_step_seconds=1.0, ranks=spread))
 
 
-def test_a_straggler_is_told_by_its_number() -> None:
-    assert explain([_result_with_spread(0.12, 0.048)]) == [
-        f"{CASE}: rank 3 is slowest: it works 12.0 % (48.0 ms a step) longer than the fastest before they exchange anything"
-    ]
-
-
-@pytest.mark.parametrize(("lag", "seconds"), [(0.09, 0.09), (5.0, 0.009), (0.0, 0.0)])
-def test_what_is_little_of_the_work_or_of_the_step_is_not_told(lag: float, seconds: float) -> None:
-    assert explain([_result_with_spread(lag, seconds)]) == []
-
-
-def test_on_a_cpu_only_a_process_half_as_fast_is_told() -> None:
-    assert explain([_result_with_spread(0.9, 0.5, device="cpu")]) == []
-    assert len(explain([_result_with_spread(1.1, 0.5, device="cpu")])) == 1
-
-
-def test_uneven_memory_is_told() -> None:
-    assert explain([_result_with_spread(0.0, 0.0, least=950)]) == []
-    assert explain([_result_with_spread(0.0, 0.0, least=500)]) == [
-        f"{CASE}: peak memory of its processes is 500 B to 1000 B"
-    ]
+@pytest.mark.parametrize(
+    ("spread", "told"),
+    [
+        (
+            {"lag": 0.12, "seconds": 0.048},
+            "rank 3 is slowest: it works 12.0 % (48.0 ms a step) longer than the fastest before they exchange anything",
+        ),
+        # What is little of the work, or of the step, is not told.
+        ({"lag": 0.09, "seconds": 0.09}, ""),
+        ({"lag": 5.0, "seconds": 0.009}, ""),
+        ({"lag": 0.0, "seconds": 0.0, "least": 950}, ""),
+        ({"lag": 0.0, "seconds": 0.0, "least": 500}, "peak memory of its processes is 500 B to 1000 B"),
+        # On a CPU only a process half as fast is.
+        ({"lag": 0.9, "seconds": 0.5, "device": "cpu"}, ""),
+        (
+            {"lag": 1.1, "seconds": 0.5, "device": "cpu"},
+            "rank 3 is slowest: it works 110.0 % (500 ms a step) longer than the fastest before they exchange anything",
+        ),
+    ],
+)
+def test_processes_that_lie_apart_are_told(spread: dict[str, Any], told: str) -> None:
+    assert explain([_result_with_spread(**spread)]) == ([f"{CASE}: {told}"] if told else [])

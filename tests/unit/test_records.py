@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import msgspec
@@ -13,10 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit_examples import (
-    baseline,
     crashed,
     measurement,
-    oom_run,
     out_of_memory,
     report,
     result,
@@ -25,7 +22,7 @@ from unit_examples import (
 )
 
 from pytest_gputrain import records
-from pytest_gputrain.records import Case, Event, Measurement, MetricVerdict, Reply, Report, Task, Verdict
+from pytest_gputrain.records import Case, Event, MetricVerdict, Reply, Report, Task, Verdict
 from pytest_gputrain.report import json_report
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,24 +49,21 @@ def _full_report() -> Report:
     )
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=15)
+@pytest.mark.parametrize(
+    "record", [record for record in RECORDS if record is not Report], ids=lambda record: record.__name__
+)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=6)
 @given(data=st.data())
 def test_every_record_survives_json(record: type, data: st.DataObject) -> None:
+    """But the report itself, which takes long to draw: its parts are drawn here, and a full one is written below."""
     value = data.draw(values_of(record))
     assert msgspec.json.decode(msgspec.json.encode(value), type=record) == value
-
-
-@pytest.mark.parametrize("value", [_full_report(), baseline(oom_run())], ids=lambda value: type(value).__name__)
-def test_examples_survive_json(value: Any) -> None:
-    assert msgspec.json.decode(msgspec.json.encode(value), type=type(value)) == value
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
 def test_a_reply_is_told_by_its_outcome(reply: Reply) -> None:
     decoded = msgspec.json.decode(msgspec.json.encode(reply), type=Reply)
-    assert type(decoded) is type(reply)
-    assert decoded == reply
+    assert (type(decoded), decoded) == (type(reply), reply)
 
 
 def test_outcomes_are_spelt_as_published() -> None:
@@ -81,13 +75,6 @@ def test_outcomes_are_spelt_as_published() -> None:
 def test_a_reply_without_a_known_outcome_is_refused(text: str) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=Reply)
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
-def test_records_are_frozen_and_keyword_only(record: type[msgspec.Struct]) -> None:
-    assert record.__struct_config__.frozen
-    with pytest.raises(TypeError):
-        record("positional")
 
 
 @pytest.mark.parametrize("record", [Case, Task], ids=lambda record: record.__name__)
@@ -107,38 +94,23 @@ def test_step_time_is_the_median(seconds: tuple[float, ...]) -> None:
     assert measurement(step_seconds=seconds).median_step_seconds == statistics.median(seconds)
 
 
-def test_one_slow_step_does_not_move_the_step_time() -> None:
-    assert measurement(step_seconds=(1.0, 1.0, 60.0)).median_step_seconds == 1.0
-
-
-def test_rates_follow_from_batch_sequence_and_step_time() -> None:
-    measured: Measurement = measurement(step_seconds=(0.5,), batch_size=4, sequence_length=100)
-    assert measured.samples_per_second == 8
-    assert measured.tokens_per_second == 800
-
-
-def test_samples_that_are_no_sequences_have_no_token_rate() -> None:
-    assert measurement(sequence_length=0).tokens_per_second is None
-
-
-def test_a_verdict_finds_its_metrics() -> None:
-    metric = MetricVerdict(metric="step_seconds", status="pass")
-    verdict = Verdict(status="pass", sentence="x", metrics=(metric,))
-    assert verdict.metric("step_seconds") is metric
-    assert verdict.metric("peak_allocated_bytes") is None
-
-
-def test_schema_is_a_valid_schema() -> None:
-    jsonschema.Draft202012Validator.check_schema(json_report.schema())
+@pytest.mark.parametrize(("sequence_length", "tokens"), [(100, 800), (0, None)])
+def test_rates_follow_from_batch_sequence_and_step_time(sequence_length: int, tokens: int | None) -> None:
+    """Samples that are no sequences have no tokens."""
+    measured = measurement(step_seconds=(0.5,), batch_size=4, sequence_length=sequence_length)
+    assert (measured.samples_per_second, measured.tokens_per_second) == (8, tokens)
 
 
 def test_published_schema_is_the_one_of_the_records() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_report.schema())
     assert (REPOSITORY / "docs" / "report.schema.json").read_text() == json_report.schema_text()
 
 
-def test_a_written_report_fits_the_schema(tmp_path: Path) -> None:
-    json_report.write(_full_report(), tmp_path / "report.json")
-    jsonschema.Draft202012Validator(json_report.schema()).validate(json.loads((tmp_path / "report.json").read_text()))
+def test_a_written_report_fits_the_schema_and_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "report.json"
+    json_report.write(_full_report(), path)
+    jsonschema.Draft202012Validator(json_report.schema()).validate(json.loads(path.read_text()))
+    assert msgspec.json.decode(path.read_bytes(), type=Report) == _full_report()
 
 
 @pytest.mark.parametrize("field", ["format", "results", "created"])
@@ -146,8 +118,3 @@ def test_schema_refuses_what_is_no_report(field: str) -> None:
     fields = {**json.loads(msgspec.json.encode(_full_report())), field: {"not": "this"}}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(json_report.schema()).validate(fields)
-
-
-def test_a_written_report_reads_back(tmp_path: Path) -> None:
-    json_report.write(_full_report(), tmp_path / "deep" / "report.json")
-    assert msgspec.json.decode((tmp_path / "deep" / "report.json").read_bytes(), type=Report) == _full_report()

@@ -28,6 +28,8 @@ TOLERANCE = 0.03
 BADNESS = {"improved": 0, "pass": 1, "inconclusive": 2, "regressed": 3}
 
 SECONDS = st.floats(1e-4, 1e4)
+NOISY = [math.exp(x) for x in (-0.06, -0.03, 0.0, 0.03, 0.06)]
+LESS_NOISY = [math.exp(x) for x in (-0.02, -0.01, 0.0, 0.01, 0.02)]
 NOISE = st.floats(-0.2, 0.2)
 BASES = st.builds(lambda s, logs: [s * math.exp(x) for x in logs], SECONDS, st.lists(NOISE, min_size=1, max_size=20))
 STREAMS = st.lists(NOISE, min_size=MOST_RUNS, max_size=MOST_RUNS)
@@ -73,9 +75,9 @@ def test_one_known_run_leaves_the_prior() -> None:
     assert (decision.sd, decision.limit) == (PRIOR_SD, pytest.approx(LIMIT_SDS * PRIOR_SD * math.sqrt(1.8)))
 
 
-@pytest.mark.parametrize(("base_runs", "bad", "shift"), [(5, 1, 0.0), (20, 1, 0.0), (4, 1, 0.0), (3, 1, 0.0)])
-def test_one_bad_process_does_not_move_the_baseline(base_runs: int, bad: int, shift: float) -> None:
-    assert _decide([1.0], [1.5] * bad + [1.0] * (base_runs - bad)).ratios == pytest.approx([shift])
+@pytest.mark.parametrize("base_runs", [3, 4, 5, 20])
+def test_one_bad_process_does_not_move_the_baseline(base_runs: int) -> None:
+    assert _decide([1.0], [1.5] + [1.0] * (base_runs - 1)).ratios == pytest.approx([0.0])
 
 
 @pytest.mark.parametrize("side", ["base", "new"])
@@ -126,24 +128,17 @@ def test_runs_vote_until_three_agree(stream: list[float], outcome: str, runs: in
     assert (decision.outcome, taken) == (outcome, runs)
 
 
-def test_one_bad_process_of_three_that_would_move_their_mean_does_not_vote_for_others() -> None:
-    decision, _ = _in_turn([1.5, 1.0, 1.0, 1.0])
-    assert (decision.outcome, decision.votes) == ("pass", 1)
-
-
 def test_beyond_the_tolerance_but_not_beyond_the_noise_is_inconclusive() -> None:
-    noisy = [math.exp(x) for x in (-0.06, -0.03, 0.0, 0.03, 0.06)]
-    decision, _ = _in_turn([1.05] * 5, noisy)
+    decision, _ = _in_turn([1.05] * 5, NOISY)
     assert decision.limit > math.log(1.05)
     assert decision.outcome == "inconclusive"
 
 
 def test_without_re_measurement_one_run_is_held_against_a_wider_limit() -> None:
-    noisy = [math.exp(x) for x in (-0.02, -0.01, 0.0, 0.01, 0.02)]
-    alone = _decide([1.04], noisy, most=1)
+    alone = _decide([1.04], LESS_NOISY, most=1)
     assert alone.limit == pytest.approx(4.0 * alone.sd)
     assert alone.settled
-    assert [_decide([seconds], noisy, most=1).outcome for seconds in (1.03, 1.04, 1.08, 0.9)] == [
+    assert [_decide([seconds], LESS_NOISY, most=1).outcome for seconds in (1.03, 1.04, 1.08, 0.9)] == [
         "pass",
         "inconclusive",
         "regressed",
@@ -170,10 +165,9 @@ def test_more_runs_than_five_take_more_than_half_of_them() -> None:
 
 
 def test_a_suite_of_ten_tells_its_own_prior() -> None:
-    case = [math.exp(x) for x in (-0.02, -0.01, 0.0, 0.01, 0.02)]
-    assert suite_prior([case] * 9) == PRIOR_SD
-    assert suite_prior([case] * 9 + [[1.0]]) == PRIOR_SD
-    assert suite_prior([case] * 10) == pytest.approx(math.sqrt(0.001 / 4) / 0.95)
+    assert suite_prior([LESS_NOISY] * 9) == PRIOR_SD
+    assert suite_prior([LESS_NOISY] * 9 + [[1.0]]) == PRIOR_SD
+    assert suite_prior([LESS_NOISY] * 10) == pytest.approx(math.sqrt(0.001 / 4) / 0.95)
     assert suite_prior([[1.0, math.exp(0.02)]] * 10) == pytest.approx(0.02 / math.sqrt(2) / 0.875)
     assert _decide([1.0], [1.0], prior=0.03).sd == 0.03
 
@@ -203,52 +197,43 @@ def test_a_case_regresses_only_with_and_without_the_suites_shift(run: float, shi
 
 
 def test_a_slow_day_is_no_reason_to_doubt_what_is_within_the_noise() -> None:
-    noisy = [math.exp(x) for x in (-0.06, -0.03, 0.0, 0.03, 0.06)]
-    assert _decide([1.05], noisy).suspicious
-    assert _decide([1.05], noisy, shift=0.045).outcome == "pass"
+    assert _decide([1.05], NOISY).suspicious
+    assert _decide([1.05], NOISY, shift=0.045).outcome == "pass"
 
 
 # Memory
 
 
 @pytest.mark.parametrize(
-    ("peaks", "most", "expected"),
+    ("above", "most", "expected"),
     [
-        ([5], 5, False),
-        ([11], 5, None),
-        ([11, 11], 5, None),
-        ([11, 11, 11], 5, True),
-        ([11, 11, 10], 5, False),
-        ([11, 11, 11, 11, 10], 5, True),
-        ([11, 11, 11, 10, 10], 5, True),
-        ([11, 11, 10, 10, 10], 5, False),
-        ([11, 11, 10, 10], 5, False),
-        ([11], 1, True),
-        ([11, 11], 2, True),
+        ("-", 5, False),
+        ("+", 5, None),
+        ("++", 5, None),
+        ("+++", 5, True),
+        ("++-", 5, False),
+        ("++++-", 5, True),
+        ("+++--", 5, True),
+        ("++---", 5, False),
+        ("++--", 5, False),
+        ("+", 1, True),
+        ("++", 2, True),
     ],
 )
-def test_memory_regresses_only_if_every_one_of_three_processes_does(
-    peaks: list[int], most: int, expected: bool | None
-) -> None:
-    assert exceeds(peaks, 10, most) is expected
+def test_memory_regresses_only_if_every_one_of_three_processes_does(above: str, most: int, expected: bool | None) -> None:
+    assert exceeds([11 if run == "+" else 10 for run in above], 10, most) is expected
 
 
 @pytest.mark.parametrize(
-    ("out", "runs", "most", "expected"),
+    ("most", "expected"),
     [
-        (1, 1, 5, None),
-        (2, 2, 5, True),
-        (1, 2, 5, None),
-        (2, 3, 5, True),
-        (1, 3, 5, False),
-        (1, 1, 1, True),
-        (1, 2, 2, False),
-        (2, 5, 5, False),
-        (3, 5, 5, True),
+        (5, {(1, 1): None, (2, 2): True, (1, 2): None, (2, 3): True, (1, 3): False, (2, 5): False, (3, 5): True}),
+        (2, {(1, 2): False}),
+        (1, {(1, 1): True}),
     ],
 )
-def test_running_out_of_memory_takes_two_of_three(out: int, runs: int, most: int, expected: bool | None) -> None:
-    assert runs_out(out, runs, most) is expected
+def test_running_out_of_memory_takes_two_of_three(most: int, expected: dict[tuple[int, int], bool | None]) -> None:
+    assert {(out, runs): runs_out(out, runs, most) for out, runs in expected} == expected
 
 
 # For any figures
@@ -303,12 +288,6 @@ def test_a_slower_step_is_never_a_better_outcome(base: list[float], logs: list[f
     stream = [math.exp(x) for x in logs]
     before, after = (_decide([s * f for s in stream], base).outcome for f in (1.0, factor))
     assert BADNESS[before] <= BADNESS[after]
-
-
-@given(BASES, st.floats(-0.3, 0.3), st.floats(-0.3, 0.3))
-def test_a_steadily_slower_step_is_never_a_better_outcome(base: list[float], first: float, other: float) -> None:
-    less, more = (_in_turn([base[0] * math.exp(x)] * 5, base)[0].outcome for x in sorted([first, other]))
-    assert BADNESS[less] <= BADNESS[more]
 
 
 @given(BASES, STREAMS, st.integers(-20, 20))

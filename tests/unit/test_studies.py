@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
 
 from pytest_gputrain.gate.loss_trend import describe_divergence, describe_failed_curves
@@ -49,11 +49,6 @@ def _curves(losses: dict[str, Any], *, precision: str = "bf16", platform: str = 
 
 def _curve(precision: str, **fields: Any) -> LossCurve:
     return LossCurve(**{"precision": precision, "outcome": "recorded", "losses": FALLING, "trend": "converging", **fields})
-
-
-def _rows(*results: Result) -> list[list[str]]:
-    lines = render(results, width=160, colour=False).splitlines()
-    return [re.split(r"\s{2,}", line.strip()) for line in lines if line.startswith("Llama")]
 
 
 def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
@@ -199,57 +194,32 @@ def test_a_case_without_room_for_its_own_precision_has_no_curve() -> None:
 # Tables and sentences
 
 
-def test_a_search_is_a_row_with_batch_one_fastest_and_largest() -> None:
+def test_searches_and_curves_are_shown_and_explained(snapshot: SnapshotAssertion) -> None:
     tries = (
         Try(batch_size=1, outcome="fits", samples_per_second=2.03),
         Try(batch_size=10, outcome="fits", samples_per_second=4.34),
         Try(batch_size=12, outcome="out_of_memory"),
     )
-    case = CASE.replace(batch_size=10, named=("batch_size",))
-    row = result(case, verdict=None, search=Search(tries=tries, most=64, largest=11, fastest=10))
-    assert _rows(row) == [["Llama 3.1 8B", "LoRA", "bf16", "2.03/s", "4.34/s (10)", "11", "3", "searched"]]
-    assert shown.explain([row]) == []
-
-
-def test_a_search_in_which_nothing_fits_failed() -> None:
-    search = Search(tries=(Try(batch_size=1, outcome="out_of_memory"),), most=64)
-    assert _rows(result(verdict=None, summary=None, search=search))[0][-3:] == ["OOM", "1", "failed"]
-
-
-def test_a_search_that_ends_at_its_maximum_says_so() -> None:
-    search = Search(tries=(Try(batch_size=1, outcome="fits", samples_per_second=1.0),), most=1, largest=1, fastest=1)
-    row = result(verdict=None, search=search)
-    assert ">= 1" in _rows(row)[0]
-    assert shown.explain([row, row]) == [
-        f"{CASE}: the largest batch tried, 1, fits; a higher gpu_find_batch_max allows more"
-    ]
-
-
-def test_a_search_bounded_by_something_else_than_memory_says_so() -> None:
-    study, _ = _search(5, beyond=timed_out())
-    assert shown.explain([result(verdict=None, search=study.search)]) == [
-        f"{CASE}: batch 6 was ended after 1,800 s (build); --gpu-timeout allows more"
-    ]
-
-
-def test_loss_curves_are_rows_by_precision() -> None:
+    found = Search(tries=tries, most=64, largest=11, fastest=10)
+    at_most = Search(tries=tries[:1], most=1, largest=1, fastest=1)
     curves = (
         _curve("fp32"),
         _curve("bf16-amp", gap=0.012, trend="flat"),
         _curve("fp16-amp", losses=(10.0, 9.5), trend="diverging", non_finite_step=3),
         _curve("bf16", outcome="out_of_memory", losses=(), trend=None),
     )
-    assert _rows(result(verdict=None, loss_curves=curves)) == [
-        ["Llama 3.1 8B", "LoRA", "fp32", "10", "0.25", "converging"],
-        ["Llama 3.1 8B", "LoRA", "bf16-amp", "10", "0.25", "+1.2 %", "flat"],
-        ["Llama 3.1 8B", "LoRA", "fp16-amp", "10", "not finite", "diverging from step 3"],
-        ["Llama 3.1 8B", "LoRA", "bf16", "OOM"],
-    ]
-
-
-def test_a_recipe_that_diverges_in_fp32_is_told() -> None:
-    row = result(verdict=None, loss_curves=(_curve("fp32", trend="diverging"),))
-    assert shown.explain([row]) == [f"{CASE} diverges in fp32 already: its recipe does, whatever the precision"]
+    none_fits = Search(tries=(Try(batch_size=1, outcome="out_of_memory"),), most=64)
+    shown_results = {
+        "searched": [result(CASE.replace(batch_size=10, named=("batch_size",)), verdict=None, search=found)],
+        "nothing fits": [result(verdict=None, summary=None, search=none_fits)],
+        "the maximum fits": [result(verdict=None, search=at_most)] * 2,
+        "bounded by a time-out": [result(verdict=None, search=_search(5, beyond=timed_out())[0].search)],
+        "curves": [result(verdict=None, loss_curves=curves)],
+        "diverges in fp32": [result(verdict=None, loss_curves=(_curve("fp32", trend="diverging"),))],
+    }
+    assert {
+        name: (render(results, width=120, colour=False), shown.explain(results)) for name, results in shown_results.items()
+    } == snapshot
 
 
 @given(st.one_of(values_of(BatchSearch), values_of(LossStudy)).filter(lambda outcome: outcome.replies))

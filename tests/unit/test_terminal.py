@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_examples import CASE, RESULT_KINDS, crashed, measurement, out_of_memory, prediction, result, timed_out, values_of
+from syrupy.assertion import SnapshotAssertion
+from unit_examples import (
+    CASE,
+    RESULT_KINDS,
+    crashed,
+    measurement,
+    out_of_memory,
+    prediction,
+    report,
+    result,
+    timed_out,
+    values_of,
+)
 
-from pytest_gputrain.records import Case, Event, MetricVerdict, Result, Summary, Verdict
+from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Result, Summary, Verdict
+from pytest_gputrain.records.verdict import LimitVerdict
+from pytest_gputrain.report import json_report, uncompared
 from pytest_gputrain.report.progress_line import ProgressLine, describe
 from pytest_gputrain.report.terminal import advice, explain, render
 from pytest_gputrain.utils.units import GiB
@@ -43,109 +59,53 @@ def _custom(model: str, **fields: Any) -> Result:
     return result(case, **fields)
 
 
-def test_table_has_the_figures_of_the_published_ones() -> None:
+CHANGED = (
+    MetricVerdict(metric="step_seconds", status="regressed", value=1.072, baseline=1.0, limit=1.03),
+    MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100, limit=102),
+)
+PHASES = (
+    MetricVerdict(metric="peak_allocated_bytes", status="pass", value=100_000_004, baseline=100_000_000),
+    MetricVerdict(metric="forward_peak_bytes", status="regressed", value=115, baseline=100),
+    MetricVerdict(metric="backward_peak_bytes", status="regressed", value=107, baseline=100),
+)
+
+
+def test_tables_have_the_figures_of_the_published_ones(snapshot: SnapshotAssertion) -> None:
     peak = int(35.6 * GiB)
-    reply = measurement(peak_allocated_bytes=peak, model_bytes=15 * GiB)
-    text = _render(result(replies=(reply,), summary=_summary(0.42, peak)))
-    row = next(line for line in text.splitlines() if "Llama 3.1 8B" in line)
-    assert re.split(r"\s{2,}", row.strip()) == ["Llama 3.1 8B", "LoRA", "bf16", "35.6 GiB", "(15.0 GiB)", "420 ms", "pass"]
-    for header in ("Model", "Method", "Setting", "Peak mem.", "(Model)", "Sec/step", "Verdict"):
-        assert header in text
+    peaks = tuple(measurement(peak_allocated_bytes=gib * GiB) for gib in (20, 30, 25))
+    failed = {"summary": None, "verdict": _verdict("failed")}
+    not_compared = MetricVerdict(metric="step_seconds", status="not-comparable", value=2.0, baseline=1.0)
+    tables = {
+        "figures": _render(result(replies=(measurement(model_bytes=15 * GiB),), summary=_summary(0.42, peak))),
+        "methods and named knobs": _render(*(result(CASE.replace(method=how, named=("batch_size",))) for how in METHODS)),
+        "own code": _render(_custom("my_step")),
+        "no figures": _render(
+            result(replies=(out_of_memory(),), **failed),
+            result(replies=(crashed(),), **failed),
+            result(replies=(msgspec.structs.replace(crashed(), refused=True),), **failed),
+            result(replies=(timed_out(),), **failed),
+        ),
+        "the peak that was judged": _render(result(replies=peaks, summary=_summary(1.0, peak=25 * GiB))),
+        "one run of two has figures": _render(result(replies=(out_of_memory(), peaks[0]), summary=_summary(1.0, 20 * GiB))),
+        "changes": _render(result(verdict=_verdict("regressed", *CHANGED))),
+        "the change of the phase that regressed": _render(result(verdict=_verdict("regressed", *PHASES))),
+        "no change in the peak": _render(result(verdict=_verdict("pass", *PHASES[:1]))),
+        "nothing compared": _render(result(verdict=_verdict("pass", not_compared))),
+        "measured": _render(result(verdict=None)),
+        "predicted": _render(result(verdict=None, reply=prediction())),
+        "judged by one test, measured by another": _render(
+            result(verdict=None), result(), result(CASE.replace(method="full"), verdict=None)
+        ),
+        "tiny scale": _render(result(scale="tiny", device="cpu", platform="cpu")),
+        "an unknown GPU": _render(result(platform="unknown", device="nvidia-z9000")),
+        "eight GPUs": _render(result(CASE.replace(gpus=8, parallel="fsdp"))),
+        "CPU at full scale": _render(result(platform="cpu", device="cpu")),
+        "two suites": _render(result(), result(suite="vision"), result()),
+    }
+    assert tables == snapshot
 
 
-def test_knobs_of_the_id_are_the_setting() -> None:
-    case = CASE.replace(named=("batch_size",))
-    assert "bf16-batch_size=2" in _render(result(case))
-
-
-@pytest.mark.parametrize(("method", "shown"), [("full", "Full"), ("lora", "LoRA"), ("qlora", "QLoRA")])
-def test_methods_are_spelt_as_published(method: str, shown: str) -> None:
-    assert f" {shown} " in _render(result(CASE.replace(method=method)))
-
-
-def test_own_code_is_shown_by_its_name() -> None:
-    row = next(line for line in _render(_custom("my_step")).splitlines() if "my_step" in line)
-    assert re.split(r"\s{2,}", row.strip())[:2] == ["my_step", "fp32"]
-
-
-@pytest.mark.parametrize(
-    ("reply", "shown"),
-    [
-        (out_of_memory(), "OOM"),
-        (crashed(), "crashed"),
-        (msgspec.structs.replace(crashed(), refused=True), "refused"),
-        (timed_out(), "timed out"),
-    ],
-)
-def test_a_case_without_figures_is_shown_with_its_outcome(reply: Any, shown: str) -> None:
-    assert shown in _render(result(replies=(reply,), summary=None, verdict=_verdict("failed")))
-
-
-def test_peak_is_the_one_that_was_judged() -> None:
-    replies = tuple(measurement(peak_allocated_bytes=gib * GiB) for gib in (20, 30, 25))
-    assert "25.0 GiB" in _render(result(replies=replies, summary=_summary(1.0, peak=25 * GiB)))
-
-
-def test_figures_are_shown_where_one_run_has_some() -> None:
-    replies = (out_of_memory(), measurement(peak_allocated_bytes=20 * GiB))
-    assert "20.0 GiB" in _render(result(replies=replies, summary=_summary(1.0, peak=20 * GiB)))
-
-
-def test_changes_are_shown_where_metrics_were_compared() -> None:
-    time = MetricVerdict(metric="step_seconds", status="regressed", value=1.072, baseline=1.0, limit=1.03)
-    memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100, limit=102)
-    text = _render(result(verdict=_verdict("regressed", time, memory)))
-    assert "+7.2 %" in text
-    assert "-1.0 %" in text
-    assert "Δ time" in text
-
-
-def test_no_changes_are_shown_where_none_was_compared() -> None:
-    metric = MetricVerdict(metric="step_seconds", status="not-comparable", value=2.0, baseline=1.0)
-    text = _render(result(verdict=_verdict("pass", metric)))
-    assert "Δ" not in text
-    assert "%" not in text
-
-
-def test_a_case_that_was_only_measured_says_so() -> None:
-    assert "measured" in _render(result(verdict=None))
-
-
-def test_a_case_that_was_only_predicted_says_so() -> None:
-    only_predicted = result(verdict=None, reply=prediction())
-    assert _render(only_predicted).splitlines()[-1].endswith("predicted")
-
-
-def test_a_case_that_was_judged_is_not_shown_again_where_another_test_measured_it() -> None:
-    other = result(CASE.replace(method="full"), verdict=None)
-    text = _render(result(verdict=None), result(), other)
-    assert len(re.findall("Llama 3.1 8B .* LoRA .* pass", text)) == 1
-    assert len(re.findall("measured", text)) == 1
-
-
-def test_tiny_figures_are_said_to_be_no_models_own() -> None:
-    text = _render(result(scale="tiny", device="cpu", platform="cpu"))
-    assert "llm on CPU, tiny scale (tiny stand-ins for the models named)" in text
-    assert "stand-ins" not in _render(result())
-
-
-@pytest.mark.parametrize(
-    ("fields", "title"),
-    [
-        ({}, "llm on H100 x1, full scale"),
-        ({"platform": "unknown", "device": "nvidia-z9000"}, "llm on nvidia-z9000 x1, full scale"),
-        ({"case": CASE.replace(gpus=8, parallel="fsdp")}, "llm on H100 x8, full scale"),
-        ({"platform": "cpu", "device": "cpu"}, "llm on CPU, full scale"),
-    ],
-)
-def test_a_table_is_titled_by_suite_device_and_scale(fields: dict[str, Any], title: str) -> None:
-    assert title in _render(result(**fields))
-
-
-def test_suites_have_tables_of_their_own() -> None:
-    text = _render(result(), result(suite="vision"), result())
-    assert text.count("llm on") == text.count("vision on") == 1
-    assert text.count("Llama 3.1 8B") == 3
+METHODS = ("full", "lora", "qlora")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -156,77 +116,35 @@ def test_no_line_is_wider_than_the_terminal(width: int, colour: bool) -> None:
     memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100)
     results = [
         result(case, verdict=_verdict("not-comparable", time, memory)),
-        _custom("a_function_with_a_name_of_" + "some_length_" * 8),
+        _custom("Z" * 100),
         result(suite="s" * 200),
     ]
-    lines = ESCAPE.sub("", _render(*results, width=width, colour=colour)).splitlines()
-    assert max(map(len, lines)) <= width
+    text = _render(*results, width=width, colour=colour)
+    assert ("\x1b" in text) == colour
+    assert max(map(len, ESCAPE.sub("", text).splitlines())) <= width
+    assert text.count("Z") == 100, "a word longer than its line is broken"
 
 
-@pytest.mark.parametrize(("width", "model_memory"), [(80, False), (100, True)])
-def test_figures_and_verdict_fit_the_terminal(width: int, model_memory: bool) -> None:
-    time = MetricVerdict(metric="step_seconds", status="regressed", value=1.072, baseline=1.0, limit=1.03)
-    memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100, limit=102)
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_figures_and_verdicts_fit_the_terminal(width: int, snapshot: SnapshotAssertion) -> None:
     case = CASE.replace(activation_checkpointing=True, named=("activation_checkpointing",))
-    text = _render(result(case, verdict=_verdict("regressed", time, memory)), width=width)
-    assert ("(14.9 GiB)" in text) == model_memory
-    for part in ("Llama 3.1 8B", "LoRA", "37.3 GiB", "1.00 s", "+7.2 %", "-1.0 %", "regressed"):
-        assert part in text
-
-
-@pytest.mark.parametrize(("width", "change"), [(80, False), (120, True)])
-def test_scaling_efficiency_is_shown_where_there_is_one(width: int, change: bool) -> None:
-    case = CASE.replace(parallel="ddp", gpus=8, activation_checkpointing=True, named=("gpus", "activation_checkpointing"))
-    metrics = [
-        MetricVerdict(metric="step_seconds", status="pass", value=1.02, baseline=1.0, limit=1.03),
-        MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100, limit=102),
-        MetricVerdict(metric="scaling_efficiency", status="pass", value=0.913, baseline=0.9),
-    ]
-    summary = msgspec.structs.replace(_summary(1.02), scaling_efficiency=0.913)
-    text = _render(result(case, summary=summary, verdict=_verdict("not-comparable", *metrics)), result(), width=width)
-    rows = [line for line in text.splitlines() if "%" in line]
-    assert max(map(len, text.splitlines())) <= width
-    assert ["91.3 %" in row for row in rows] == [True]
-    for part in ("37.3 GiB", "1.02 s", "+2.0 %", "-1.0 %", "not-comparable"):
-        assert part in rows[0]
-    assert ("+1.4 %" in rows[0]) == change
-    assert "Scaling" not in _render(result(), width=width)
-
-
-def test_a_case_of_many_knobs_takes_few_lines_of_a_narrow_terminal() -> None:
+    scaling = MetricVerdict(metric="scaling_efficiency", status="pass", value=0.913, baseline=0.9)
+    efficient = msgspec.structs.replace(_summary(1.02), scaling_efficiency=0.913)
+    parallel = case.replace(parallel="ddp", gpus=8, named=("gpus", "activation_checkpointing"))
     knobs = {"offload_optimizer": True, "offload_param": True, "overlap_comm": False, "stage3_max_live_parameters": 10**9}
-    case = CASE.replace(parallel="zero3", named=tuple(knobs), **knobs)
-    memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=2.0, baseline=2.0, limit=3.0)
-    text = _render(result(case, verdict=_verdict("pass", memory)), width=80)
-    assert len(text.splitlines()) <= 3 + 5
-    assert max(map(len, text.splitlines())) <= 80
-    assert "1000000000" in re.sub(r"\s", "", text)
-
-
-def test_own_code_has_no_empty_column_and_keeps_its_words_at_80_columns() -> None:
-    time = MetricVerdict(metric="step_seconds", status="pass", value=1.02, baseline=1.0, limit=1.03)
-    memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100, limit=102)
-    case = Case(
-        model="fine_tuning_of_a_language_model",
-        method="custom",
-        precision="bf16-amp",
-        code="test_a.py::f",
-        batch_size=16,
-        gradient_accumulation=4,
-        named=("batch_size", "gradient_accumulation"),
-    )
-    for verdict in (_verdict("new"), _verdict("pass", time, memory)):
-        text = _render(result(case, verdict=verdict), _custom("short"), width=80)
-        assert max(map(len, text.splitlines())) <= 80
-        assert "Method" not in text
-        for word in ("fine_tuning_of_a_language_model", "batch_size=16", "gradient_accumulation=4", "37.3 GiB", "1.00 s"):
-            assert word in text
-
-
-def test_a_word_longer_than_its_line_is_broken_all_the_same() -> None:
-    text = _render(_custom("z" * 100), width=80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.count("z") == 100
+    many = CASE.replace(parallel="zero3", named=tuple(knobs), **knobs)
+    own = CASE.replace(model="fine_tuning_of_a_language_model", method="custom", code="test_a.py::f", named=("batch_size",))
+    tables = [
+        _render(result(case, verdict=_verdict("regressed", *CHANGED)), width=width),
+        _render(result(many, verdict=_verdict("pass", CHANGED[1])), width=width),
+        _render(result(own, verdict=_verdict("new")), _custom("short"), width=width),
+        _render(result(own, verdict=_verdict("pass", *CHANGED)), _custom("short"), width=width),
+        _render(
+            result(parallel, summary=efficient, verdict=_verdict("not-comparable", *CHANGED, scaling)), result(), width=width
+        ),
+    ]
+    assert max(map(len, "\n".join(tables).splitlines())) <= width
+    assert tables == snapshot
 
 
 def test_the_advice_of_a_first_run_is_a_line_of_the_explanation() -> None:
@@ -236,24 +154,15 @@ def test_the_advice_of_a_first_run_is_a_line_of_the_explanation() -> None:
     assert advice([result(verdict=None)]) == ""
 
 
-def test_colour_is_used_only_where_wanted() -> None:
-    assert "\x1b" in _render(result(), colour=True)
-    assert "\x1b" not in _render(result())
-
-
 def test_colour_changes_no_word() -> None:
     results = [result(), result(verdict=_verdict("regressed")), result(verdict=None)]
     assert ESCAPE.sub("", _render(*results, colour=True)).split() == _render(*results).split()
 
 
-@pytest.mark.parametrize("model", ["[red]", "[/]", "[bold]x[/bold]", "a[/red]", "x[link=y]", ":smile:", "\\[red]"])
-def test_markup_in_a_name_is_shown_as_it_is(model: str) -> None:
-    assert model in _render(_custom(model))
-
-
-@pytest.mark.parametrize("suite", ["[red]", "[/]", ":smile:"])
-def test_markup_in_a_title_is_shown_as_it_is(suite: str) -> None:
-    assert suite in _render(result(suite=suite))
+@pytest.mark.parametrize("name", ["[red]", "[/]", "[bold]x[/bold]", "a[/red]", "x[link=y]", ":smile:", "\\[red]"])
+def test_markup_in_a_name_or_title_is_shown_as_it_is(name: str) -> None:
+    assert name in _render(_custom(name))
+    assert name in _render(result(suite=name))
 
 
 @given(
@@ -271,47 +180,103 @@ def test_any_result_can_be_shown(any_result: Result, width: int, colour: bool) -
 # Sentences below the table
 
 
-def test_changes_within_the_limit_are_told_for_some_and_counted_for_the_rest() -> None:
+def test_sentences_below_the_table_are_few_and_counted(snapshot: SnapshotAssertion) -> None:
     noted = MetricVerdict(metric="peak_allocated_bytes", status="pass", note="changed by +4 bytes, within the limit")
-    lines = explain([result(verdict=_verdict("pass", noted))] * 9)
-    assert lines[0] == f"{CASE}: peak memory changed by +4 bytes, within the limit"
-    assert (len(lines), lines[-1]) == (7, "(and 3 more; the JSON report has all)")
-
-
-def test_what_passed_in_full_needs_no_sentence() -> None:
-    assert explain([result(), result(verdict=None), result(verdict=_verdict("regressed"))]) == []
-
-
-@pytest.mark.parametrize(
-    ("status", "what"), [("new", "without a baseline"), ("not-comparable", "not comparable with the baseline")]
-)
-def test_cases_without_comparison_are_counted_with_an_example(status: str, what: str) -> None:
-    results = [result(verdict=_verdict(status, sentence=f"case {number}")) for number in range(3)]
-    assert explain(results[:1]) == [f"1 case {what}: case 0"]
-    assert explain(results) == [f"3 cases {what}: case 0 (and 2 more)"]
-
-
-def test_what_was_not_counted_is_told_once_a_note_and_case() -> None:
-    results = [result(case=CASE.replace(model=f"case {number}"), replies=(_NOTED, _NOTED)) for number in (0, 0, 1)]
-    assert explain(results) == ["2 cases: processes are not counted: case 0-lora-bf16 (and 1 more)"]
-
-
-_NOTED = measurement(notes=("processes are not counted",))
-
-
-def test_metrics_that_were_not_compared_are_counted_by_reason() -> None:
     time = MetricVerdict(metric="step_seconds", status="not-comparable", note="too few runs")
     memory = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", note="no peak")
-    results = [result(verdict=_verdict("pass", time)), result(verdict=_verdict("pass", time, memory))]
-    assert explain(results) == [
-        "2 cases with step time not compared: too few runs",
-        "1 case with peak memory not compared: no peak",
+    new, uncomparable = (
+        [result(verdict=_verdict(status, sentence=f"case {number}")) for number in range(3)]
+        for status in ("new", "not-comparable")
+    )
+    uncounted = measurement(notes=("processes are not counted",))
+    explained = {
+        "passed in full": explain([result(), result(verdict=None), result(verdict=_verdict("regressed"))]),
+        "changes within the limit": explain([result(verdict=_verdict("pass", noted))] * 9),
+        "one new": explain(new[:1]),
+        "three new": explain(new),
+        "one not comparable": explain(uncomparable[:1]),
+        "three not comparable": explain(uncomparable),
+        "not comparable at all": explain([result(verdict=_verdict("not-comparable", time))]),
+        "metrics not compared": explain(
+            [result(verdict=_verdict("pass", time)), result(verdict=_verdict("pass", time, memory))]
+        ),
+        "not counted, once a note and case": explain(
+            [result(CASE.replace(model=f"case {number}"), replies=(uncounted, uncounted)) for number in (0, 0, 1)]
+        ),
+    }
+    assert explained == snapshot
+
+
+# Many results
+
+
+def _results(*statuses: str) -> list[Result]:
+    """One for each, of cases that a number tells apart."""
+    made = []
+    for number, status in enumerate(statuses):
+        case = CASE.replace(batch_size=number + 1, named=("batch_size",))
+        verdict = Verdict(status=status, sentence=f"{case} is {status}")  # type: ignore[arg-type]
+        made.append(result(case=case, key=str(case), verdict=verdict))
+    return made
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_results_written_one_by_one_make_the_same_document(tmp_path: Path, count: int) -> None:
+    results = _results(*["pass"] * count)
+    whole = report(*results)
+    expected = msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
+    json_report.write(whole, tmp_path / "whole.json")
+    json_report.write(report(), tmp_path / "parts.json", iter(results))
+    json_report.write(report(*results[:1]), tmp_path / "both.json", iter(results[1:]))
+    for name in ("whole", "parts", "both"):
+        assert (tmp_path / f"{name}.json").read_bytes() == expected
+    assert msgspec.json.decode(expected, type=Report) == whole
+
+
+def test_a_text_like_the_end_of_a_document_does_not_split_it(tmp_path: Path) -> None:
+    odd = report(*_results("pass"), notes=('"results": []\n}', "[]"))
+    json_report.write(odd, tmp_path / "report.json")
+    assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report) == odd
+
+
+def _batches(results: Sequence[Result], most: int | None) -> tuple[list[int], str]:
+    """Of the rows of the table, and its last line."""
+    lines = render(results, width=200, colour=False, most=most).splitlines()
+    return [int(line.partition("batch_size=")[2].split()[0]) for line in lines if "batch_size=" in line], lines[-1]
+
+
+def test_of_too_many_cases_the_table_has_those_that_want_attention() -> None:
+    results = _results("pass", "pass", "regressed", "recorded", "failed", "new", "pass")
+    assert _batches(results, None)[0] == _batches(results, 7)[0] == [1, 2, 3, 4, 5, 6, 7]
+    assert _batches(results, 4) == ([3, 4, 5, 6], "(and 3 more cases; the JSON report has all)")
+
+
+# What a run did not compare
+
+
+def test_where_all_was_compared_there_is_no_line() -> None:
+    metrics = (MetricVerdict(metric="step_seconds", status="pass", value=1.0, baseline=1.0),)
+    assert uncompared.line([result(verdict=Verdict(status="pass", sentence="", metrics=metrics)), result()]) == ""
+
+
+def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
+    lacking = MetricVerdict(metric="flops_per_step", status="not-comparable")
+    limit = LimitVerdict(metric="step_seconds", status="not-judged", value=1.0, limit=2.0, stated="gpu_limit on test_it")
+    results = [
+        result(verdict=Verdict(status="new", sentence="")),
+        result(verdict=Verdict(status="new", sentence="", metrics=(lacking,))),
+        result(verdict=Verdict(status="recorded", sentence="")),
+        result(verdict=Verdict(status="pass", sentence="", metrics=(lacking,), limits=(limit,))),
     ]
+    assert uncompared.line(results, skipped=1, unclaimed=2) == (
+        "not compared: 2 cases without a baseline, 1 case recorded instead, FLOPs of 1 case, step time of 1 case, "
+        "1 test skipped, 2 baselines that no test asked for"
+    )
 
 
-def test_a_case_not_comparable_at_all_is_told_once() -> None:
-    time = MetricVerdict(metric="step_seconds", status="not-comparable", note="too few runs")
-    assert len(explain([result(verdict=_verdict("not-comparable", time))])) == 1
+def test_time_is_not_compared_with_a_prediction() -> None:
+    held = Verdict(status="new", sentence="", held_to="prediction")
+    assert uncompared.line([result(CASE, verdict=held)]) == "not compared: step time of 1 case"
 
 
 # The progress line
@@ -367,14 +332,3 @@ def test_live_line_is_not_drawn_for_every_event(capsys: pytest.CaptureFixture[st
     for _ in range(100):
         progress_line.show(CASE, Event(phase="build"))
     assert 0 < capsys.readouterr().out.count("building") < 100
-
-
-def test_the_change_of_memory_is_that_of_the_phase_that_regressed() -> None:
-    metrics = (
-        MetricVerdict(metric="peak_allocated_bytes", status="pass", value=100_000_004, baseline=100_000_000),
-        MetricVerdict(metric="forward_peak_bytes", status="regressed", value=115, baseline=100),
-        MetricVerdict(metric="backward_peak_bytes", status="regressed", value=107, baseline=100),
-    )
-    verdict = Verdict(status="regressed", sentence="x", metrics=metrics)
-    assert "+15.0 %" in _render(result(verdict=verdict))
-    assert "+0.0 %" in _render(result(verdict=Verdict(status="pass", sentence="x", metrics=metrics[:1])))

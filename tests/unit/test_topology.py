@@ -1,166 +1,33 @@
-"""The paths between GPUs, from what NVML replies on machines that are not here."""
+"""Where GPUs and network cards are on a host, by its sysfs; test_nvidia_driver has the links that NVML tells of."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import shutil
 import sys
-import types
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pytest_gputrain.cli.devices import links
+from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.drivers import paths
 from pytest_gputrain.hardware.topology import Place, Sysfs
 from pytest_gputrain.utils.units import format_topology
 
-LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
-"""As NVML numbers them."""
 
-TABLE = Path(__file__).parents[2] / "baselines" / "published" / "paddle-distributed.json"
-
-
-class NVMLError(Exception):
-    value = 3
-    """Not supported."""
-
-
-class Machine:
-    """An NVML of GPUs whose NVLinks lead to each other's addresses, into switches, or nowhere."""
-
-    NVML_NVLINK_MAX_LINKS = 18
-    NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
-
-    def __init__(self, matrix: Sequence[Sequence[str]], *, switched: bool = False, knows_types: bool = True) -> None:
-        self._switched, self._knows_types = switched, knows_types
-        self._ancestors = {
-            (row_gpu, other): LEVELS.get(path, LEVELS["SYS"]) if path != "N/A" else None
-            for row_gpu, row in enumerate(matrix)
-            for other, path in enumerate(row)
-        }
-        links = [[int(path[2:]) if path.startswith("NV") else 0 for path in row] for row in matrix]
-        # Through switches each link leads to all others: a GPU has as many as to any one of them.
-        self._ends = [
-            [-1] * max(row) if switched else [other for other, count in enumerate(row) for _ in range(count)]
-            for row in links
-        ]
-
-    def library(self) -> types.ModuleType:
-        nvml: Any = types.ModuleType("pynvml")
-        for name in ("NVML_NVLINK_MAX_LINKS", "NVML_NVLINK_DEVICE_TYPE_SWITCH"):
-            setattr(nvml, name, getattr(self, name))
-        for name, level in zip(("SINGLE", "MULTIPLE", "HOSTBRIDGE", "NODE", "SYSTEM"), LEVELS.values(), strict=True):
-            setattr(nvml, f"NVML_TOPOLOGY_{name}", level)
-        nvml.NVMLError = NVMLError
-        nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIBRARY_NOT_FOUND = 9, 12
-        nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
-        nvml.nvmlDeviceGetCount = lambda: len(self._ends)
-        nvml.nvmlDeviceGetHandleByIndex = lambda index: index
-        nvml.nvmlDeviceGetPciInfo = self._address
-        nvml.nvmlDeviceGetNvLinkState = lambda gpu, link: 1 if self._end(gpu, link) is not None else 0
-        nvml.nvmlDeviceGetNvLinkRemotePciInfo = lambda gpu, link: (
-            self._address(100 + link % 6) if self._switched else self._address(self._end(gpu, link))
-        )
-        nvml.nvmlDeviceGetNvLinkRemoteDeviceType = self._type
-        nvml.nvmlDeviceGetTopologyCommonAncestor = self._ancestor
-        return nvml
-
-    def _end(self, gpu: int, link: int) -> int | None:
-        if not self._ends[gpu]:
-            raise NVMLError("Not Supported")
-        if link >= 12 > len(self._ends[gpu]):
-            raise NVMLError("Invalid Argument")
-        return self._ends[gpu][link] if link < len(self._ends[gpu]) else None
-
-    def _address(self, device: int | None) -> types.SimpleNamespace:
-        assert device is not None
-        return types.SimpleNamespace(domain=0, bus=0x1B + device, device=0)
-
-    def _type(self, gpu: int, link: int) -> int:
-        if not self._knows_types:
-            raise NVMLError("Function Not Found")
-        return 2 if self._switched else 0
-
-    def _ancestor(self, first: int, other: int) -> int:
-        level = self._ancestors[first, other]
-        if level is None:
-            raise NVMLError("Not Supported")
-        return level
-
-
-def _gpus(*indices: int) -> list[Gpu]:
-    return [Gpu(index=index, uuid=f"GPU-{index}", name="GPU", memory_bytes=1, driver="1") for index in indices]
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def install(*arguments: Any, **options: Any) -> None:
-        monkeypatch.setitem(sys.modules, "pynvml", Machine(*arguments, **options).library())
-
-    return install
-
-
-def _document() -> list[list[str]]:
-    lines = json.loads(TABLE.read_text())["platforms"]["v100_32gb"]["topology"]
-    return [line.split()[1:9] for line in lines[1:9]]
-
-
-@pytest.mark.parametrize("knows_types", [True, False], ids=["", "a driver that tells no types"])
-def test_the_machine_of_the_document_is_as_its_matrix(machine: Any, knows_types: bool) -> None:
-    machine(_document(), knows_types=knows_types)
-    measured_paths = paths(_gpus(*range(8)))
-    assert [list(row) for row in measured_paths] == _document()
-    assert format_topology(measured_paths) == "8 x NV1, 8 x NV2, 12 x NODE"
-
-
-def _all(path: str, count: int) -> list[list[str]]:
-    return [["X" if row == other else path for other in range(count)] for row in range(count)]
-
-
-@pytest.mark.parametrize(("count", "links"), [(8, 18), (8, 12), (2, 18)])
-def test_switches_link_all_gpus_alike(machine: Any, count: int, links: int) -> None:
-    machine(_all(f"NV{links}", count), switched=True)
-    measured_paths = paths(_gpus(*range(count)))
-    assert [list(row) for row in measured_paths] == _all(f"NV{links}", count)
-    assert format_topology(measured_paths) == f"NV{links}"
-
-
-def test_a_gpu_that_lost_links_into_the_switches_is_seen(machine: Any) -> None:
-    matrix = _all("NV18", 4)
-    matrix[2] = ["NV9", "NV9", "X", "NV9"]
-    for row in matrix[:2] + matrix[3:]:
-        row[2] = "NV9"
-    machine(matrix, switched=True)
-    assert [list(row) for row in paths(_gpus(0, 1, 2, 3))] == matrix
-
-
-@pytest.mark.parametrize("path", [*LEVELS, "N/A"])
-def test_without_links_it_is_where_they_meet_on_pcie(machine: Any, path: str) -> None:
-    machine(_all(path, 4))
-    assert [list(row) for row in paths(_gpus(0, 1, 2, 3))] == _all(path, 4)
-
-
-def test_rows_are_in_the_order_of_the_case_s_gpus(machine: Any) -> None:
-    machine(_document())
-    lent = (6, 0, 3)
-    matrix = _document()
-    assert paths(_gpus(*lent)) == tuple(tuple(matrix[row_gpu][other] for other in lent) for row_gpu in lent)
-
-
-def test_one_gpu_has_no_topology_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))
-    assert paths(_gpus(0)) == paths([]) == ()
+def _gpus(*addresses: str) -> list[Gpu]:
+    return [
+        Gpu(index=index, uuid=f"GPU-{index}", name="GPU", memory_bytes=1, driver="1", pci_address=address)
+        for index, address in enumerate(addresses)
+    ]
 
 
 def test_without_a_driver_there_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert paths(_gpus(0, 1)) == ()
+    assert paths(_gpus("0000:1b:00.0", "0000:83:00.0")) == ()
 
 
 def test_every_pair_counts_once() -> None:
@@ -248,12 +115,9 @@ def test_the_cores_near_a_gpu_are_told(host: FakeSysfs) -> None:
     assert sysfs.place("0000:91:00.0") == sysfs.place("0000:99:00.0") == sysfs.place("") == Place()
 
 
-def test_a_table_has_only_what_is_known(host: FakeSysfs, machine: Any) -> None:
-    machine(_all("NV18", 2), switched=True)
-    gpus = [
-        dataclasses.replace(gpu, pci_address=address)
-        for gpu, address in zip(_gpus(0, 1), ("0000:1b:00.0", "0000:83:00.0"), strict=True)
-    ]
+def test_a_table_has_only_what_is_known(host: FakeSysfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "paths", lambda gpus: (("X", "NV18"), ("NV18", "X"))[: len(gpus)] if len(gpus) > 1 else ())
+    gpus = _gpus("0000:1b:00.0", "0000:83:00.0")
     table = links(gpus, Sysfs(host.root))
     assert table.headers == ("", "GPU 0", "GPU 1", "mlx5_0", "mlx5_1", "Cores", "NUMA node")
     assert table.rows == (

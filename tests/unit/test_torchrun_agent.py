@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from unit_examples import CASE, measurement
 
 from pytest_gputrain.execution.launch import node_service, torchrun
 from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
+from pytest_gputrain.hardware import drivers
 from pytest_gputrain.records import Crashed, Task
 from pytest_gputrain.records.node_protocol import (
     EXIT,
@@ -31,6 +34,7 @@ from pytest_gputrain.records.node_protocol import (
     write_record,
 )
 from pytest_gputrain.utils.linux import PARENT
+from pytest_gputrain.worker import torchrun_agent
 
 TASK = Task(case=CASE, scale="full", device_type="cpu", processes=4, root=".")
 
@@ -82,43 +86,43 @@ def _agents(folder: Path, nodes: int = 2, rendezvous: str = "first:29500") -> An
     return torchrun._Agents(folder, Nodes(count=nodes, processes=4, join_seconds=10), cluster, {"A": "1", PARENT: "7"})
 
 
+@pytest.fixture
+def agents(tmp_path: Path, agent: Agent, clock: list[float]) -> Any:
+    """Those of two nodes, that of the first of which has started."""
+    started = _agents(tmp_path)
+    started.start()
+    return started
+
+
 def _join(folder: Path, seat: int, host: str) -> None:
     node_folder(folder, seat).mkdir(exist_ok=True)
     write_record(node_folder(folder, seat) / JOINED, Joined(host=host))
 
 
+@pytest.mark.parametrize(("rendezvous", "host"), [("first:29500", "first:29500"), ("", "this-host")])
 def test_the_agent_of_this_node_gets_the_first_seat_and_all_others_are_told(
-    tmp_path: Path, agent: Any, clock: list[float]
+    tmp_path: Path, agent: Any, clock: list[float], rendezvous: str, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _agents(tmp_path).start()
+    monkeypatch.setattr(torchrun.socket, "gethostname", lambda: "this-host")
+    _agents(tmp_path, rendezvous=rendezvous).start()
     ((module, arguments, environment, *_),) = agent.started
-    assert (module, arguments) == ("pytest_gputrain.worker.torchrun_agent", [str(tmp_path), "0", "first:29500"])
+    assert (module, arguments) == ("pytest_gputrain.worker.torchrun_agent", [str(tmp_path), "0", host])
     assert environment == {"A": "1", PARENT: "7"}
     assert read_record(tmp_path / NODES, Nodes) == Nodes(count=2, processes=4, join_seconds=10)
     assert read_record(tmp_path / WORD, Word) == Word(number=1, wish="train")
     assert (tmp_path / "node0" / OUTPUT).exists()
 
 
-def test_without_a_rendezvous_the_agent_goes_by_the_name_of_this_host(
-    tmp_path: Path, agent: Any, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torchrun.socket, "gethostname", lambda: "this-host")
-    _agents(tmp_path, rendezvous="").start()
-    assert agent.started[0][1][-1] == "this-host"
+def test_the_agents_hear_again_and_again_that_pytest_lives(tmp_path: Path, agents: Any, clock: list[float]) -> None:
+    def heard() -> Word | None:
+        assert agents.trouble() is None
+        return read_record(tmp_path / WORD, Word)
 
-
-def test_the_agents_hear_again_and_again_that_pytest_lives(tmp_path: Path, agent: Any, clock: list[float]) -> None:
-    agents = _agents(tmp_path)
-    agents.start()
-    assert agents.trouble() is None
-    assert read_record(tmp_path / WORD, Word) == Word(number=1, wish="train")
+    assert heard() == Word(number=1, wish="train")
     clock[0] += torchrun.WORD_EVERY_SECONDS
-    assert agents.trouble() is None
-    assert read_record(tmp_path / WORD, Word) == Word(number=2, wish="train")
+    assert heard() == Word(number=2, wish="train")
     agents.ask_for_stacks()
-    assert read_record(tmp_path / WORD, Word) == Word(number=3, wish="stacks")
-    assert agents.trouble() is None
-    assert read_record(tmp_path / WORD, Word) == Word(number=3, wish="stacks")
+    assert heard() == heard() == Word(number=3, wish="stacks")
 
 
 def test_nodes_that_do_not_come_in_time_are_missed(tmp_path: Path, agent: Any, clock: list[float]) -> None:
@@ -137,10 +141,8 @@ def test_nodes_that_do_not_come_in_time_are_missed(tmp_path: Path, agent: Any, c
 
 
 def test_an_agent_that_fails_or_is_gone_ends_the_case_with_what_agents_printed(
-    tmp_path: Path, agent: Any, clock: list[float]
+    tmp_path: Path, agent: Any, agents: Any
 ) -> None:
-    agents = _agents(tmp_path)
-    agents.start()
     (tmp_path / "node0" / OUTPUT).write_text("of the first; ")
     _join(tmp_path, 1, "second")
     (tmp_path / "node1" / OUTPUT).write_text("of the second")
@@ -157,9 +159,11 @@ def test_an_agent_that_fails_or_is_gone_ends_the_case_with_what_agents_printed(
     assert (agents.trouble().sentence, agents.trouble().exit_code) == ("node second is on fire", None)
 
 
-def test_agents_are_told_that_the_case_is_over_and_waited_for(tmp_path: Path, agent: Any, clock: list[float]) -> None:
-    agents = _agents(tmp_path)
-    agents.start()
+def test_agents_are_told_that_the_case_is_over_and_waited_for(
+    tmp_path: Path, agent: Any, agents: Any, clock: list[float]
+) -> None:
+    _agents(tmp_path / "gone").close()
+    assert clock[0] == 1000.0, "nobody is waited for where the folder is gone"
     _join(tmp_path, 1, "second")
     agent.exit_code = 0
     agents.close()
@@ -175,19 +179,13 @@ def test_agents_are_told_that_the_case_is_over_and_waited_for(tmp_path: Path, ag
     assert clock[0] >= before + torchrun._CLOSING_SECONDS
 
 
-def test_agents_of_a_case_whose_folder_is_gone_can_be_closed(tmp_path: Path, clock: list[float]) -> None:
-    _agents(tmp_path / "gone").close()
-    assert clock[0] == 1000.0
-
-
 def test_an_agent_that_is_gone_ends_a_case_whose_ranks_tell_nothing(
     tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_CLOSING_SECONDS", "_GRACE_SECONDS"):
         monkeypatch.setattr(torchrun, name, 0.0)
     agent.exit_code = 3
-    cluster = Cluster(nodes=2, shared=tmp_path, rendezvous="first")
-    reply = on_nodes(TASK, gpus=(), timeout_seconds=60, cluster=cluster)
+    reply = on_nodes(TASK, gpus=(), timeout_seconds=60, cluster=Cluster(nodes=2, shared=tmp_path, rendezvous="first"))
     assert isinstance(reply, Crashed)
     assert reply.sentence == "the agent of this node ended with exit code 3 before the case was over"
     assert agent.started[0][2]["CUDA_VISIBLE_DEVICES"] == ""
@@ -196,15 +194,13 @@ def test_an_agent_that_is_gone_ends_a_case_whose_ranks_tell_nothing(
 def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agent: Any, clock: list[float]) -> None:
     folder = tmp_path / "rank1"
     folder.mkdir()
-    agents = _agents(tmp_path)
-    process = agents.rank(tmp_path, 1)
+    process = _agents(tmp_path).rank(tmp_path, 1)
     assert (process.poll(), process.killed_for_memory(0)) == (None, False)
     (folder / "reply.json").write_bytes(b"{}")
     assert (process.poll(), process.killed_for_memory(0)) == (0, False)
-    write_record(folder / EXIT, RankExit(exit_code=-9, killed_for_memory=True))
-    assert (process.poll(), process.killed_for_memory(0)) == (-9, True)
-    write_record(folder / EXIT, RankExit(exit_code=3, killed_for_memory=False))
-    assert (process.poll(), process.killed_for_memory(0)) == (3, False)
+    for exit_code, killed in ((-9, True), (3, False)):
+        write_record(folder / EXIT, RankExit(exit_code=exit_code, killed_for_memory=killed))
+        assert (process.poll(), process.killed_for_memory(0)) == (exit_code, killed)
     process.ask_for_stacks()
     assert read_record(tmp_path / WORD, Word) == Word(number=1, wish="stacks")
 
@@ -255,15 +251,8 @@ def test_gpus_are_named_to_slurm_as_before_pytest_chose(
     torchrun._start_by_slurm(tmp_path, 2, mine)
     ((_, arguments, environment, *_, below),) = agent.started
     assert arguments == [str(tmp_path)]
-    assert below == [
-        "srun",
-        "--nodes=2",
-        "--ntasks=2",
-        "--ntasks-per-node=1",
-        "--cpu-bind=none",
-        "--overlap",
-        "--kill-on-bad-exit=1",
-    ]
+    srun = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --overlap --kill-on-bad-exit=1"
+    assert below == srun.split()
     shown = {"CUDA_VISIBLE_DEVICES": "0,1"} if chosen else {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
     assert environment == {"A": "1"} | shown
 
@@ -271,39 +260,43 @@ def test_gpus_are_named_to_slurm_as_before_pytest_chose(
 # From a case to its reply
 
 
+@pytest.mark.parametrize(("timeout_seconds", "join_seconds"), [(100.0, 50.0), (10_000.0, 300.0)])
 def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
-    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch, timeout_seconds: float, join_seconds: float
 ) -> None:
     shared = tmp_path / "of" / "all"
-    seen: list[Nodes] = []
+    told: list[Nodes] = []
 
     def start(module: str, arguments: list[str], *others: Any) -> Agent:
         folder = Path(arguments[0])
         for number in range(4):
             (folder / f"rank{number}" / "reply.json").write_bytes(msgspec.json.encode(measurement()))
-        agent.folder, agent.exit_code = folder, 0
+        assert folder.parent == shared
+        agent.exit_code = 0
         return agent  # type: ignore[no-any-return]
 
-    def read(nodes: Nodes) -> Nodes:
-        seen.append(nodes)
-        return nodes
+    def written(path: Path, record: Any) -> None:
+        told.extend([record] if isinstance(record, Nodes) else [])
+        write_record(path, record)
 
     monkeypatch.setattr(torchrun, "run_module", start)
-    monkeypatch.setattr(torchrun, "Nodes", lambda **fields: read(Nodes(**fields)))
+    monkeypatch.setattr(torchrun, "write_record", written)
     cluster = Cluster(nodes=2, shared=shared, rendezvous="first")
-    for timeout_seconds, join_seconds in ((100.0, 50.0), (10_000.0, 300.0)):
-        reply = on_nodes(TASK, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster)
-        assert len(reply.ranks) == 4  # type: ignore[union-attr]
-        assert agent.folder.parent == shared
-        assert seen.pop() == Nodes(count=2, processes=4, join_seconds=join_seconds)
-    assert agent.ended == 2
+    reply = on_nodes(TASK, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster)
+    assert len(reply.ranks) == 4  # type: ignore[union-attr]
+    assert told == [Nodes(count=2, processes=4, join_seconds=join_seconds)]
+    assert agent.ended == 1
     assert list(shared.iterdir()) == []
 
 
 # The other nodes
 
 
-def _seat(folder: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> node_service._NodeOfCase:
+@pytest.fixture
+def seat(tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> node_service._NodeOfCase:
+    """The second seat of a case, which the node "second" has taken."""
+    folder = tmp_path / "case"
+    folder.mkdir()
     (folder / "case.json").write_bytes(msgspec.json.encode(TASK))
     write_record(folder / NODES, Nodes(count=2, processes=4, join_seconds=60))
     node_folder(folder, 1).mkdir()
@@ -311,12 +304,8 @@ def _seat(folder: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> node_s
     return node_service._NodeOfCase(folder, 1, "second")
 
 
-def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(
-    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(tmp_path: Path, agent: Any, seat: Any) -> None:
     folder = tmp_path / "case"
-    folder.mkdir()
-    seat = _seat(folder, monkeypatch, agent)
     assert seat.title == str(CASE)
     ((_, arguments, environment, *_),) = agent.started
     assert arguments == [str(folder), "1", "second"]
@@ -330,30 +319,23 @@ def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(
     left.unlink()
     assert seat.is_running()
     assert not left.exists(), "told once"
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
     assert not seat.is_running()
 
 
-def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(
-    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seat = _seat(tmp_path, monkeypatch, agent)
-    write_record(tmp_path / "node1" / LEFT, Left(failure="its own words"))
+def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(tmp_path: Path, agent: Any, seat: Any) -> None:
+    left = tmp_path / "case" / "node1" / LEFT
+    write_record(left, Left(failure="its own words"))
     agent.exit_code = 1
     seat.is_running()
-    assert read_record(tmp_path / "node1" / LEFT, Left) == Left(failure="its own words")
+    assert read_record(left, Left) == Left(failure="its own words")
 
 
-def test_a_node_that_is_ended_tells_so_and_ends_its_agent(
-    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _seat(tmp_path, monkeypatch, agent).leave()
+def test_a_node_that_is_ended_tells_so_and_ends_its_agent(tmp_path: Path, agent: Any, seat: Any) -> None:
+    seat.leave()
     assert agent.ended == 1
-    assert read_record(tmp_path / "node1" / LEFT, Left) == Left(
-        failure="`gputrain node` on node second was ended before the case was over"
-    )
+    ended = Left(failure="`gputrain node` on node second was ended before the case was over")
+    assert read_record(tmp_path / "case" / "node1" / LEFT, Left) == ended
 
 
 def test_a_seat_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
@@ -361,3 +343,76 @@ def test_a_seat_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
     assert seat.title == "a case that is over (case)"
     assert not seat.is_running()
     seat.leave()
+
+
+# ``gputrain node``
+
+
+def _serve_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What it says until its first pause, in which somebody types Ctrl-C."""
+    said: list[str] = []
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pytest_gputrain.execution.launch.node_service.time.sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        node_service.serve(shared, "node-2", said.append)
+    return said
+
+
+@pytest.fixture
+def of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A case of 24 GPUs on three nodes, beside a node that has none."""
+    monkeypatch.setattr(drivers, "gpus", lambda: ())
+    folder = tmp_path / "gputrain-case"
+    folder.mkdir()
+    task = msgspec.structs.replace(TASK, device_type="gpu", processes=24)
+    (folder / "case.json").write_bytes(msgspec.json.encode(task))
+    write_record(folder / NODES, Nodes(count=3, processes=24, join_seconds=60))
+    return folder
+
+
+def test_a_node_of_other_gpus_tells_why_it_cannot_take_part(
+    tmp_path: Path, of_gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _serve_once(tmp_path, monkeypatch)[1:] == [str(CASE)]
+    left = read_record(node_folder(of_gpus, 1) / LEFT, Left)
+    assert left is not None
+    assert left.failure.startswith("node node-2 cannot take part: it has 0 GPUs, and the case takes 8 of every node")
+
+
+def test_every_seat_is_taken_once_and_the_first_never(
+    tmp_path: Path, of_gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for taken in (["node1"], ["node1", "node2"], ["node1", "node2"]):
+        _serve_once(tmp_path, monkeypatch)
+        assert sorted(path.name for path in of_gpus.glob("node[0-9]")) == taken
+
+
+def test_a_case_that_cannot_be_read_is_told_of(tmp_path: Path, of_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (of_gpus / "case.json").write_text('{"case": {}, "of_a_later_version": 1}')
+    _serve_once(tmp_path, monkeypatch)
+    left = read_record(node_folder(of_gpus, 1) / LEFT, Left)
+    assert left is not None
+    assert "cannot take part" in left.failure
+
+
+@pytest.mark.parametrize(("count", "processes", "shares"), [(2, 16, [8, 8]), (2, 3, [2, 1]), (3, 8, [3, 3, 2])])
+def test_processes_are_spread_evenly(count: int, processes: int, shares: list[int]) -> None:
+    nodes = Nodes(count=count, processes=processes, join_seconds=1)
+    assert [nodes.processes_of(seat) for seat in range(count)] == shares
+
+
+@pytest.mark.parametrize(("name", "host"), [("localhost", "localhost"), ("n1.invalid", "this-host"), ("", "this-host")])
+def test_an_agent_goes_by_the_name_that_slurm_has_for_its_node_where_that_is_one(
+    name: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(asked: str, port: None) -> list[str]:
+        if asked != "localhost":
+            raise socket.gaierror(-2, "Name or service not known")
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-host")
+    assert torchrun_agent.reachable(name) == host

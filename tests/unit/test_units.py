@@ -31,56 +31,48 @@ UNITS = st.sampled_from(["", "%", " %", "B", " GiB", "mb", "ib", "s", "min", "h"
 TYPED = st.text() | st.builds(lambda number, unit: number + unit, NUMBERS, UNITS)
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (KiB, "1.00 KiB"),
-        (MiB - 1, "1,024 KiB"),
-        (MiB, "1.00 MiB"),
-        (9.994 * MiB, "9.99 MiB"),
-        (9.996 * MiB, "10.0 MiB"),
-        (35.6 * GiB, "35.6 GiB"),
-        (141 * GiB, "141 GiB"),
-        (4096 * GiB, "4,096 GiB"),
-        (-2 * MiB, "-2.00 MiB"),
-    ],
-)
-def test_bytes_are_shown_in_the_largest_unit_of_at_least_one(count: float, text: str) -> None:
-    assert format_bytes(count) == text
+Format = Callable[[float], str]
+Parse = Callable[[str], float]
+Read = Callable[[object], object]
+
+SHOWN: list[tuple[Format, dict[float, str]]] = [
+    (
+        format_bytes,
+        {
+            0: "0 B",
+            1023: "1023 B",
+            KiB: "1.00 KiB",
+            MiB - 1: "1,024 KiB",
+            MiB: "1.00 MiB",
+            9.994 * MiB: "9.99 MiB",
+            9.996 * MiB: "10.0 MiB",
+            35.6 * GiB: "35.6 GiB",
+            141 * GiB: "141 GiB",
+            4096 * GiB: "4,096 GiB",
+            -2 * MiB: "-2.00 MiB",
+        },
+    ),
+    (
+        format_seconds,
+        {
+            4.7: "4.70 s",
+            12.34: "12.3 s",
+            1800: "1,800 s",
+            1: "1.00 s",
+            0.25: "250 ms",
+            0.001: "1.00 ms",
+            0.00025: "250 µs",
+            0: "0.00 µs",
+        },
+    ),
+    (format_percent, {0.051: "+5.1 %", -0.051: "-5.1 %", 0.0004: "+0.04 %", 2.5: "+250.0 %"}),
+    (lambda ratio: format_percent(ratio, signed=False), {0.03: "3.0 %", 0.0: "0.0 %"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (4.7, "4.70 s"),
-        (12.34, "12.3 s"),
-        (1800, "1,800 s"),
-        (1, "1.00 s"),
-        (0.25, "250 ms"),
-        (0.001, "1.00 ms"),
-        (0.00025, "250 µs"),
-        (0, "0.00 µs"),
-    ],
-)
-def test_seconds_are_shown_in_the_largest_unit_of_at_least_one(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("ratio", "signed", "text"),
-    [
-        (0.051, True, "+5.1 %"),
-        (-0.051, True, "-5.1 %"),
-        (0.03, False, "3.0 %"),
-        (0.0, False, "0.0 %"),
-        (0.0004, True, "+0.04 %"),
-        (2.5, True, "+250.0 %"),
-    ],
-)
-def test_ratios_are_shown_as_percent(ratio: float, signed: bool, text: str) -> None:
-    assert format_percent(ratio, signed=signed) == text
+@pytest.mark.parametrize(("show", "value", "text"), [(show, *row) for show, table in SHOWN for row in table.items()])
+def test_numbers_are_shown_in_the_largest_unit_of_at_least_one(show: Format, value: float, text: str) -> None:
+    assert show(value) == text
 
 
 @given(st.floats(1e-12, 10) | st.floats(-1, -1e-12))
@@ -116,85 +108,52 @@ def test_the_larger_amount_never_reads_smaller_in_the_same_unit(first: float, ot
     assert float(shown[0][0].replace(",", "")) <= float(shown[1][0].replace(",", ""))
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("512MiB", 512 * MiB),
-        ("2 GiB", 2 * GiB),
-        (" 1.5 kib ", 1536),
-        ("1e9 B", 10**9),
-        ("3MB", 3 * 10**6),
-        ("0 B", 0),
-    ],
-)
-def test_bytes_are_read_with_their_unit(text: str, count: int) -> None:
-    assert parse_bytes(text) == count
+READ: list[tuple[Parse, str, dict[str, float], list[str]]] = [
+    (
+        parse_bytes,
+        "is not an amount of memory",
+        {"512MiB": 512 * MiB, "2 GiB": 2 * GiB, " 1.5 kib ": 1536, "1e9 B": 10**9, "3MB": 3 * 10**6, "0 B": 0},
+        ["", "5", "-5 MiB", "5 TiB", "5 ib", "1.2.3 MiB", ". B", "1e999 B", "nan B", "5 MiB x"],
+    ),
+    (
+        parse_ratio,
+        "is not a tolerance",
+        {"3%": 0.03, "3 %": 0.03, " 0.03 ": 0.03, ".5": 0.5, "0": 0.0, "150%": 1.5},
+        ["", "3", "1", "-3%", "%", "nan", "inf%", "3%%", "3‰", "1e-2", "0,03"],
+    ),
+    (
+        parse_seconds,
+        "is not a time",
+        {"90": 90, "90s": 90, "15min": 900, "2h": 7200, "0.5 h": 1800, " 1.5 ": 1.5, "350 ms": 0.35},
+        ["", "0", "-1", "0s", "1d", "1 m", "1h30", "nan", "inf", "1e3"],
+    ),
+]
 
 
-@pytest.mark.parametrize("text", ["", "5", "-5 MiB", "5 TiB", "5 ib", "1.2.3 MiB", ". B", "1e999 B", "nan B", "5 MiB x"])
-def test_bytes_without_a_clear_meaning_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not an amount of memory"):
-        parse_bytes(text)
+@pytest.mark.parametrize(("parse", "text", "value"), [(parse, *row) for parse, _, table, _ in READ for row in table.items()])
+def test_numbers_are_read_with_their_unit(parse: Parse, text: str, value: float) -> None:
+    assert parse(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("text", "ratio"), [("3%", 0.03), ("3 %", 0.03), (" 0.03 ", 0.03), (".5", 0.5), ("0", 0.0), ("150%", 1.5)]
-)
-def test_ratios_are_read_with_or_without_percent(text: str, ratio: float) -> None:
-    assert parse_ratio(text) == pytest.approx(ratio)
+@pytest.mark.parametrize(("parse", "sentence", "text"), [(row[0], row[1], text) for row in READ for text in row[3]])
+def test_text_without_a_clear_meaning_is_refused(parse: Parse, sentence: str, text: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "3", "1", "-3%", "%", "nan", "inf%", "3%%", "3‰", "1e-2", "0,03"])
-def test_ratios_without_a_clear_meaning_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a tolerance"):
-        parse_ratio(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("15min", 900), ("2h", 7200), ("0.5 h", 1800), (" 1.5 ", 1.5), ("350 ms", 0.35)],
-)
-def test_seconds_are_read_with_their_unit(text: str, seconds: float) -> None:
-    assert parse_seconds(text) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "0s", "1d", "1 m", "1h30", "nan", "inf", "1e3"])
-def test_seconds_without_a_clear_meaning_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a time"):
-        parse_seconds(text)
-
-
-@given(TYPED)
-@example("9" * 400 + "%")
-def test_any_text_is_a_sane_ratio_or_refused(text: str) -> None:
+@pytest.mark.parametrize(("parse", "kind"), [(parse_bytes, int), (parse_ratio, float), (parse_seconds, float)])
+@given(text=TYPED)
+@example(text="9" * 400 + "%")
+@example(text="9" * 400 + " GiB")
+@example(text="9" * 400 + "h")
+def test_any_text_is_a_sane_number_or_refused(parse: Parse, kind: type, text: str) -> None:
     try:
-        ratio = parse_ratio(text)
+        value = parse(text)
     except ValueError:
         return
-    assert ratio >= 0
-    assert math.isfinite(ratio)
-
-
-@given(TYPED)
-@example("9" * 400 + " GiB")
-def test_any_text_is_a_sane_amount_of_memory_or_refused(text: str) -> None:
-    try:
-        count = parse_bytes(text)
-    except ValueError:
-        return
-    assert isinstance(count, int)
-    assert count >= 0
-
-
-@given(TYPED)
-@example("9" * 400 + "h")
-def test_any_text_is_a_sane_time_or_refused(text: str) -> None:
-    try:
-        seconds = parse_seconds(text)
-    except ValueError:
-        return
-    assert seconds > 0
-    assert math.isfinite(seconds)
+    assert isinstance(value, kind)
+    assert math.isfinite(value)
+    assert value > 0 if parse is parse_seconds else value >= 0
 
 
 NO_NUMBERS = [True, False, None, [1], b"1 GiB", -1, -0.5, math.nan, math.inf, -math.inf, 10**400, 2**63]
@@ -221,7 +180,7 @@ NO_NUMBERS = [True, False, None, [1], b"1 GiB", -1, -0.5, math.nan, math.inf, -m
         (read_memory_tolerance, "3 % + 1 GiB", MemoryTolerance(ratio=0.03, bytes=GiB)),
     ],
 )
-def test_a_marker_has_numbers_or_text(read: Callable[[object], object], value: object, meant: object) -> None:
+def test_a_marker_has_numbers_or_text(read: Read, value: object, meant: object) -> None:
     assert (read(value), type(read(value))) == (meant, type(meant))
 
 
@@ -234,9 +193,7 @@ def test_a_marker_has_numbers_or_text(read: Callable[[object], object], value: o
         (read_memory_tolerance, [*NO_NUMBERS, 1.5, 1.5 * GiB], "is not a tolerance; write it as 0.03 (a float is a ratio"),
     ],
 )
-def test_numbers_without_a_clear_meaning_are_refused(
-    read: Callable[[object], object], values: list[object], sentence: str
-) -> None:
+def test_numbers_without_a_clear_meaning_are_refused(read: Read, values: list[object], sentence: str) -> None:
     for value in values:
         with pytest.raises(ValueError, match=re.escape(f"{value!r} {sentence}")) as caught:
             read(value)

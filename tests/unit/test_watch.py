@@ -55,19 +55,19 @@ def test_energy_is_power_times_the_time_between_the_moments(moments: list[int], 
     assert telemetry.readings == len(moments) - 2
 
 
-def test_what_the_counters_do_not_enclose_is_not_extrapolated() -> None:
-    samples = [_sample(at, Reading(energy_joules=at, clock_mhz=1000)) for at in (1.0, 2.0, 3.0)]
-    for begin, end in ((0.5, 3.0), (1.0, 3.5)):
-        telemetry = between(samples, begin, end)
-        assert telemetry is not None
-        assert (telemetry.energy_joules, telemetry.clock_mhz) == (None, 1000)
-
-
-def test_a_counter_that_began_anew_is_no_energy() -> None:
-    samples = [_sample(at, Reading(energy_joules=joules)) for at, joules in ((1, 50.0), (2, 60.0), (3, 2.0), (4, 12.0))]
-    telemetry = between(samples, 1, 4)
+@pytest.mark.parametrize(
+    ("joules", "begin", "end"),
+    [
+        ((1.0, 2.0, 3.0), 0.5, 3.0),  # what the counters do not enclose is not extrapolated
+        ((1.0, 2.0, 3.0), 1.0, 3.5),
+        ((50.0, 60.0, 2.0, 12.0), 1.0, 4.0),  # and a counter that began anew is no energy
+    ],
+)
+def test_energy_that_the_counters_do_not_tell_is_not_told(joules: tuple[float, ...], begin: float, end: float) -> None:
+    samples = [_sample(at, Reading(energy_joules=figure, clock_mhz=1000)) for at, figure in enumerate(joules, 1)]
+    telemetry = between(samples, begin, end)
     assert telemetry is not None
-    assert telemetry.energy_joules is None
+    assert (telemetry.energy_joules, telemetry.clock_mhz) == (None, 1000)
 
 
 def test_too_few_readings_tell_nothing() -> None:
@@ -81,21 +81,15 @@ def test_one_gpu_that_tells_nothing_leaves_no_total() -> None:
     samples = [_sample(at, Reading(energy_joules=at, power_watts=1.0), Reading()) for at in (0.0, 1.0, 2.0)]
     telemetry = between(samples, 0, 2)
     assert telemetry is not None
-    assert (telemetry.energy_joules, telemetry.power_watts, telemetry.clock_mhz, telemetry.throttled) == (
-        None,
-        None,
-        None,
-        None,
-    )
+    assert (telemetry.energy_joules, telemetry.power_watts, telemetry.clock_mhz, telemetry.throttled) == (None,) * 4
 
 
 def test_the_slowest_gpu_and_the_most_lowered_clock_count() -> None:
     hot, cool = frozenset({"HW Slowdown", "SW Power Cap"}), frozenset({"SW Power Cap"})
+    of_second = [(1500, frozenset[str]()), (1500, hot), (900, frozenset[str]()), (1500, frozenset[str]())]
     samples = [
-        _sample(0, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=1500, throttling=frozenset())),
-        _sample(1, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=1500, throttling=hot)),
-        _sample(2, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=900, throttling=frozenset())),
-        _sample(3, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=1500, throttling=frozenset())),
+        _sample(at, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=clock, throttling=why))
+        for at, (clock, why) in enumerate(of_second)
     ]
     telemetry = between(samples, 0, 3)
     assert telemetry is not None
@@ -103,11 +97,13 @@ def test_the_slowest_gpu_and_the_most_lowered_clock_count() -> None:
     assert telemetry.throttled == {"SW Power Cap": 1.0, "HW Slowdown": 0.25}
 
 
-def _timed(watched: watch.Watch, seconds: float) -> None:
-    """As a worker tells of its timed steps."""
+def _timed(watched: watch.Watch, readings: int = 0) -> None:
+    """Note what a worker tells of its timed steps, which take as long as so many readings do."""
     watched.note(Event(phase="warmup", at=time.monotonic()))
     watched.note(Event(phase="measure", at=time.monotonic()))
-    time.sleep(seconds)
+    before, deadline = len(watched._samples), time.monotonic() + 60
+    while len(watched._samples) <= before + readings and readings and time.monotonic() < deadline:
+        time.sleep(0.001)
     watched.note(Event(phase="measure", step=1, step_seconds=0.1))
     watched.note(Event(phase="check", at=time.monotonic()))
 
@@ -116,7 +112,7 @@ def _timed(watched: watch.Watch, seconds: float) -> None:
 def test_a_watch_reads_while_the_steps_are_timed() -> None:
     gpus = drivers.gpus()
     with watching(gpus, set) as watched:
-        _timed(watched, 0.3)
+        _timed(watched, LEAST_READINGS)
     telemetry = watched.telemetry()
     assert telemetry is not None
     assert telemetry.readings >= LEAST_READINGS
@@ -143,22 +139,22 @@ def test_who_comes_meanwhile_is_seen_where_one_knows_oneself() -> None:
     for own, others in (({99_999_999}, (stranger,)), ({11327, 99_999_999}, ()), ({1}, ())):
         library._left[key] = [RecordedReply(reply=[mine, theirs])]
         with watching([gpu], lambda own=own: own) as watched:  # type: ignore[misc]
-            _timed(watched, 0.2)
+            _timed(watched, 3)
         assert watched.others == others
 
 
-def test_a_driver_that_fails_meanwhile_costs_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_meanwhile_costs_no_case() -> None:
     with replayed(RECORDINGS / "nvidia-h100-x2.json"):
         gpus = drivers.gpus()
         library: Any = sys.modules["pynvml"]
         key = next(key for key in library._calls if key.startswith("nvmlDeviceGetFieldValues"))
         library._left[key] = [RecordedReply(error=15, says="GPU is lost")]
         with watching(gpus, set) as watched:
-            _timed(watched, 0.1)
+            _timed(watched)
         assert watched.telemetry() is None
 
 
 def test_nothing_is_watched_without_gpus() -> None:
     with watching((), set) as watched:
-        _timed(watched, 0.0)
+        _timed(watched)
     assert watched.telemetry() is None

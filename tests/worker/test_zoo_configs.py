@@ -128,12 +128,87 @@ def compare(case):
 @pytest.mark.parametrize("class_name", facts.denoisers())
 def test_the_config_of_every_class_of_denoisers_trains(class_name):
     like = facts.denoisers()[class_name]
-    name = f"{class_name}#test"
-    declare(name, {"_class_name": class_name, "_unknown": 1, **like.trained_part.config})
-    assert architecture_of(name).trained_part.parameters["full"] == like.trained_part.parameters["full"]
-    needs = {"resolution": "512x512", "frames": 9}
-    case = Case(model=name, batch_size=2, steps=2, warmup=1, **{field: needs[field] for field in like.needs})
+    case = denoiser_case(class_name, {"_unknown": 1})
+    assert architecture_of(case.model).trained_part.parameters["full"] == like.trained_part.parameters["full"]
     compare(case)
+
+
+def denoiser_case(class_name, keys):
+    """The case of the zoo's first model of the class, but for some keys."""
+    like = facts.denoisers()[class_name]
+    config = {"_class_name": class_name, **like.trained_part.config, **keys}
+    name = f"{class_name}#{hash(str(keys))}"
+    declare(name, config)
+    needs = {"resolution": "512x512", "frames": 9}
+    return Case(model=name, batch_size=2, steps=2, warmup=1, **{field: needs[field] for field in like.needs})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("class_name", "keys"),
+    [
+        ("FluxTransformer2DModel", {"guidance_embeds": False}),  # FLUX.1-schnell
+        ("HunyuanVideoTransformer3DModel", {"guidance_embeds": False}),
+        ("WanTransformer3DModel", {"in_channels": 16, "image_dim": None, "added_kv_proj_dim": None}),  # of text alone
+        ("UNet2DConditionModel", {"cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20]}),  # as version 2
+    ],
+)
+def test_a_denoiser_without_what_the_zoo_s_model_is_conditioned_on_trains(class_name, keys):
+    compare(denoiser_case(class_name, keys))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "keys", "sentence"),
+    [
+        (
+            "UNet2DConditionModel",
+            {"in_channels": 9},
+            "has in_channels=9 and out_channels=4 in its config.json: what it takes",
+        ),
+        (
+            "UNet2DConditionModel",
+            {"class_embed_type": "timestep"},
+            "has class_embed_type='timestep' in its config.json, a cond",
+        ),
+        (
+            "UNet2DConditionModel",
+            {"encoder_hid_dim": 768, "encoder_hid_dim_type": "text_proj"},
+            "has encoder_hid_dim_type='text_proj' in its config.json, a cond",
+        ),
+        ("FluxTransformer2DModel", {"in_channels": 384, "out_channels": 64}, "has in_channels=384 and out_channels=64"),
+        ("WanTransformer3DModel", {"in_channels": 48, "out_channels": 48}, "only latents of 16 channels are known"),
+    ],
+)
+def test_a_denoiser_whose_inputs_are_not_known_is_refused_by_its_key(class_name, keys, sentence):
+    case = denoiser_case(class_name, keys)
+    reply = run(case)
+    assert isinstance(reply, Crashed)
+    assert reply.sentence.startswith(case.model)
+    assert sentence in reply.sentence
+    assert reply.refused
+
+
+@pytest.mark.parametrize(
+    ("method", "knobs"),
+    [
+        ("full", {"loss_chunks": 4}),
+        ("full", {"loss": "logits"}),
+        ("full", {"optimizer": "adamw_8bit", "max_grad_norm": 1.0}),
+        ("full", {"optimizer": "paged_adamw_8bit"}),
+        ("full", {"optimizer": "adafactor"}),
+        ("full", {"optimizer": "sgd", "learning_rate": 1.0}),
+        ("full", {"lengths": "packed", "activation_checkpointing": True, "activation_checkpointing_policy": "save-matmuls"}),
+        ("lora", {"lora_rank": 16, "lora_alpha": 8, "lora_dropout": 0.1, "lora_targets": "q_proj+down_proj"}),
+        ("lora", {"lora_targets": "all-linear", "attention": "eager"}),
+        ("qlora", {"dora": True, "activation_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_each_knob_of_a_model_by_its_config_is_predicted_to_the_byte(method, knobs):
+    config = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    compare(
+        config_case("qwen3", {**config, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936}, method, **knobs)
+    )
 
 
 def test_products_of_experts_count_each_token_once_however_tokens_are_shared_out():

@@ -104,13 +104,17 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def with_layers(config: dict[str, Any], key: str, layers: int) -> dict[str, Any]:
-    """Return the config with so many layers, counted by ``key``; lists with one entry for each layer are cut."""
+    """Return the config with so many layers, counted by ``key``; what it says of each layer is cut: lists with one entry for
+    each, and dictionaries by their numbers."""
     before = config[key]
-    cut = {
-        name: value[:layers]
-        for name, value in config.items()
-        if isinstance(value, list) and len(value) == before and layers < before
-    }
+    cut: dict[str, Any] = {}
+    for name, value in config.items():
+        if layers >= before:
+            break
+        if isinstance(value, list) and len(value) == before:
+            cut[name] = value[:layers]
+        elif isinstance(value, dict) and value and all(number.isdecimal() and int(number) < before for number in value):
+            cut[name] = {number: entry for number, entry in value.items() if int(number) < layers}
     return {**config, **cut, key: layers}
 
 

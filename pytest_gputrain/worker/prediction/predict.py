@@ -26,7 +26,7 @@ from pytest_gputrain.worker.prediction.refusals import refusal
 from pytest_gputrain.worker.prediction.repetition import ALL, Observed, extrapolate
 from pytest_gputrain.worker.prediction.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.run import SEED
+from pytest_gputrain.worker.run import SEED, of_config
 from pytest_gputrain.worker.trace import peaks
 from pytest_gputrain.worker.training import StepBuilder, Trainable
 from pytest_gputrain.worker.zoo.completed import architecture_of
@@ -62,7 +62,7 @@ def predict(
         observed = None if whole or builder is not None else _from_shallow_models(task, progress)
         return _prediction(task, observed or PredictionRun(task, progress, builder).run())
     except Exception as error:
-        return refusal(error, progress, own_code=is_own_code(task.case, builder))
+        return of_config(refusal(error, progress, own_code=is_own_code(task.case, builder)), task)
     finally:
         if freezes:
             gc.unfreeze()

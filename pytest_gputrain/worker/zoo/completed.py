@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,16 +18,27 @@ from torch import nn
 from pytest_gputrain.cases.architectures.facts import Architecture, Part, architectures, denoisers, with_layers
 from pytest_gputrain.records import Scale
 from pytest_gputrain.utils.suggest import did_you_mean
-from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.checks import CheckFailed, described
 from pytest_gputrain.worker.zoo.tiny import tiny_denoiser, tiny_language_model
 
 _REQUIRED: Final = ("num_hidden_layers", "hidden_size")
 """Keys without which a class would silently build a model of its own defaults."""
 
+_COUNTS: Final = {
+    "num_hidden_layers": 2000,
+    "hidden_size": 10**6,
+    "vocab_size": 10**8,
+    "num_attention_heads": 10**5,
+    "num_key_value_heads": 10**5,
+    "intermediate_size": 10**7,
+}
+"""Keys that are counts, and the most that is built. Classes take others without complaint, and there would be a figure."""
+
 SCALES: Final[tuple[Scale, ...]] = ("full", "tiny")
 
-_IDLE: Final = (r".*\.(k_proj|key)\.bias",)
-"""Biases of keys: without rotary positions they move all scores of a query alike, and get no gradient."""
+_IDLE: Final = (r".*\.(k_proj|key)\.bias", r".*\.indexer\..*")
+"""Biases of keys: without rotary positions they move all scores of a query alike, and get no gradient. Indexers only choose
+which tokens are attended to: DeepSeek trains them by a loss of their own, which transformers does not have."""
 
 
 def architecture_of(name: str) -> Architecture:
@@ -44,7 +55,12 @@ def architecture_of(name: str) -> Architecture:
 def _completed(name: str) -> Architecture:
     architecture = architectures()[name]
     complete = _language_model if architecture.trained_part.library == "transformers" else _denoiser
-    return complete(name, architecture)
+    try:
+        return complete(name, architecture)
+    except CheckFailed:
+        raise
+    except Exception as error:
+        raise CheckFailed(f"{name} cannot be built from its config.json: {described(error)}") from error
 
 
 def _language_model(name: str, architecture: Architecture) -> Architecture:
@@ -73,12 +89,13 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     for key in _REQUIRED:
         if not {key, config_class.attribute_map.get(key, key)} & given.keys():
             raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
+    _check_counts(name, given, config_class.attribute_map)
     given = {
         key: value
         for key, value in config_class._decode_special_floats(given).items()
         if not _is_computed(config_class, key)
     }
-    config = _built(name, lambda: config_class(**copy.deepcopy(given)))
+    config = config_class(**copy.deepcopy(given))
     layers_key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     layers: int = config.num_hidden_layers
     # What the class adds by itself is a part of the facts where the rest depends on it.
@@ -87,7 +104,7 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     if isinstance(per_layer, list):
         facts["layer_types"] = list(per_layer)
     completed = msgspec.structs.replace(part, model_class=model_class, config_class=config_class.__name__, config=facts)
-    model = _on_meta(name, completed)
+    model = _on_meta(completed)
     path, blocks = _blocks(name, model, layers)
     kinds = _kinds(blocks, facts)
     completed = msgspec.structs.replace(
@@ -102,6 +119,34 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         blocks=(path,),
         idle={"full": _IDLE, "tiny": _IDLE},
     )
+
+
+def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> None:
+    """Check counts that a class would build anything from.
+
+    Args:
+        names: what the class calls the keys.
+
+    Raises:
+        CheckFailed: one of them is no count, or so large that nobody could build the model, or two do not belong together.
+    """
+    counts: dict[str, int] = {}
+    for common, most in _COUNTS.items():
+        for key in {common, names.get(common, common)} & given.keys():
+            value = given[key]
+            if common not in _REQUIRED and (value is None or isinstance(value, list)):
+                continue  # which the class knows to read
+            if type(value) is not int or not 1 <= value <= most:
+                raise CheckFailed(
+                    f"{name} has {key}={value!r} in its config.json; it must be a whole number from 1 to {most:,}"
+                )
+            counts[common] = value
+    heads, key_heads = counts.get("num_attention_heads", 0), counts.get("num_key_value_heads", 1)
+    if heads % key_heads:
+        raise CheckFailed(
+            f"{name} has num_attention_heads={heads} in its config.json, which is no multiple of "
+            f"num_key_value_heads={key_heads}"
+        )
 
 
 def _is_computed(config_class: type, key: str) -> bool:
@@ -120,12 +165,8 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
     # As diffusers itself leaves out keys that its class does not have.
     facts = {key: value for key, value in part.config.items() if key in inspect.signature(kind).parameters}
 
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            module: nn.Module = kind(**copy.deepcopy(facts))
-            return module
-
-    model: Any = _built(name, build)
+    with torch.device("meta"):
+        model: Any = kind(**copy.deepcopy(facts))
     double, single = facts.get("num_layers") or 1, facts.get("num_single_layers") or 0
     completed = msgspec.structs.replace(
         part,
@@ -146,34 +187,17 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
     return msgspec.structs.replace(architecture, parts={part_name: completed}, idle=idle)
 
 
-def _built(name: str, build: Callable[[], Any]) -> Any:
-    """Return what a class of a library makes of a config.
-
-    Raises:
-        CheckFailed: it refuses the config.
-    """
-    try:
-        return build()
-    except Exception as error:
-        message = " ".join(str(error).split())
-        raise CheckFailed(f"{name} cannot be built from its config.json: {type(error).__name__}: {message}") from error
-
-
-def _on_meta(name: str, part: Part) -> nn.Module:
+def _on_meta(part: Part) -> nn.Module:
     """Return the full-size model without memory."""
     import transformers
     from transformers.initialization import no_init_weights
 
-    def build() -> nn.Module:
-        with torch.device("meta"), no_init_weights():
-            config = getattr(transformers, part.config_class)(**copy.deepcopy(part.config))
-            model = getattr(transformers, part.model_class)(config)
-        model.tie_weights()
-        module: nn.Module = model
-        return module
-
-    built: nn.Module = _built(name, build)
-    return built
+    with torch.device("meta"), no_init_weights():
+        config = getattr(transformers, part.config_class)(**copy.deepcopy(part.config))
+        model: Any = getattr(transformers, part.model_class)(config)
+    model.tie_weights()
+    module: nn.Module = model
+    return module
 
 
 def _blocks(name: str, model: nn.Module, layers: int) -> tuple[str, list[nn.Module]]:

@@ -58,6 +58,12 @@ class ImageDiffusion(Workload):
         tokens: int = architecture.step["text_tokens"]
         self.text_tokens = tokens if scale == "full" else min(tokens, TINY_TEXT_TOKENS)
         self.facts = architecture.trained_part.facts(scale)
+        taken, given = self.facts["in_channels"], self.facts.get("out_channels")
+        if given not in (None, taken):
+            raise CheckFailed(
+                f"{case.model} has in_channels={taken} and out_channels={given} in its config.json: what it takes beside "
+                "noisy latents is not known"
+            )
         super().__init__(architecture, case, scale)
 
     def latent_shape(self) -> tuple[int, ...]:
@@ -144,6 +150,14 @@ class ImageDiffusion(Workload):
 class UNet(ImageDiffusion):
     """Stable Diffusion 1.5 and XL."""
 
+    def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
+        config = architecture.trained_part.config
+        known = {"class_embed_type": (), "encoder_hid_dim_type": (), "addition_embed_type": ("text_time",)}
+        for key, values in known.items():
+            if (value := config.get(key)) is not None and value not in values:
+                raise CheckFailed(f"{case.model} has {key}={value!r} in its config.json, a condition that is not known")
+        super().__init__(architecture, case, scale)
+
     def checkpoint_activations(self, share: float) -> None:
         """Recompute residual and transformer blocks as diffusers does: all but the first block in the middle.
 
@@ -212,7 +226,7 @@ class Flux(ImageDiffusion):
         predicted: Tensor = self.model(
             hidden_states=noisy,
             timestep=inputs["timesteps"] / TIMESTEPS,
-            guidance=inputs["guidance"],
+            guidance=inputs["guidance"] if self.facts["guidance_embeds"] else None,
             encoder_hidden_states=inputs["text"],
             pooled_projections=inputs["pooled"],
             txt_ids=inputs["text_ids"],

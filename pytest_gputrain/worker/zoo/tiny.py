@@ -7,6 +7,7 @@ transformers has for the keys:
 - Widths: 64, of feed-forward layers 128, of experts 32; 512 tokens; 256 positions.
 - Attention: 4 heads; for keys and values as many, one, or else 2; a head as wide as makes 64 of them all, or 32 where the
   full size makes more or less.
+- State-space layers: 4 heads that are together as wide as the layer; states of 16, chunks of 32, at most 2 groups.
 - Experts: 8, of which at most 2 take a token; 2 groups of them, of which one is chosen.
 - Windows of attention: 32 tokens, so that they are shorter than a tiny sample.
 - Ids of special tokens that the small vocabulary lacks become 0 (padding), 1 (begin) and 2 (end).
@@ -16,6 +17,7 @@ What is smaller at full size stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from pytest_gputrain.cases.architectures.facts import Part
@@ -50,16 +52,27 @@ _MOST: Final = {
         32,
     ),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
-    "qk_rope_head_dim": 8,
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     "num_attention_heads": HEADS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 2),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 32),
     "n_group": 2,
     "topk_group": 1,
 }
 """Largest value of each key."""
 
 _KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
+
+_STATE_HEADS: Final = {
+    "mamba_n_heads": "mamba_d_head",
+    "mamba_num_heads": "mamba_head_dim",
+    "n_mamba_heads": "mamba_headdim",
+    "num_heads": "head_dim",
+}
+"""Heads of state-space layers and their width, whose product is that of what these layers compute in."""
 
 _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -80,18 +93,33 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
         name = names.get(key, key)
         return facts.get(name, facts.get(key, getattr(type(config), name, None)))
 
-    for key, most in _MOST.items():
+    heads: int = full("num_attention_heads") or 0  # a state-space model has none
+
+    def shrunk(key: str, value: int, heads: int = heads) -> int:
+        if key in _KEY_HEADS:
+            return HEADS if value == heads else min(value, 2)
+        if key == "head_dim":
+            if value == full("qk_rope_head_dim"):  # of which it is another name where attention is compressed
+                return min(value, _MOST["qk_rope_head_dim"])
+            return 16 if value * heads == full("hidden_size") else 32
+        return min(value, _MOST[key])
+
+    for key in (*_MOST, *_KEY_HEADS, "head_dim"):
         value = full(key)
-        if _is_count(value) and value > most:
-            tiny[names.get(key, key)] = most
-    heads: int = getattr(config, "num_attention_heads", 0)  # a state-space model has none
-    key_heads = {key: full(key) for key in _KEY_HEADS if _is_count(full(key))}
-    for key, count in key_heads.items():
-        tiny[names.get(key, key)] = HEADS if count == heads else min(count, 2)
-    if _is_count(width := full("head_dim")):
-        tiny["head_dim"] = 16 if width * heads == config.hidden_size else 32
+        if _is_count(value) and shrunk(key, value) != value:
+            tiny[names.get(key, key)] = shrunk(key, value)
+    tiny |= _tiny_state_space(full)
+    for name, value in shallow.items():
+        if isinstance(value, dict) and value and all(map(str.isdecimal, value)):  # by numbers of layers
+            tiny[name] = {
+                number: {
+                    key: shrunk(key, count, entry.get("num_attention_heads", heads)) if _is_scaled(key, count) else count
+                    for key, count in entry.items()
+                }
+                for number, entry in value.items()
+            }
     if _is_count(scalar := full("query_pre_attn_scalar")):
-        tiny["query_pre_attn_scalar"] = tiny.get("head_dim", scalar)
+        tiny["query_pre_attn_scalar"] = tiny.get("head_dim") or full("head_dim") or scalar
     words = tiny.get("vocab_size", facts["vocab_size"])
     for key, token in _TOKENS.items():
         value = full(key)
@@ -101,6 +129,22 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(facts.get(key), dict):
             tiny[key] = _tiny_rope(facts[key], (tiny.get("head_dim") or 16) * facts.get("partial_rotary_factor", 1))
+    return tiny
+
+
+def _tiny_state_space(full: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the widths of state-space layers, which belong to each other.
+
+    Args:
+        full: looks up a key at full size.
+    """
+    inner = _MOST["hidden_size"] * int(full("mamba_expand") or full("expand") or 2)
+    tiny: dict[str, Any] = {}
+    for heads, width in _STATE_HEADS.items():
+        if _is_count(full(heads)) and _is_count(full(width)) and (heads != "num_heads" or full("expand")):
+            tiny |= {heads: HEADS, width: inner // HEADS}
+    if _is_count(full("mamba_d_ssm")):
+        tiny["mamba_d_ssm"] = inner
     return tiny
 
 
@@ -127,6 +171,10 @@ def tiny_denoiser(like: Part, facts: dict[str, Any]) -> dict[str, Any]:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_scaled(key: str, value: object) -> bool:
+    return _is_count(value) and key in (*_MOST, *_KEY_HEADS, "head_dim")
 
 
 def _tiny_rope(rope: dict[str, Any], width: float) -> dict[str, Any]:

@@ -36,6 +36,12 @@ class VideoDiffusion(Workload):
     def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
         # First, because a full-size build takes minutes.
         self._latent_size = latent_size(architecture, case, scale)
+        known, given = architecture.step["latent_channels"], architecture.trained_part.config.get("out_channels")
+        if given not in (None, known):
+            raise CheckFailed(
+                f"{case.model} has out_channels={given} in its config.json: of its class only latents of {known} channels "
+                "are known"
+            )
         super().__init__(architecture, case, scale)
 
     def batch(self, device: torch.device) -> Batch:
@@ -50,8 +56,9 @@ class VideoDiffusion(Workload):
             shape = (samples, step["latent_channels"], *self._latent_size)
             inputs = {"latents": torch.randn(shape), "noise": torch.randn(shape)}
             inputs["time"] = torch.rand(samples, dtype=torch.float32)
-            if "condition_channels" in step:
-                inputs["condition"] = torch.randn(samples, step["condition_channels"], *self._latent_size)
+            # What the model takes beside noisy latents: a first image, of those that make a video of one.
+            if condition := part.facts(self.scale)["in_channels"] - step["latent_channels"]:
+                inputs["condition"] = torch.randn(samples, condition, *self._latent_size)
             tokens = {"text": step["text_tokens"][self.scale], "image": step.get("image_tokens", 0)}
             inputs |= CONDITIONS[part.model_class](samples, tokens, part.facts(self.scale))
         return Batch(inputs=inputs, samples=samples)
@@ -105,20 +112,21 @@ def _mochi(samples: int, tokens: dict[str, int], facts: dict[str, Any]) -> dict[
 
 
 def _hunyuan(samples: int, tokens: dict[str, int], facts: dict[str, Any]) -> dict[str, Tensor]:
+    guidance = {"guidance": torch.full((samples,), GUIDANCE, dtype=torch.float32)} if facts["guidance_embeds"] else {}
     return {
         **_mochi(samples, tokens, facts),
         "pooled_projections": torch.randn(samples, facts["pooled_projection_dim"]),
-        "guidance": torch.full((samples,), GUIDANCE, dtype=torch.float32),
+        **guidance,
     }
 
 
 def _wan(samples: int, tokens: dict[str, int], facts: dict[str, Any]) -> dict[str, Tensor]:
     """Keep 512 tokens of text at every scale: diffusers splits text from image there. With any other number the model runs
     and its loss falls, but its image branch gets no gradient or the wrong tokens."""
-    return {
-        "encoder_hidden_states": torch.randn(samples, tokens["text"], facts["text_dim"]),
-        "encoder_hidden_states_image": torch.randn(samples, tokens["image"], facts["image_dim"]),
-    }
+    text = {"encoder_hidden_states": torch.randn(samples, tokens["text"], facts["text_dim"])}
+    if facts["image_dim"] is None:
+        return text
+    return {**text, "encoder_hidden_states_image": torch.randn(samples, tokens["image"], facts["image_dim"])}
 
 
 CONDITIONS: Final[dict[str, Callable[[int, dict[str, int], dict[str, Any]], dict[str, Tensor]]]] = {

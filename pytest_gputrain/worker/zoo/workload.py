@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gputrain.cases.architectures.facts import Architecture
+from pytest_gputrain.cases.architectures.facts import Architecture, Part
 from pytest_gputrain.records import Case, Scale
-from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.checks import CheckFailed, described
 from pytest_gputrain.worker.flops import checkpoint_contexts, recomputing, selective_contexts
 
 
@@ -62,6 +62,16 @@ class Workload(abc.ABC):
     def build_part(self, name: str) -> nn.Module:
         """Build one network by its library's class, from its hyper-parameters."""
         part = self.architecture.parts[name]
+        try:
+            return self._built(part)
+        except (MemoryError, RuntimeError):  # among them that the GPU is full
+            raise
+        except Exception as error:
+            raise CheckFailed(
+                f"{self.case.model} cannot be built at {self.scale} scale by {part.model_class}: {described(error)}"
+            ) from error
+
+    def _built(self, part: Part) -> nn.Module:
         facts = part.facts(self.scale)
         if part.library == "transformers":
             import transformers

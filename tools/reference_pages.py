@@ -1,0 +1,311 @@
+#!/usr/bin/env python3
+"""Writes the generated parts of the reference pages in docs/ from the code.
+
+    tools/reference_pages.py
+
+A generated part stands between two comments that name it: an object of the code, as ``pytest_gputrain.Case``, or one of
+`PARTS`. It is plain Markdown, so a code host shows it as the site does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Final, Literal, NamedTuple, get_args, get_origin
+
+from pytest_gputrain.cli.main import command_parser
+from pytest_gputrain.hardware.catalog import MARKERS
+from pytest_gputrain.plugin.marker_help import lines as marker_lines
+from pytest_gputrain.plugin.options import OPTIONS, Option
+
+DOCS: Final = Path(__file__).parent.parent / "docs"
+PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md"))
+_PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
+_WITH_DEFAULTS: Final = ("Case",)
+"""Classes whose objects users make; they only read those of the others."""
+_INTERNAL: Final = ("identity", "loaders", "sides", "watched")
+"""Public members that users have no use for."""
+_SHORT_TYPES: Final = {"Whole": "int", "StepSeconds": "tuple[float, ...]", " | UnsetType": ""}
+
+MORE: Final = {
+    "baseline-update": "gate.md",
+    "baseline": "reproducing.md",
+    "executor": "fleet.md",
+    "find-batch": "sweeps.md",
+    "foreign": "gpus.md",
+    "history": "trends.md",
+    "html": "html.md",
+    "emulate": "emulated-gpu.md",
+    "json": "api-records.md",
+    "judge-cpu-time": "gate.md",
+    "loss": "sweeps.md",
+    "memory-tolerance": "gate.md",
+    "nodes": "several-nodes.md",
+    "platform": "gpus.md",
+    "predict": "predicted-cases.md",
+    "resume": "resuming.md",
+    "set": "sweeps.md",
+    "strict": "verdicts.md",
+    "summary": "ci.md",
+    "time-tolerance": "gate.md",
+}
+"""The page that explains an option."""
+
+
+def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(headings), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def prose(text: str) -> str:
+    """Return text of a docstring on one line, its names as Markdown has them."""
+    return " ".join(text.split()).replace("``", "`")
+
+
+# The Python API
+
+
+def described(name: str) -> str:
+    """Return the section of a class or function: its heading, its docstring, and its fields, properties and methods."""
+    module, _, own_name = name.rpartition(".")
+    definitions = _definitions(module)
+    node = definitions[own_name]
+    if isinstance(node, ast.FunctionDef):
+        return f"### `{own_name}`\n\n{_function(node)}"
+    members = list(_members(node))
+    rows = [member for member in members if isinstance(member, Row)]
+    owners = (definitions.get(base) for base in map(ast.unparse, node.bases))
+    bases = [owner.name for owner in owners if owner and any(isinstance(member, Row) for member in _members(owner))]
+    with_defaults = own_name in _WITH_DEFAULTS
+    headings = ("name", "type", *(("default",) if with_defaults else ()), "meaning")
+    cells = ((row.name, row.type, *((row.default,) if with_defaults else ()), row.meaning) for row in rows)
+    parts = [f"### `{own_name}`", docstring(ast.get_docstring(node) or "")]
+    parts += [f"It has the fields of [`{base}`](#{base.lower()}){', and these:' if rows else '.'}" for base in bases]
+    parts += [table(headings, cells)] if rows else []
+    methods = (f"#### `{member.name}()`\n\n{_function(member)}" for member in members if isinstance(member, ast.FunctionDef))
+    return "\n\n".join([*parts, *methods])
+
+
+def _definitions(module: str) -> dict[str, ast.ClassDef | ast.FunctionDef]:
+    """Return the classes and functions of a module by name. It is not imported, because it may need torch."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    body = ast.parse(Path(spec.origin).read_text()).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+
+
+class Row(NamedTuple):
+    """A field or property of a class."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def _members(owner: ast.ClassDef) -> Iterator[Row | ast.FunctionDef]:
+    for member, after in zip(owner.body, [*owner.body[1:], None], strict=True):
+        if isinstance(member, ast.AnnAssign) and _is_public(ast.unparse(member.target)):
+            default = "" if member.value is None else f"`{ast.unparse(member.value)}`"
+            yield Row(f"`{ast.unparse(member.target)}`", _type(member.annotation), default, prose(_text(after)))
+        elif isinstance(member, ast.FunctionDef) and _is_public(member.name):
+            if any(ast.unparse(decorator) == "property" for decorator in member.decorator_list):
+                yield Row(f"`{member.name}`", _type(member.returns), "", prose(ast.get_docstring(member) or ""))
+            else:
+                yield member
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") and name not in _INTERNAL
+
+
+def _text(node: ast.stmt | None) -> str:
+    """Return the docstring that a statement is, or nothing."""
+    return str(node.value.value) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
+
+
+def _type(annotation: ast.expr | None) -> str:
+    text = ast.unparse(annotation) if annotation else "None"
+    for long, short in _SHORT_TYPES.items():
+        text = text.replace(long, short)
+    return f"`{text}`"
+
+
+def _function(node: ast.FunctionDef) -> str:
+    node.args.args = [argument for argument in node.args.args if argument.arg != "self"]
+    marked = re.sub(r"(: [^,=()]+)=", r"\1 = ", ast.unparse(node.args)).replace("_NO_ARGUMENTS", "{}")
+    text = f"{node.name}({marked}) -> {ast.unparse(node.returns) if node.returns else 'None'}"
+    if len(text) > 100:
+        arguments = re.split(r", (?=[*\w]+(?::|,|$|=))", marked)
+        text = text.replace(marked, "\n" + "".join(f"    {argument},\n" for argument in arguments))
+    return f"```python\n{text}\n```\n\n{docstring(ast.get_docstring(node) or '')}"
+
+
+def docstring(text: str) -> str:
+    """Return a docstring as Markdown. Its ``Args:`` and the like become lists, and what is indented becomes code."""
+    blocks = []
+    for block in inspect.cleandoc(text).split("\n\n"):
+        head, _, rest = block.partition("\n")
+        if head in ("Args:", "Returns:", "Raises:"):
+            rest = textwrap.dedent(rest)
+            items = [rest] if head == "Returns:" else re.split(r"\n(?=\S)", rest)
+            blocks += [head.replace("Args", "Arguments"), "\n".join(f"- {_item(prose(item))}" for item in items)]
+        elif block.startswith("    "):
+            blocks.append(f"```python\n{textwrap.dedent(block)}\n```")
+        else:
+            blocks.append(prose(re.sub(r"::$", ":", block)))
+    return "\n\n".join(blocks)
+
+
+def _item(text: str) -> str:
+    return re.sub(r"^(\w+): ", r"`\1`: ", text)
+
+
+def words() -> str:
+    """Return the table of the types of `api-records.md` that are one of several words."""
+    from pytest_gputrain.records import case, fleet, prediction, reply, study, verdict
+
+    rows = []
+    for module in (case, reply, prediction, verdict, study, fleet):
+        for name, text in _aliases(module):
+            if not text:  # no field has it
+                continue
+            values = get_args(getattr(module, name))
+            rows.append((f"`{name}`", ", ".join(f"`{value}`" for value in values), prose(text)))
+    return table(("type", "one of", "meaning"), rows)
+
+
+def _aliases(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Yield the name and the docstring of each type that a module defines as one of several words."""
+    body = ast.parse(inspect.getsource(module)).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.Assign) and get_origin(getattr(module, ast.unparse(node.targets[0]), None)) is Literal:
+            yield ast.unparse(node.targets[0]), _text(after)
+
+
+def platforms() -> str:
+    """Return the table of the platforms' markers."""
+    told = dict(line.split(": gputrain: declared for ") for line in marker_lines() if ": gputrain: declared for " in line)
+    return table(("marker", "declared for"), ((f"`{name}`", told[name]) for name in MARKERS))
+
+
+# The command line
+
+
+def commands() -> str:
+    """Return the section of each subcommand: what it does, its usage, and its arguments and options."""
+    parser = command_parser()
+    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    help_of = {action.dest: action.help for action in subparsers._choices_actions}
+    return "\n\n".join(_command(command, str(help_of[name])) for name, command in subparsers.choices.items())
+
+
+def _command(parser: argparse.ArgumentParser, summary: str) -> str:
+    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    description, _, example = (parser.description or f"{summary[:1].upper()}{summary[1:]}.").partition(" Example: ")
+    parts = [f"## `{parser.prog}`", _cell(description), *([f"```console\n$ {example}\n```"] if example else [])]
+    usage = " ".join(word.replace(" ", "\0") for word in (parser.prog, *_usages(parser, actions)))
+    parts.append(
+        "```text\n"
+        + "\n".join(textwrap.wrap(usage, 100, subsequent_indent="    ", break_on_hyphens=False)).replace("\0", " ")
+        + "\n```"
+    )
+    rows = [
+        (
+            f"`{', '.join(action.option_strings)} {_metavar(action)}`".replace("` ", "`").replace(" `", "`"),
+            _cell(str(action.help)),
+        )
+        for action in actions
+    ]
+    parts.append(table(("argument", "meaning"), rows))
+    if parser.epilog:
+        parts.append(f"```text\n{parser.epilog}\n```")
+    return "\n\n".join(parts)
+
+
+def _metavar(action: argparse.Action) -> str:
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        return ""
+    shown = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper())
+    return f"[{shown} ...]" if action.nargs == "*" and action.option_strings else str(shown)
+
+
+def _usages(parser: argparse.ArgumentParser, actions: Sequence[argparse.Action]) -> Iterator[str]:
+    """Yield the usage of each option, then of each argument; of options that exclude each other together."""
+    exclusive = [group._group_actions for group in parser._mutually_exclusive_groups]
+    for group in exclusive:
+        yield f"[{' | '.join(_usage(action)[1:-1] for action in group)}]"
+    alone = [action for action in actions if all(action not in group for group in exclusive)]
+    yield from map(_usage, sorted(alone, key=lambda action: not action.option_strings))
+
+
+def _usage(action: argparse.Action) -> str:
+    shown = _metavar(action)
+    if action.option_strings:
+        text = f"{' | '.join(action.option_strings) if not shown else action.option_strings[0]} {shown}".strip()
+        return text if action.required else f"[{text}]"
+    repeated = f"{shown} ..." if action.nargs in ("*", "+") else shown
+    return f"[{repeated}]" if action.nargs in ("*", "?") else repeated
+
+
+def _cell(text: str) -> str:
+    """Return help as Markdown: options and commands as code."""
+    return re.sub(r"(?<![\w`-])(--?[a-z][\w-]*(?:=[\w,.]+)?)", r"`\1`", " ".join(text.replace("%%", "%").split()))
+
+
+def options_typed() -> str:
+    return _options(option for option in OPTIONS if not option.ini_only)
+
+
+def options_in_the_ini_file() -> str:
+    return _options(option for option in OPTIONS if option.ini_only)
+
+
+def _options(options: Iterable[Option]) -> str:
+    rows = []
+    for option in options:
+        value = (
+            f"{' = ' if option.ini_only else '='}{option.metavar or 'true|false'}"
+            if option.metavar or option.ini_only
+            else ""
+        )
+        name = f"{option.ini if option.ini_only else option.flag}{value}"
+        meaning, _, default = option.help.partition(" (default: ")
+        default = f"`{option.default}`" if option.default else _cell(default.removesuffix(")"))
+        more = f"[{MORE[option.name].removesuffix('.md')}]({MORE[option.name]})" if option.name in MORE else ""
+        rows.append((f"`{name}`", default, _cell(meaning), more))
+    return table(("option", "default", "meaning", "page"), rows)
+
+
+PARTS: Final[dict[str, Callable[[], str]]] = {
+    "platforms": platforms,
+    "words": words,
+    "commands": commands,
+    "options": options_typed,
+    "ini": options_in_the_ini_file,
+}
+
+
+def filled(page: str) -> str:
+    """Return the page with its generated parts as the code has them."""
+
+    def part(found: re.Match[str]) -> str:
+        name = found[1]
+        text = PARTS[name]() if name in PARTS else described(name)
+        return f"<!-- begin {name} -->\n\n{text}\n\n<!-- end {name} -->"
+
+    return _PART.sub(part, page)
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(filled(path.read_text()))
