@@ -59,7 +59,7 @@ def test_no_gpu(gputrain):
 
 
 PAGE = re.compile(
-    r"^```python\n(?P<program>.*?)^```\n.*?^```python\n(?P<test>.*?)^```\n.*?"
+    r"^```python\n(?P<program>.*?)^```\n.*?^```py\n(?P<test>.*?)^```\n.*?"
     r"peaks at (?P<peak>[\w. ]+?) on an emulated H100.*?"
     r"^```diff\n(?P<regression>.*?)^```\n.*?^```text\n(?P<sentence>.*?)^```",
     re.DOTALL | re.MULTILINE,
