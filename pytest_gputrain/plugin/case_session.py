@@ -14,37 +14,28 @@ import pytest
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.identity import suite_of
 from pytest_gputrain.cases.model_config import with_model
-from pytest_gputrain.execution.emulated import EmulatingExecutor
-from pytest_gputrain.execution.executor import Executor, conditions_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
-from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.local import LocalExecutor
-from pytest_gputrain.execution.predicted import PredictingExecutor
 from pytest_gputrain.execution.resume import ResumedReport
-from pytest_gputrain.hardware.catalog import CPU, MARKERS
+from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.plugin import absence, late_reports
+from pytest_gputrain.plugin.case_runners import case_runner, forecast_of
 from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, outcome_of_skip
 from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
 from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases, on_controller
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.plugin.settings import prepare_outputs, read
-from pytest_gputrain.records import Case, Event, Reply, Result
+from pytest_gputrain.records import Case, Event, Result
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.progress_line import ProgressLine
-from pytest_gputrain.session.emulating import EmulatingRunner
-from pytest_gputrain.session.predicting import PredictingRunner
-from pytest_gputrain.session.request import CaseRunner
-from pytest_gputrain.session.runner import Runner
-from pytest_gputrain.session.selection import ExpectedCase, platform_meant, platforms_named, platforms_of
+from pytest_gputrain.session.selection import ExpectedCase, platforms_of
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
-from pytest_gputrain.storage.forecast import Forecast
-from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils.errors import BadCase, CannotEmulate
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.signals import undisturbed
@@ -84,20 +75,8 @@ class CaseSession:
                     "--gpu-baseline-prune and -n contradict each other: it has to see every test in one process"
                 )
             resumed_report = None if settings.resume is None else ResumedReport.read(settings.resume, settings)
-            self.forecast = _forecast(config, settings)
-            self.executor: Executor[Any]
-            self.runner: CaseRunner
-            if settings.predict:
-                self.executor = predicting = _predicting_executor(config, settings, environment)
-                self.runner = PredictingRunner(settings, predicting, environment, self._watch)
-            elif settings.emulate:
-                self.executor = emulating = _emulating_executor(config, settings, environment)
-                self.runner = EmulatingRunner(settings, emulating, environment, self._watch)
-            else:
-                self.executor = _fleet_executor(config, settings, self.forecast) or LocalExecutor(
-                    conditions_of(settings), _fork_server(settings), environment.began
-                )
-                self.runner = Runner(settings, self.executor, environment, resumed_report, self._watch)
+            self.forecast = forecast_of(config, settings)
+            self.runner = case_runner(config, settings, environment, self.forecast, resumed_report, self._watch)
         except (ValueError, BaselineError, CannotEmulate) as error:
             raise pytest.UsageError(str(error)) from None
         self.collector = Collector(settings, resumed_report) if is_controller else None
@@ -119,7 +98,7 @@ class CaseSession:
 
     def gpu(self) -> Iterator[Gpu]:
         """Yield what the fixture ``gpu`` is, for as long as the test runs."""
-        return lend_gpu(self.executor)
+        return lend_gpu(self.runner.executor)
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Have a test with cases run with each combination of ``--gpu-set``."""
@@ -164,7 +143,7 @@ class CaseSession:
     @functools.cached_property
     def _unseen(self) -> str:
         """A sentence on GPUs of this machine that no case can use; empty where there are none, or cases run elsewhere."""
-        unseen = self.executor.unseen if isinstance(self.executor, LocalExecutor) else ""
+        unseen = self.runner.executor.unseen if isinstance(self.runner.executor, LocalExecutor) else ""
         return f"no GPU is used, this machine counts as a CPU: {unseen}; --gpu-platform=cpu accepts that" if unseen else ""
 
     def expect(self, items: Sequence[pytest.Item]) -> None:
@@ -377,86 +356,6 @@ def _check_installed() -> None:
 
     if lacking := page.missing():
         raise ValueError(f"--gpu-html: {lacking}")
-
-
-def _platforms(config: pytest.Config, settings: Settings) -> list[str]:
-    """Return the platforms that this run is for, as far as the command line names them."""
-    return platforms_named(expression_of(config)) if settings.platform is None else [settings.platform]
-
-
-def _forecast(config: pytest.Config, settings: Settings) -> Forecast | None:
-    """Return the recorded predictions for a run on a GPU at full scale; None where they do not apply."""
-    platforms = _platforms(config, settings)
-    if settings.predict or settings.emulate or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
-        return None
-    return Forecast(settings.baseline_dir, platforms[0])
-
-
-def _fork_server(settings: Settings) -> ForkServer | None:
-    return ForkServer() if settings.isolation == "auto" else None
-
-
-def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecast | None) -> Executor[Reply] | None:
-    """Return the executor that has a scheduler run the cases; None where cases run on this machine.
-
-    Raises:
-        ValueError: it cannot be used, or several platforms are named.
-    """
-    if settings.fleet is None:
-        return None
-    platforms = _platforms(config, settings) or [CPU]
-    if len(platforms) != 1:
-        raise ValueError(
-            f"--gpu-executor={settings.fleet} asks for machines of one platform, and -m names {', '.join(platforms)}; "
-            "name one of them"
-        )
-    from pytest_gputrain.execution.fleet.durations import Durations
-    from pytest_gputrain.execution.fleet.executor import FleetExecutor, scheduler_of
-
-    durations = Durations(platforms[0], settings.history, forecast)
-    return FleetExecutor(settings, platforms[0], scheduler_of(settings, platforms[0]), durations.of)
-
-
-def _predicting_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> PredictingExecutor:
-    """Make what predicts cases for the platform.
-
-    Raises:
-        ValueError: no platform is named, or several are.
-    """
-    platform = _only_platform(config, settings, "--gpu-predict predicts for")
-    cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
-    folder = None
-    with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
-        folder = None if cache is None else cache.mkdir("gputrain")
-    return PredictingExecutor(
-        platform, PredictionCache(folder), settings.timeout_seconds, environment.began, _fork_server(settings)
-    )
-
-
-def _emulating_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> EmulatingExecutor:
-    """Make what runs cases on an emulated GPU of the platform.
-
-    Raises:
-        ValueError: no platform is named, or several are.
-        CannotEmulate: it is none that can be emulated with what is installed.
-    """
-    platform = _only_platform(config, settings, "--gpu-emulate emulates")
-    return EmulatingExecutor(platform, settings.timeout_seconds, environment.began, _fork_server(settings))
-
-
-def _only_platform(config: pytest.Config, settings: Settings, what: str) -> str:
-    """Return the one platform that the options name.
-
-    Raises:
-        ValueError: no platform is named, or several are.
-    """
-    platforms = _platforms(config, settings)
-    if len(platforms) != 1:
-        problem = (
-            f"-m names {', '.join(platforms)}" if platforms else f"none is named{platform_meant(expression_of(config))}"
-        )
-        raise ValueError(f"{what} one platform, and {problem}; add --gpu-platform=h100, or -m h100")
-    return platforms[0]
 
 
 def _cases_of(item: pytest.Item) -> list[Case]:

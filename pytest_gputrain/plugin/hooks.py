@@ -159,7 +159,7 @@ class GpuTrainPlugin:
         return list(filter(None, (cases.taken_for_a_cpu(items), cases.predicted_not_to_fit(items)))) if cases else []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.environment.collected(elsewhere=bool(self.cases_so_far and self.cases_so_far.executor.is_remote))
+        self.environment.collected(elsewhere=bool(self.cases_so_far and self.cases_so_far.runner.executor.is_remote))
         if self.cases_so_far:
             self.cases_so_far.expect(session.items)
 

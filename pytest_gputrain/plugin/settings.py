@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gputrain.plugin.options import OPTIONS
+from pytest_gputrain.plugin.options import OPTIONS, Option
 from pytest_gputrain.records.settings import OUTPUTS, Settings
 from pytest_gputrain.utils.files import prepare
 
@@ -23,21 +23,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
     Raises:
         ValueError: one sentence naming the option, the value, and what would be accepted.
     """
-    values: dict[str, Any] = {}
-    for option in OPTIONS:
-        typed, written = options.get(option.name), ini.get(option.name, "")
-        typed = "\n".join(typed) if isinstance(typed, list) else typed
-        is_typed = typed is not None
-        text = str(typed) if is_typed else (written or option.default)
-        try:
-            if is_typed and not text:
-                raise ValueError("it was given without a value")
-            value = option.parse(text) if text else None
-        except ValueError as error:
-            raise ValueError(f"{option.flag if is_typed else option.ini}: {error}") from None
-        if isinstance(value, Path) and not is_typed:
-            value = root / value
-        values[option.name] = value
+    values = {option.name: _value(option, options.get(option.name), ini.get(option.name, ""), root) for option in OPTIONS}
     if values["baseline-update"] and values["baseline-update-new-only"]:
         raise ValueError("--gpu-baseline-update and --gpu-baseline-update-new-only contradict each other; give one")
     update: Literal["no", "new-only", "all"] = (
@@ -103,6 +89,40 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
     )
 
 
+def _value(option: Option, typed: str | bool | list[str] | None, written: str, root: Path) -> Any:
+    """Return the value of an option; None where there is none.
+
+    Args:
+        typed, written: as of `read`.
+
+    Raises:
+        ValueError: as of `read`.
+    """
+    typed = "\n".join(typed) if isinstance(typed, list) else typed
+    is_typed = typed is not None
+    text = str(typed) if is_typed else (written or option.default)
+    try:
+        if is_typed and not text:
+            raise ValueError("it was given without a value")
+        value = option.parse(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"{option.flag if is_typed else option.ini}: {error}") from None
+    return root / value if isinstance(value, Path) and not is_typed else value
+
+
+def _refuse_together(option: str, others: Mapping[str, object], why: str) -> None:
+    """Refuse an option beside any of the others that is asked for.
+
+    Args:
+        others: by its flag whether each is.
+
+    Raises:
+        ValueError: one is.
+    """
+    for other in (flag for flag, asked in others.items() if asked):
+        raise ValueError(f"{option} and {other} contradict each other: {why}")
+
+
 def _refuse_outputs(values: Mapping[str, Any]) -> None:
     """Refuse outputs that cannot all be written.
 
@@ -129,7 +149,9 @@ def _refuse_to_prune(values: Mapping[str, Any]) -> None:
     Raises:
         ValueError: baselines are to be removed that no test asks for, and tests are to ask for other cases than their own.
     """
-    against = {
+    if not values["baseline-prune"]:
+        return
+    others = {
         "--gpu-set": values["set"],
         "--gpu-find-batch": values["find-batch"],
         "--gpu-loss": values["loss"],
@@ -137,8 +159,7 @@ def _refuse_to_prune(values: Mapping[str, Any]) -> None:
         "--gpu-warmup": values["warmup"] is not None,
         f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
     }
-    for other in (flag for flag, asked in against.items() if asked and values["baseline-prune"]):
-        raise ValueError(f"--gpu-baseline-prune and {other} contradict each other: tests ask for other cases then")
+    _refuse_together("--gpu-baseline-prune", others, "tests ask for other cases then")
 
 
 def prepare_outputs(settings: Settings) -> None:
@@ -160,22 +181,20 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     Raises:
         ValueError: two of the values cannot both be meant.
     """
-    for other, asked in {"--gpu-ids": values["ids"], "--gpu-isolation=inline": values["isolation"] == "inline"}.items():
-        if asked and values["nodes"] > 1:
-            raise ValueError(f"gpu_nodes and {other} contradict each other: it takes processes on all GPUs of each node")
+    is_inline = {"--gpu-isolation=inline": values["isolation"] == "inline"}
+    if values["nodes"] > 1:
+        others = {"--gpu-ids": values["ids"], **is_inline}
+        _refuse_together("gpu_nodes", others, "it takes processes on all GPUs of each node")
     if values["executor"] != "local":
-        against = {
+        others = {
             "--gpu-predict": values["predict"],
             "--gpu-emulate": values["emulate"],
-            "--gpu-isolation=inline": values["isolation"] == "inline",
+            **is_inline,
             "--gpu-ids": values["ids"],
             "gpu_rendezvous": values["rendezvous"],
         }
-        for other in (flag for flag, asked in against.items() if asked):
-            raise ValueError(
-                f"--gpu-executor={values['executor']} and {other} contradict each other: "
-                "cases run on machines that a scheduler chooses"
-            )
+        why = "cases run on machines that a scheduler chooses"
+        _refuse_together(f"--gpu-executor={values['executor']}", others, why)
     whys = {
         "predict": "it trains nothing, and compares with recorded predictions",
         "emulate": "it measures nothing, and compares with recorded figures of an emulated GPU",
@@ -183,34 +202,30 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     for name, why in whys.items():
         if not values[name]:
             continue
-        against = {
+        others = {
             "--gpu-predict": name == "emulate" and values["predict"],
             "--gpu-ids": name == "emulate" and values["ids"],
             "--gpu-find-batch": values["find-batch"],
             "--gpu-loss": values["loss"],
             f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
-            "--gpu-isolation=inline": values["isolation"] == "inline",
+            **is_inline,
             "--gpu-resume": values["resume"] is not None,
         }
-        for other in (flag for flag, asked in against.items() if asked):
-            raise ValueError(f"--gpu-{name} and {other} contradict each other: {why}")
+        _refuse_together(f"--gpu-{name}", others, why)
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:
         raise ValueError(f"{' and '.join(studies)} contradict each other; give one")
     for study in studies:
-        against = {
+        others = {
             "--gpu-baseline-update": values["baseline-update"],
             "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
-            "--gpu-isolation=inline": values["isolation"] == "inline",
+            **is_inline,
             "--gpu-resume": values["resume"] is not None,
         }
-        for other in (flag for flag, asked in against.items() if asked):
-            raise ValueError(
-                f"{study} and {other} contradict each other: it starts the processes that it needs and records no baseline"
-            )
+        _refuse_together(study, others, "it starts the processes that it needs and records no baseline")
     both = {
         "batch_size": "--gpu-find-batch" if values["find-batch"] else "",
         "steps": "--gpu-loss" if values["loss"] else "--gpu-steps" if values["steps"] is not None else "",

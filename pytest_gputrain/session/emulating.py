@@ -49,7 +49,7 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
             return verdict
         # A worker that runs a script sees the allocator's peaks alone, not what holds them.
         command = shlex.join(["python", case.code, *msgspec.json.decode(case.args or "[]", type=list[str])])
-        emulate = f"gputrain emulate --gpu {self._executor.host.platform} -- {command}"
+        emulate = f"gputrain emulate --gpu {self.executor.host.platform} -- {command}"
         sentence = f"{verdict.sentence}; {emulate} tells what is allocated at the peak, and where"
         return msgspec.structs.replace(verdict, sentence=sentence)
 

@@ -50,7 +50,7 @@ class CaseRunner:
 
     def __init__(self, settings: Settings, executor: Executor[Any], tasks: TaskMaker) -> None:
         self.settings = settings
-        self._executor = executor
+        self.executor = executor
         self._tasks = tasks
         self._declared = DeclaredCases(settings.root)
 
@@ -96,7 +96,7 @@ class CaseRunner:
 
     def close(self) -> None:
         """End what was kept running for the cases to come."""
-        self._executor.close()
+        self.executor.close()
 
 
 def result_fields(request: Request, task: Task, host: Host, verdict: Verdict | None) -> dict[str, Any]:

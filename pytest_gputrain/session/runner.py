@@ -58,7 +58,7 @@ class Runner(CaseRunner):
 
     def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
         self._expected = cases
-        if submit and self._executor.is_remote and not self._is_study:
+        if submit and self.executor.is_remote and not self._is_study:
             self._replies.expect(self._prefetcher)
 
     def forget(self, nodeid: str) -> None:
@@ -73,7 +73,7 @@ class Runner(CaseRunner):
 
     def run(self, request: Request) -> Result:
         """Measure the case, unless this session did already, and judge it if asked and if its own figures were wanted."""
-        host = self._executor.host
+        host = self.executor.host
         scaling = request.scaling and not self._is_study
         refuse_unfit(request.case, request.markers, request.expression, host, self.settings, scaling=scaling)
         self._declared.refuse_same_id(request.suite, request.case)
@@ -159,7 +159,7 @@ class Runner(CaseRunner):
             studied, reply, search = search_batch(task, self.settings.find_batch_max, launch)
             return BatchSearch(search=search, **self._studied(request, task, studied, reply))
         assert self.settings.loss_steps is not None, "nothing else is a study"
-        studied, reply, curves = record_losses(task, self.settings.loss_steps, self._executor.host.platform, launch)
+        studied, reply, curves = record_losses(task, self.settings.loss_steps, self.executor.host.platform, launch)
         return LossStudy(loss_curves=curves, **self._studied(request, task, studied, reply))
 
     def _studied(self, request: Request, task: Task, studied: Task, reply: Reply) -> dict[str, Any]:
@@ -196,12 +196,12 @@ class Runner(CaseRunner):
                 noise.add(suite, key_of(task.case, task.scale), criteria.first_ratio(replies))
 
     def _prefetcher(self) -> Prefetcher:
-        return Prefetcher(self._lookup, self._expected_tasks(self._expected), self._executor.host)
+        return Prefetcher(self._lookup, self._expected_tasks(self._expected), self.executor.host)
 
     def _expected_tasks(self, expected: Iterable[ExpectedCase]) -> Iterator[ExpectedTask]:
         """Return the tasks of those cases that may run."""
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
-                refuse_unfit(case, markers, expression, self._executor.host, self.settings)
+                refuse_unfit(case, markers, expression, self.executor.host, self.settings)
                 task = self._tasks.make(self._tasks.with_steps(case), growth_bytes=terms.growth_bytes, prefetched=True)
                 yield ExpectedTask(suite, task, terms)

@@ -61,7 +61,7 @@ class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
 
     def run(self, request: Request) -> Result:
         """Find the case's figures, unless this session did already, and compare them with what is recorded if asked."""
-        host = self._executor.host
+        host = self.executor.host
         refuse_unfit(request.case, request.markers, request.expression, host, self.settings)
         self._refuse(request.case)
         if request.inline:
@@ -92,18 +92,18 @@ class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
         """
         refuse_missing_folder(self.settings)
         try:
-            return self._store.get(self._executor.host.platform, request.suite, key_of(task.case, task.scale))
+            return self._store.get(self.executor.host.platform, request.suite, key_of(task.case, task.scale))
         except BaselineError as error:
             raise BadCase(str(error)) from None
 
     def _reply(self, task: Task) -> Any:
-        return self._executor.run(task, watch=lambda event: self._watch(task.case, event, 1))
+        return self.executor.run(task, watch=lambda event: self._watch(task.case, event, 1))
 
     def _judged(
         self, request: Request, task: Task, figures: FiguresT, recorded: Recorded[FiguresT] | None
     ) -> tuple[Verdict, dict[str, Any]]:
         """Judge the figures; return fields of the result beside the verdict, too."""
-        title = catalog.title_of(self._executor.host.platform)
+        title = catalog.title_of(self.executor.host.platform)
         verdict = self._verdict(request, task.case, figures, recorded, title)
         if not records(self.settings, recorded=recorded is not None):
             return self._advised(task, figures, verdict)

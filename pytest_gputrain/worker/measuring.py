@@ -22,11 +22,11 @@ from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
-from pytest_gputrain.worker.device import Device, peak_host_bytes
+from pytest_gputrain.worker.device import Device, Peaks, peak_host_bytes
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
-from pytest_gputrain.worker.loop import Steps, lead_in, levelled, schedule, timed, timed_steps
+from pytest_gputrain.worker.loop import Steps, Timed, lead_in, levelled, schedule, timed, timed_steps
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.progress import Progress
@@ -116,7 +116,6 @@ class Measuring:
         if counter is not None:
             yield from self._count(training, counter)
         counting.close()
-        counted = None if counter is None else counter.peaks()
         # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
         gc.collect()
         gc.freeze()
@@ -150,32 +149,10 @@ class Measuring:
         updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
         measured = yield from timed(updates, device, end_step, begin_step)
 
-        peaks, host = device.peaks(), peak_host_bytes()
+        peaks = device.peaks()
         losses = tuple(float(loss) for loss in training.losses)
-        figures = Measurement(
-            step_seconds=levelled(measured.seconds, case.loader_workers),
-            device_step_seconds=levelled(measured.on_device, case.loader_workers),
-            input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(measured.seconds) :]) else None,
-            warmup_seconds=warmup_seconds,
-            losses=tuple(itertools.takewhile(math.isfinite, losses)),
-            batch_size=training.samples,
-            sequence_length=training.sequence_length,
-            tokens=training.tokens,
-            updates=training.updates,
-            parameters=training.parameters,
-            trainable_parameters=training.trainable_parameters,
-            model_bytes=None if training.model is None else model_bytes(training.model),
-            peak_allocated_bytes=known(peaks.allocated if counted is None else counted.bytes),
-            phase_peak_bytes=counted.by_phase if counted else {},
-            largest=counter.trace.largest_at_peaks(counted) if counter and counted else {},
-            peak_reserved_bytes=peaks.reserved,
-            device_used_bytes=peaks.used,
-            peak_host_bytes=host,
-            own_seconds=tuple(self._own_work.seconds) if group.size > 1 else (),
-            uncompiled=compile_calls.any and counter is not None,
-            counted_threads=max(1, len(counter.threads)) if own and counter is not None else 1,
-            environment=environment_of(device, group),
-        )
+        figures = self._unchecked(training, measured, warmup_seconds, losses, peaks, counter)
+        figures = msgspec.structs.replace(figures, uncompiled=compile_calls.any and counter is not None)
         self._keep(figures)
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
@@ -195,6 +172,42 @@ class Measuring:
             flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
             recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
             notes=checked.notes,
+        )
+
+    def _unchecked(
+        self,
+        training: Trainable,
+        measured: Timed,
+        warmup_seconds: tuple[float, ...],
+        losses: tuple[float, ...],
+        peaks: Peaks,
+        counter: AllocationCounter | None,
+    ) -> Measurement:
+        """Return the figures of the timed steps, before anything is checked."""
+        case, device, group = self._case, self._device, self._group
+        counted = None if counter is None else counter.peaks()
+        return Measurement(
+            step_seconds=levelled(measured.seconds, case.loader_workers),
+            device_step_seconds=levelled(measured.on_device, case.loader_workers),
+            input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(measured.seconds) :]) else None,
+            warmup_seconds=warmup_seconds,
+            losses=tuple(itertools.takewhile(math.isfinite, losses)),
+            batch_size=training.samples,
+            sequence_length=training.sequence_length,
+            tokens=training.tokens,
+            updates=training.updates,
+            parameters=training.parameters,
+            trainable_parameters=training.trainable_parameters,
+            model_bytes=None if training.model is None else model_bytes(training.model),
+            peak_allocated_bytes=known(peaks.allocated if counted is None else counted.bytes),
+            phase_peak_bytes=counted.by_phase if counted else {},
+            largest=counter.trace.largest_at_peaks(counted) if counter and counted else {},
+            peak_reserved_bytes=peaks.reserved,
+            device_used_bytes=peaks.used,
+            peak_host_bytes=peak_host_bytes(),
+            own_seconds=tuple(self._own_work.seconds) if group.size > 1 else (),
+            counted_threads=max(1, len(counter.threads)) if self._own and counter is not None else 1,
+            environment=environment_of(device, group),
         )
 
     def _warm_up(
