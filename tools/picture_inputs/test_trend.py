@@ -8,7 +8,7 @@ def train(setup):
     model = nn.ModuleList(blocks).to(setup.device)
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
-        batch = torch.randn(512, 128, device=setup.device)
+        batch = torch.randn(256, 128, device=setup.device)
         hidden = batch
         for block in model:
             hidden = checkpoint(block, hidden, use_reentrant=False)
@@ -20,4 +20,4 @@ def train(setup):
 
 
 def test_training(gputrain):
-    gputrain.check(train, precision="fp32", batch_size=512)
+    gputrain.check(train, precision="fp32", batch_size=256)
