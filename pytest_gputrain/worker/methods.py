@@ -84,8 +84,8 @@ def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
 
 _STATE_SPACE: Final = frozenset({"falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h"})
 _READ_PAST_THE_LAYER: Final = frozenset({"out_proj", "dt_proj"})
-"""Layers of state-space models whose weights a kernel reads, so that an adapter would not be in the product: peft refuses
-the first for most of them, and the second would get no gradient."""
+"""Layers whose weights a kernel reads, so that no adapter is in the product. peft refuses the first for most of these
+models, and the second would get no gradient."""
 
 
 def default_targets(model: nn.Module) -> tuple[str, ...] | str:

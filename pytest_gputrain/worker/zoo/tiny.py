@@ -25,7 +25,7 @@ from pytest_gputrain.cases.architectures.facts import Part
 HEADS: Final = 4
 
 _MOST: Final = {
-    "vocab_size": 512,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 512),
     "max_position_embeddings": 256,
     "hidden_size": 64,
     **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "hidden_size_per_layer_input"), 64),
