@@ -1,25 +1,73 @@
 """Operators, and what they allocate on a GPU: measured in torch's CUDA build, compared with what a prediction expects."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CALLS = {
+    "softmax": lambda values: torch.softmax(values, -1),
+    "softmax of transposed": lambda values: torch.softmax(values.transpose(1, 2), -1),
+    "softmax to fp32": lambda values: torch.softmax(values, -1, dtype=torch.float32),
+    "log_softmax to fp32": lambda values: torch.log_softmax(values, -1, dtype=torch.float32),
+    "rms_norm": lambda values, weight=None: functional.rms_norm(values, values.shape[-1:], weight),
+    "rms_norm of a third": lambda values, weight: functional.rms_norm(values[..., : len(weight)], weight.shape, weight),
+    "layer_norm": lambda values, weight, bias: functional.layer_norm(values, weight.shape, weight, bias),
+    "layer_norm of a third": lambda values, weight: functional.layer_norm(
+        values[..., : len(weight)], weight.shape, weight, weight
+    ),
+    "group_norm": lambda values, weight, bias: functional.group_norm(values, 32, weight, bias),
+    "sum of rows": lambda values: values.sum(0),
+    "sum of channels": lambda values: values.sum((0, 2, 3)),
+    "mean": torch.mean,
+    "norm": torch.linalg.vector_norm,
+    "linear": functional.linear,
+    "embedding": lambda weight, rows: functional.embedding(rows, weight),
+    "attention": functional.scaled_dot_product_attention,
+    "attention with dropout": functools.partial(functional.scaled_dot_product_attention, dropout_p=0.1),
+    "attention of shared heads": functools.partial(functional.scaled_dot_product_attention, enable_gqa=True),
+}
 
 
 @dataclass(frozen=True)
 class Given:
     """A tensor that an operator is called with."""
 
+    dtype: torch.dtype
     shape: tuple[int, ...]
-    dtype: torch.dtype = FP32
     trained: bool = True
+
+    def __str__(self):
+        return f"{'' if self.trained else 'still '}{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
     def on(self, device):
         return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.trained)
+
+
+def fp32(*shape):
+    return Given(torch.float32, shape)
+
+
+def bf16(*shape):
+    return Given(torch.bfloat16, shape)
+
+
+def fp16(*shape):
+    return Given(torch.float16, shape)
+
+
+def still(given):
+    """The tensor without a gradient."""
+    return replace(given, trained=False)
+
+
+def rows(count):
+    return Given(torch.int64, (count,), trained=False)
+
+
+def mask(length, keys):
+    return Given(torch.bool, (2, 1, length, keys), trained=False)
 
 
 @dataclass(frozen=True)
@@ -31,19 +79,18 @@ class Fact:
         backward: likewise.
     """
 
-    name: str
-    call: Callable[..., Any]
-    given: tuple[Given, ...]
+    call: str
+    given: list[Given]
     forward: tuple[int, int]
     backward: tuple[int, int] = (0, 0)
 
     def __str__(self):
-        return self.name
+        return f"{self.call} {', '.join(map(str, self.given))}"
 
     def observed(self, device, watched):
         """The four figures, where ``watched(function)`` returns a result and the bytes it allocated and, negative, freed."""
-        arguments = [argument.on(device) for argument in self.given]
-        result, events = watched(lambda: self.call(*arguments))
+        arguments = [given.on(device) for given in self.given]
+        result, events = watched(lambda: CALLS[self.call](*arguments))
         forward = summed(events)
         if not result.requires_grad:
             return forward, (0, 0)
@@ -59,362 +106,89 @@ def summed(events):
     return peak, live
 
 
-def softmax(values):
-    return torch.softmax(values, -1)
-
-
-def softmax_in_fp32(values):
-    return torch.softmax(values, -1, dtype=torch.float32)
-
-
-def log_softmax_in_fp32(values):
-    return torch.log_softmax(values, -1, dtype=torch.float32)
-
-
-def softmax_of_transposed(values):
-    return torch.softmax(values.transpose(1, 2), -1)
-
-
-def rms_norm(values, weight=None):
-    return functional.rms_norm(values, values.shape[-1:], weight)
-
-
-def rms_norm_of_a_third(values, weight):
-    return functional.rms_norm(values[..., : weight.shape[0]], weight.shape, weight)
-
-
-def layer_norm(values, weight, bias):
-    return functional.layer_norm(values, weight.shape, weight, bias)
-
-
-def layer_norm_of_a_third(values, weight):
-    return functional.layer_norm(values[..., : weight.shape[0]], weight.shape, weight, weight)
-
-
-def group_norm(values, weight, bias):
-    return functional.group_norm(values, 32, weight, bias)
-
-
-def sum_of_rows(values):
-    return values.sum(0)
-
-
-def sum_of_channels(values):
-    return values.sum((0, 2, 3))
-
-
-def mean(values):
-    return values.mean()
-
-
-def norm(values):
-    return torch.linalg.vector_norm(values)
-
-
-def linear(values, weight, bias):
-    return functional.linear(values, weight, bias)
-
-
-def embedding(weight, rows):
-    return functional.embedding(rows, weight)
-
-
-def attention(query, key, value, mask=None):
-    return functional.scaled_dot_product_attention(query, key, value, mask)
-
-
-def attention_with_dropout(query, key, value):
-    return functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
-
-
-def attention_of_shared_heads(query, key, value):
-    return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-
-def rows(count):
-    return Given((count,), torch.int64, trained=False)
-
-
-def heads(batch, count, length, width, dtype):
-    return Given((batch, count, length, width), dtype)
-
-
-def mask(length, keys, dtype):
-    return Given((2, 1, length, keys), dtype, trained=False)
-
-
-def three(*sizes):
-    return (heads(*sizes),) * 3
-
-
 FACTS = [
-    Fact("softmax FP32", softmax, (Given((1, 16, 512, 512), FP32),), (16777216, 16777216), (33554432, 16777216)),
-    Fact("softmax to fp32 FP32", softmax_in_fp32, (Given((2, 3, 700), FP32),), (16896, 16896), (33792, 16896)),
+    Fact("softmax", [fp32(1, 16, 512, 512)], (16777216, 16777216), (33554432, 16777216)),
+    Fact("softmax to fp32", [fp32(2, 3, 700)], (16896, 16896), (33792, 16896)),
+    Fact("log_softmax to fp32", [fp32(100, 7000)], (2800128, 2800128), (2800128, 2800128)),
+    Fact("softmax", [bf16(1, 16, 512, 512)], (8388608, 8388608), (16777216, 8388608)),
+    Fact("softmax to fp32", [bf16(2, 3, 700)], (33792, 16896), (33792, 8704)),
+    Fact("log_softmax to fp32", [bf16(100, 7000)], (5600256, 2800128), (4200448, 1400320)),
+    Fact("softmax", [fp16(1, 16, 512, 512)], (8388608, 8388608), (16777216, 8388608)),
+    Fact("softmax to fp32", [fp16(2, 3, 700)], (16896, 16896), (25600, 8704)),
+    Fact("log_softmax to fp32", [fp16(100, 7000)], (2800128, 2800128), (1400320, 1400320)),
+    Fact("softmax of transposed", [bf16(2, 320, 640)], (1638400, 819200), (1638400, 819200)),
+    Fact("rms_norm", [fp32(2, 100, 1000), fp32(1000)], (801280, 801280), (804352, 803328)),
+    Fact("rms_norm", [fp32(3000, 2048), still(fp32(2048))], (24588288, 24588288), (24576000, 24563712)),
+    Fact("rms_norm", [fp32(5, 7, 64)], (9728, 9728), (9216, 8704)),
+    Fact("rms_norm of a third", [fp32(2, 4096, 960), still(fp32(320))], (21004288, 10518528), (41910272, 31424512)),
+    Fact("layer_norm", [fp32(2, 4096, 320), fp32(320), fp32(320)], (10551296, 10551296), (10488832, 10423296)),
+    Fact("layer_norm of a third", [fp32(2, 4096, 960), still(fp32(320))], (21037056, 10551296), (41877504, 31391744)),
+    Fact("group_norm", [fp32(2, 320, 64, 64), fp32(320), fp32(320)], (10491904, 10486784), (10497536, 10487808)),
+    Fact("group_norm", [fp32(1, 640, 33, 17), still(fp32(640)), still(fp32(640))], (1442304, 1437184), (1444864, 1435136)),
+    Fact("rms_norm", [bf16(2, 100, 1000), bf16(1000)], (401408, 401408), (402432, 401408)),
+    Fact("rms_norm", [bf16(3000, 2048), still(bf16(2048))], (12300288, 12300288), (12288000, 12275712)),
+    Fact("rms_norm", [bf16(5, 7, 64)], (5120, 5120), (4608, 4096)),
+    Fact("rms_norm of a third", [bf16(2, 4096, 960), still(bf16(320))], (10518528, 5275648), (20938752, 15695872)),
+    Fact("layer_norm", [bf16(2, 4096, 320), bf16(320), bf16(320)], (5308416, 5308416), (5244928, 5179392)),
+    Fact("layer_norm of a third", [bf16(2, 4096, 960), still(bf16(320))], (10551296, 5308416), (20905984, 15663104)),
+    Fact("group_norm", [bf16(2, 320, 64, 64), bf16(320), bf16(320)], (5250048, 5243904), (5253632, 5243904)),
+    Fact("group_norm", [bf16(1, 640, 33, 17), still(bf16(640)), still(bf16(640))], (725504, 719360), (727040, 717312)),
+    Fact("rms_norm", [bf16(2, 4096, 320), still(fp32(320))], (31490048, 15761408), (52396032, -5275648)),
+    Fact("sum of rows", [still(fp32(4096, 320))], (10487808, 1536)),
+    Fact("sum of rows", [still(fp32(16384, 4096))], (138428928, 16384)),
+    Fact("sum of rows", [still(fp32(16384, 14336))], (139518464, 57344)),
+    Fact("sum of rows", [still(fp32(100000, 64))], (12813312, 512)),
+    Fact("sum of rows", [still(fp32(300, 1000))], (4096, 4096)),
+    Fact("sum of rows", [still(fp32(2048, 1280))], (20977152, 5120)),
+    Fact("sum of rows", [still(fp32(5000, 33))], (85504, 512)),
+    Fact("sum of rows", [still(bf16(4096, 320))], (10487296, 1024)),
+    Fact("sum of rows", [still(bf16(16384, 4096))], (138420736, 8192)),
+    Fact("sum of rows", [still(bf16(16384, 14336))], (139489792, 28672)),
+    Fact("sum of rows", [still(bf16(100000, 64))], (12813312, 512)),
+    Fact("sum of rows", [still(bf16(300, 1000))], (2048, 2048)),
+    Fact("sum of rows", [still(bf16(2048, 1280))], (20974592, 2560)),
+    Fact("sum of rows", [still(bf16(5000, 33))], (85504, 512)),
+    Fact("sum of channels", [still(fp32(32, 64, 56, 56))], (512, 512)),
+    Fact("mean", [still(bf16(16384, 14336))], (8192, 512)),
+    Fact("norm", [still(fp32(4, 1000, 3000))], (3584, 512)),
+    Fact("linear", [bf16(2, 500, 320), bf16(640, 320), bf16(640)], (1280000, 1280000), (1051136, 1051136)),
+    Fact("embedding", [fp32(30000, 1024), rows(4096)], (16777216, 16777216), (141533696, 122880000)),
+    Fact("embedding", [bf16(30000, 1024), rows(4096)], (8388608, 8388608), (80093696, 61440000)),
+    Fact("embedding", [bf16(128256, 4096), rows(16384)], (134217728, 134217728), (1346746368, 1050673152)),
+    Fact("embedding", [fp32(2, 1024), rows(4096)], (16777216, 16777216), (141312, 8192)),
+    Fact("embedding", [bf16(512, 1024), rows(16384)], (33554432, 33554432), (3582976, 1048576)),
+    Fact("embedding", [fp32(1000, 33), rows(4000)], (528384, 528384), (442368, 132096)),
+    Fact("embedding", [fp32(50000, 100), rows(3072)], (1228800, 1228800), (20000256, 20000256)),
+    Fact("embedding", [fp32(50000, 100), rows(3073)], (1229312, 1229312), (21506048, 20000256)),
+    Fact("attention", [*[fp32(2, 8, 1024, 64)] * 3], (4259840, 4259840), (16908288, 12517376)),
+    Fact("attention", [*[fp32(2, 8, 4096, 40)] * 3], (10747904, 10747904), (48513024, 31195136)),
+    Fact("attention", [*[fp32(2, 8, 1000, 128)] * 3], (8257536, 8257536), (33032704, 24510464)),
+    Fact("attention", [*[fp32(2, 8, 512, 256)] * 3], (8421376, 8421376), (33619968, 25133056)),
+    Fact("attention", [fp32(2, 8, 1000, 64), *[fp32(2, 8, 77, 64)] * 2], (4161536, 4161536), (8989184, 4661248)),
+    Fact("attention", [*[fp32(2, 8, 333, 96)] * 3, still(fp32(2, 1, 333, 333))], (2963968, 2963968), (9306624, 5219840)),
     Fact(
-        "log_softmax to fp32 FP32", log_softmax_in_fp32, (Given((100, 7000), FP32),), (2800128, 2800128), (2800128, 2800128)
-    ),
-    Fact("softmax BF16", softmax, (Given((1, 16, 512, 512), BF16),), (8388608, 8388608), (16777216, 8388608)),
-    Fact("softmax to fp32 BF16", softmax_in_fp32, (Given((2, 3, 700), BF16),), (33792, 16896), (33792, 8704)),
-    Fact(
-        "log_softmax to fp32 BF16", log_softmax_in_fp32, (Given((100, 7000), BF16),), (5600256, 2800128), (4200448, 1400320)
-    ),
-    Fact("softmax FP16", softmax, (Given((1, 16, 512, 512), FP16),), (8388608, 8388608), (16777216, 8388608)),
-    Fact("softmax to fp32 FP16", softmax_in_fp32, (Given((2, 3, 700), FP16),), (16896, 16896), (25600, 8704)),
-    Fact(
-        "log_softmax to fp32 FP16", log_softmax_in_fp32, (Given((100, 7000), FP16),), (2800128, 2800128), (1400320, 1400320)
-    ),
-    Fact("softmax strided BF16", softmax_of_transposed, (Given((2, 320, 640), BF16),), (1638400, 819200), (1638400, 819200)),
-    Fact("rms_norm FP32", rms_norm, (Given((2, 100, 1000), FP32), Given((1000,), FP32)), (801280, 801280), (804352, 803328)),
-    Fact(
-        "rms_norm frozen FP32",
-        rms_norm,
-        (Given((3000, 2048), FP32), Given((2048,), FP32, trained=False)),
-        (24588288, 24588288),
-        (24576000, 24563712),
-    ),
-    Fact("rms_norm bare FP32", rms_norm, (Given((5, 7, 64), FP32),), (9728, 9728), (9216, 8704)),
-    Fact(
-        "rms_norm strided FP32",
-        rms_norm_of_a_third,
-        (Given((2, 4096, 960), FP32), Given((320,), FP32, trained=False)),
-        (21004288, 10518528),
-        (41910272, 31424512),
-    ),
-    Fact(
-        "layer_norm FP32",
-        layer_norm,
-        (Given((2, 4096, 320), FP32), Given((320,), FP32), Given((320,), FP32)),
-        (10551296, 10551296),
-        (10488832, 10423296),
-    ),
-    Fact(
-        "layer_norm strided FP32",
-        layer_norm_of_a_third,
-        (Given((2, 4096, 960), FP32), Given((320,), FP32, trained=False)),
-        (21037056, 10551296),
-        (41877504, 31391744),
-    ),
-    Fact(
-        "group_norm FP32",
-        group_norm,
-        (Given((2, 320, 64, 64), FP32), Given((320,), FP32), Given((320,), FP32)),
-        (10491904, 10486784),
-        (10497536, 10487808),
-    ),
-    Fact(
-        "group_norm odd FP32",
-        group_norm,
-        (Given((1, 640, 33, 17), FP32), Given((640,), FP32, trained=False), Given((640,), FP32, trained=False)),
-        (1442304, 1437184),
-        (1444864, 1435136),
-    ),
-    Fact("rms_norm BF16", rms_norm, (Given((2, 100, 1000), BF16), Given((1000,), BF16)), (401408, 401408), (402432, 401408)),
-    Fact(
-        "rms_norm frozen BF16",
-        rms_norm,
-        (Given((3000, 2048), BF16), Given((2048,), BF16, trained=False)),
-        (12300288, 12300288),
-        (12288000, 12275712),
-    ),
-    Fact("rms_norm bare BF16", rms_norm, (Given((5, 7, 64), BF16),), (5120, 5120), (4608, 4096)),
-    Fact(
-        "rms_norm strided BF16",
-        rms_norm_of_a_third,
-        (Given((2, 4096, 960), BF16), Given((320,), BF16, trained=False)),
-        (10518528, 5275648),
-        (20938752, 15695872),
-    ),
-    Fact(
-        "layer_norm BF16",
-        layer_norm,
-        (Given((2, 4096, 320), BF16), Given((320,), BF16), Given((320,), BF16)),
-        (5308416, 5308416),
-        (5244928, 5179392),
-    ),
-    Fact(
-        "layer_norm strided BF16",
-        layer_norm_of_a_third,
-        (Given((2, 4096, 960), BF16), Given((320,), BF16, trained=False)),
-        (10551296, 5308416),
-        (20905984, 15663104),
-    ),
-    Fact(
-        "group_norm BF16",
-        group_norm,
-        (Given((2, 320, 64, 64), BF16), Given((320,), BF16), Given((320,), BF16)),
-        (5250048, 5243904),
-        (5253632, 5243904),
-    ),
-    Fact(
-        "group_norm odd BF16",
-        group_norm,
-        (Given((1, 640, 33, 17), BF16), Given((640,), BF16, trained=False), Given((640,), BF16, trained=False)),
-        (725504, 719360),
-        (727040, 717312),
-    ),
-    Fact(
-        "rms_norm of two types",
-        rms_norm,
-        (Given((2, 4096, 320), BF16), Given((320,), FP32, trained=False)),
-        (31490048, 15761408),
-        (52396032, -5275648),
-    ),
-    Fact("sum of 4096 rows of 320 FP32", sum_of_rows, (Given((4096, 320), FP32, trained=False),), (10487808, 1536), (0, 0)),
-    Fact(
-        "sum of 16384 rows of 4096 FP32",
-        sum_of_rows,
-        (Given((16384, 4096), FP32, trained=False),),
-        (138428928, 16384),
-        (0, 0),
-    ),
-    Fact(
-        "sum of 16384 rows of 14336 FP32",
-        sum_of_rows,
-        (Given((16384, 14336), FP32, trained=False),),
-        (139518464, 57344),
-        (0, 0),
-    ),
-    Fact("sum of 100000 rows of 64 FP32", sum_of_rows, (Given((100000, 64), FP32, trained=False),), (12813312, 512), (0, 0)),
-    Fact("sum of 300 rows of 1000 FP32", sum_of_rows, (Given((300, 1000), FP32, trained=False),), (4096, 4096), (0, 0)),
-    Fact(
-        "sum of 2048 rows of 1280 FP32", sum_of_rows, (Given((2048, 1280), FP32, trained=False),), (20977152, 5120), (0, 0)
-    ),
-    Fact("sum of 5000 rows of 33 FP32", sum_of_rows, (Given((5000, 33), FP32, trained=False),), (85504, 512), (0, 0)),
-    Fact("sum of 4096 rows of 320 BF16", sum_of_rows, (Given((4096, 320), BF16, trained=False),), (10487296, 1024), (0, 0)),
-    Fact(
-        "sum of 16384 rows of 4096 BF16",
-        sum_of_rows,
-        (Given((16384, 4096), BF16, trained=False),),
-        (138420736, 8192),
-        (0, 0),
-    ),
-    Fact(
-        "sum of 16384 rows of 14336 BF16",
-        sum_of_rows,
-        (Given((16384, 14336), BF16, trained=False),),
-        (139489792, 28672),
-        (0, 0),
-    ),
-    Fact("sum of 100000 rows of 64 BF16", sum_of_rows, (Given((100000, 64), BF16, trained=False),), (12813312, 512), (0, 0)),
-    Fact("sum of 300 rows of 1000 BF16", sum_of_rows, (Given((300, 1000), BF16, trained=False),), (2048, 2048), (0, 0)),
-    Fact(
-        "sum of 2048 rows of 1280 BF16", sum_of_rows, (Given((2048, 1280), BF16, trained=False),), (20974592, 2560), (0, 0)
-    ),
-    Fact("sum of 5000 rows of 33 BF16", sum_of_rows, (Given((5000, 33), BF16, trained=False),), (85504, 512), (0, 0)),
-    Fact("sum of channels", sum_of_channels, (Given((32, 64, 56, 56), FP32, trained=False),), (512, 512), (0, 0)),
-    Fact("mean", mean, (Given((16384, 14336), BF16, trained=False),), (8192, 512), (0, 0)),
-    Fact("norm", norm, (Given((4, 1000, 3000), FP32, trained=False),), (3584, 512), (0, 0)),
-    Fact(
-        "linear",
-        linear,
-        (Given((2, 500, 320), BF16), Given((640, 320), BF16), Given((640,), BF16)),
-        (1280000, 1280000),
-        (1051136, 1051136),
-    ),
-    Fact(
-        "embedding 4096 of 30000 FP32",
-        embedding,
-        (Given((30000, 1024), FP32), rows(4096)),
-        (16777216, 16777216),
-        (141533696, 122880000),
-    ),
-    Fact(
-        "embedding 4096 of 30000 BF16",
-        embedding,
-        (Given((30000, 1024), BF16), rows(4096)),
-        (8388608, 8388608),
-        (80093696, 61440000),
-    ),
-    Fact(
-        "embedding 16384 of 128256 BF16",
-        embedding,
-        (Given((128256, 4096), BF16), rows(16384)),
-        (134217728, 134217728),
-        (1346746368, 1050673152),
-    ),
-    Fact("embedding 4096 of 2 FP32", embedding, (Given((2, 1024), FP32), rows(4096)), (16777216, 16777216), (141312, 8192)),
-    Fact(
-        "embedding 16384 of 512 BF16",
-        embedding,
-        (Given((512, 1024), BF16), rows(16384)),
-        (33554432, 33554432),
-        (3582976, 1048576),
-    ),
-    Fact(
-        "embedding 4000 of 1000 FP32", embedding, (Given((1000, 33), FP32), rows(4000)), (528384, 528384), (442368, 132096)
-    ),
-    Fact(
-        "embedding 3072 of 50000 FP32",
-        embedding,
-        (Given((50000, 100), FP32), rows(3072)),
-        (1228800, 1228800),
-        (20000256, 20000256),
-    ),
-    Fact(
-        "embedding 3073 of 50000 FP32",
-        embedding,
-        (Given((50000, 100), FP32), rows(3073)),
-        (1229312, 1229312),
-        (21506048, 20000256),
-    ),
-    Fact("attention 64 FP32", attention, three(2, 8, 1024, 64, FP32), (4259840, 4259840), (16908288, 12517376)),
-    Fact("attention 40 FP32", attention, three(2, 8, 4096, 40, FP32), (10747904, 10747904), (48513024, 31195136)),
-    Fact("attention 128 FP32", attention, three(2, 8, 1000, 128, FP32), (8257536, 8257536), (33032704, 24510464)),
-    Fact("attention 256 FP32", attention, three(2, 8, 512, 256, FP32), (8421376, 8421376), (33619968, 25133056)),
-    Fact(
-        "attention cross FP32",
-        attention,
-        (heads(2, 8, 1000, 64, FP32), heads(2, 8, 77, 64, FP32), heads(2, 8, 77, 64, FP32)),
-        (4161536, 4161536),
-        (8989184, 4661248),
-    ),
-    Fact(
-        "attention masked FP32",
-        attention,
-        (*three(2, 8, 333, 96, FP32), mask(333, 333, FP32)),
-        (2963968, 2963968),
-        (9306624, 5219840),
-    ),
-    Fact(
-        "attention bool FP32",
-        attention,
-        (heads(2, 8, 1000, 64, FP32), heads(2, 8, 77, 64, FP32), heads(2, 8, 77, 64, FP32), mask(1000, 77, torch.bool)),
+        "attention",
+        [fp32(2, 8, 1000, 64), *[fp32(2, 8, 77, 64)] * 2, mask(1000, 77)],
         (4801536, 4801536),
         (8989184, 4021248),
     ),
-    Fact("attention 64 BF16", attention, three(2, 8, 1024, 64, BF16), (2163712, 2163712), (10551296, 6224896)),
-    Fact("attention 40 BF16", attention, three(2, 8, 4096, 40, BF16), (5506048, 5506048), (26476544, 15465472)),
-    Fact("attention 128 BF16", attention, three(2, 8, 1000, 128, BF16), (4161024, 4161024), (20544000, 12222976)),
-    Fact("attention 256 BF16", attention, three(2, 8, 512, 256, BF16), (4228096, 4228096), (21004288, 12549120)),
+    Fact("attention", [*[bf16(2, 8, 1024, 64)] * 3], (2163712, 2163712), (10551296, 6224896)),
+    Fact("attention", [*[bf16(2, 8, 4096, 40)] * 3], (5506048, 5506048), (26476544, 15465472)),
+    Fact("attention", [*[bf16(2, 8, 1000, 128)] * 3], (4161024, 4161024), (20544000, 12222976)),
+    Fact("attention", [*[bf16(2, 8, 512, 256)] * 3], (4228096, 4228096), (21004288, 12549120)),
+    Fact("attention", [bf16(2, 8, 1000, 64), *[bf16(2, 8, 77, 64)] * 2], (2113024, 2113024), (6523392, 2298368)),
+    Fact("attention", [*[bf16(2, 8, 333, 96)] * 3, still(bf16(2, 1, 333, 333))], (1045504, 1045504), (5136384, 3046400)),
     Fact(
-        "attention cross BF16",
-        attention,
-        (heads(2, 8, 1000, 64, BF16), heads(2, 8, 77, 64, BF16), heads(2, 8, 77, 64, BF16)),
-        (2113024, 2113024),
-        (6523392, 2298368),
-    ),
-    Fact(
-        "attention masked BF16",
-        attention,
-        (*three(2, 8, 333, 96, BF16), mask(333, 333, BF16)),
-        (1045504, 1045504),
-        (5136384, 3046400),
-    ),
-    Fact(
-        "attention bool BF16",
-        attention,
-        (heads(2, 8, 1000, 64, BF16), heads(2, 8, 77, 64, BF16), heads(2, 8, 77, 64, BF16), mask(1000, 77, torch.bool)),
+        "attention",
+        [bf16(2, 8, 1000, 64), *[bf16(2, 8, 77, 64)] * 2, mask(1000, 77)],
         (2421248, 2421248),
         (6523392, 1990144),
     ),
-    Fact("attention 512 FP32", attention, three(2, 8, 512, 512, FP32), (16809984, 16809984), (67174400, 50298880)),
+    Fact("attention", [*[fp32(2, 8, 512, 512)] * 3], (16809984, 16809984), (67174400, 50298880)),
+    Fact("attention with dropout", [*[bf16(2, 8, 1000, 128)] * 3], (4161536, 4161024), (28934144, 12222976)),
     Fact(
-        "attention dropout", attention_with_dropout, three(2, 8, 1000, 128, BF16), (4161536, 4161024), (28934144, 12222976)
-    ),
-    Fact(
-        "attention shared",
-        attention_of_shared_heads,
-        (heads(2, 32, 1000, 128, BF16), heads(2, 8, 1000, 128, BF16), heads(2, 8, 1000, 128, BF16)),
+        "attention of shared heads",
+        [bf16(2, 32, 1000, 128), *[bf16(2, 8, 1000, 128)] * 2],
         (16641024, 16641024),
         (57600000, 24318976),
     ),

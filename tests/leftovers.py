@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from pytest_gputrain import Case
+from pytest_gputrain.records import Crashed, OutOfMemory, TimedOut
 
 FAULTS = """
 import os, signal, time
@@ -66,6 +67,26 @@ def own_case(name: str) -> Case:
     return Case(
         model=name, method="custom", precision="fp32", parallel="ddp", gpus=2, code=f"code.py::{name}", steps=2, warmup=0
     )
+
+
+REASONS = {"raises": "ValueError: a bad day", "killed": "ended by SIGKILL", "memory": "no room"}
+"""What is told of the ends of faults."""
+
+
+def assert_told(reply: object, fault: str) -> None:
+    """Assert that the case ended by this fault of its second process."""
+    assert isinstance(reply, OutOfMemory if fault == "memory" else Crashed), reply
+    assert reply.rank == 1
+    assert REASONS[fault] in (reply.sentence if isinstance(reply, Crashed) else reply.message)
+
+
+def assert_hung(reply: object) -> None:
+    """Assert that the first process is told to wait for the second, and the second to be in its own code."""
+    assert isinstance(reply, TimedOut), reply
+    first, second = reply.detail.split("rank 1:")
+    assert "all_reduce" in first
+    assert "code.py" in second
+    assert "all_reduce" not in second
 
 
 def wait_for(*paths: Path, seconds: float = 200) -> None:

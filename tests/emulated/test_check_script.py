@@ -11,8 +11,6 @@ import pytest
 from recipes import patched
 
 import pytest_gputrain
-from pytest_gputrain.hardware.emulation import build, libraries
-from pytest_gputrain.utils.errors import CannotEmulate
 
 ROOT = Path(pytest_gputrain.__file__).parents[1]
 
@@ -69,12 +67,8 @@ PAGE = re.compile(
 
 
 @pytest.fixture(scope="module")
-def emulate():
+def emulate(stand_ins):
     """Run the tests of a folder on an emulated H100, and return what they printed."""
-    try:
-        build.stand_ins(libraries.find_torch())
-    except CannotEmulate as error:
-        pytest.skip(f"needs a CUDA build of torch: {error}")
 
     def emulate(folder, *arguments):
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

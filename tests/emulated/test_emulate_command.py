@@ -1,7 +1,6 @@
 """`gputrain emulate` with real programs. Needs a CUDA build of torch, and no GPU."""
 
 import importlib.machinery
-import json
 import os
 import signal
 import subprocess
@@ -12,45 +11,10 @@ from pathlib import Path
 import pytest
 
 import pytest_gputrain
-from pytest_gputrain.hardware.emulation import boards, build, libraries
-from pytest_gputrain.utils.errors import CannotEmulate
+from pytest_gputrain.hardware.emulation import boards, build
 
 GIB = 1 << 30
 ROOT = Path(pytest_gputrain.__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def torch():
-    try:
-        return libraries.find_torch()
-    except CannotEmulate as error:
-        pytest.skip(f"needs a CUDA build of torch: {error}")
-
-
-@pytest.fixture(scope="module")
-def stand_ins(torch):
-    try:
-        return build.stand_ins(torch)
-    except CannotEmulate as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture
-def emulate(stand_ins, tmp_path):
-    """Run a program on an emulated GPU: its completed process, and the report."""
-
-    def run(code, *arguments, gpu="h100", gpus=1, **variables):
-        script, report = tmp_path / "train.py", tmp_path / "report.json"
-        script.write_text(textwrap.dedent(code))
-        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, f"--gpus={gpus}"]
-        command += ["--json", str(report)]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environ = {**os.environ, "PYTHONPATH": path, **variables}
-        program = [*command, "--", sys.executable, script.name, *arguments]
-        done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=300)
-        return done, json.loads(report.read_bytes()) if report.exists() else None
-
-    return run
 
 
 def only_device(report):

@@ -1,17 +1,8 @@
 """Values of small tensors on an emulated GPU. Needs a CUDA build of torch, and no GPU."""
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-
-import pytest_gputrain
-
-ROOT = Path(pytest_gputrain.__file__).parents[1]
 
 UNTRACKED = """
     class Nothing:
@@ -23,20 +14,13 @@ UNTRACKED = """
 
 
 @pytest.fixture
-def emulate(stand_ins, tmp_path):
+def emulate(emulate):
     """Run a program on an emulated H100: what it printed, what was told at the end, and the report of its process."""
 
     def run(*parts):
-        script, report = tmp_path / "train.py", tmp_path / "report.json"
-        script.write_text("\n".join(textwrap.dedent(part) for part in parts))
-        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", "h100", "--json", str(report)]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run(
-            [*command, "--", sys.executable, script.name],
-            cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
+        done, report = emulate("\n".join(textwrap.dedent(part) for part in parts))
         assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr, json.loads(report.read_bytes())["processes"][0]
+        return done.stdout, done.stderr, report["processes"][0]
 
     return run
 

@@ -8,15 +8,16 @@ from pytest_gputrain.worker.run import SEED
 
 
 def alone(case):
-    return case.replace(parallel="single", gpus=1, servers=0)
+    return case.replace(parallel="single", gpus=1, servers=0, compile="off")
 
 
-def losses_of_one_process(case, updates):
+def losses_of_one_process(case, updates=None):
     """Timed losses of a plain training on the batches of all workers at once.
 
     Args:
-        updates: for each step, whether the optimizer acts at its end.
+        updates: for each step, whether the optimizer acts at its end; where left out, it does at all.
     """
+    updates = updates or [True] * (2 + case.warmup + case.steps)  # two counted steps come first
     torch.manual_seed(SEED)
     training = recipe.Training(alone(case), "tiny", torch.device("cpu"))
     batches = []

@@ -7,10 +7,17 @@ from pytest_gputrain.records import Measurement, Task
 PRELOADED = ForkServer()
 
 
-def run(case, *, processes=None, timeout_seconds=300.0, watch=lambda event: None, preloaded=PRELOADED):
+def run(case, *, processes=None, timeout_seconds=300.0, watch=lambda event: None, preloaded=PRELOADED, deepspeed=None):
     """The reply of a case of the zoo from as many processes as it has GPUs, and its servers."""
-    processes = case.gpus if processes is None else processes
-    task = Task(case=case, scale="tiny", device_type="cpu", processes=processes, servers=case.servers, root=".")
+    task = Task(
+        case=case,
+        scale="tiny",
+        device_type="cpu",
+        processes=case.gpus if processes is None else processes,
+        servers=case.servers,
+        root=".",
+        deepspeed=deepspeed or {},
+    )
     return launcher.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch, fork_server=preloaded)
 
 

@@ -5,21 +5,13 @@ import math
 import pytest
 import torch
 from diffusers.optimization import get_scheduler
-from one_process import losses_of_one_process
-from preloaded_worker import measured
-from test_parallel import _engine
 from test_prediction import compare
-from test_prediction_shards import predicted
 
 from pytest_gputrain import Case
-from pytest_gputrain.gate.memory import SHARED_CPU_RATIO
 from pytest_gputrain.worker.learning_rate import factor
 from pytest_gputrain.worker.precision import Precision
 from pytest_gputrain.worker.run import SEED
 from pytest_gputrain.worker.training import Training
-
-# A worker does not fail for what DeepSpeed and FSDP warn of, and neither do these.
-pytestmark = pytest.mark.filterwarnings("default")
 
 CASE = Case(
     model="llama-3.1-8b",
@@ -111,27 +103,6 @@ def test_an_update_that_fp16_drops_leaves_the_rate_as_it_is(monkeypatch):
     assert last > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "knobs", [_engine("ddp"), _engine("fsdp"), _engine("zero0"), _engine("zero1"), _engine("zero2"), _engine("zero3")]
-)
-def test_several_processes_clip_and_schedule_as_one(knobs):
-    case = CASE.replace(gpus=2, **knobs, **CLIPPED, **SCHEDULED)
-    updates = [True] * (2 + case.warmup + case.steps)
-    expected, free = (losses_of_one_process(case.replace(**off), updates) for off in ({}, {"max_grad_norm": 0.0}))
-    assert measured(case).losses == pytest.approx(expected, rel=1e-4)
-    assert expected != pytest.approx(free, rel=1e-3), "clipping that changes nothing would prove nothing"
-
-
 @pytest.mark.parametrize("knobs", [{}, {"precision": "fp16-amp"}, {"method": "lora", "optimizer": "adamw"}], ids=str)
 def test_a_prediction_counts_what_clipping_allocates(knobs):
     compare(CASE.replace(**knobs, **CLIPPED, **SCHEDULED))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("knobs", [_engine("ddp"), _engine("fsdp"), _engine("zero1"), _engine("zero3")])
-def test_a_prediction_of_several_processes_counts_it_too(knobs):
-    case = CASE.replace(gpus=2, steps=1, warmup=0, **knobs, **CLIPPED, **SCHEDULED)
-    real, prediction = measured(case), predicted(case)
-    more = real.ranks[0].peak_allocated_bytes - prediction.peak_allocated_bytes
-    assert 0 <= more <= (SHARED_CPU_RATIO if case.parallel == "fsdp" else 0.0001) * prediction.peak_allocated_bytes

@@ -1,15 +1,12 @@
 """Further options of DeepSpeed reach its engine, change what it does, and are predicted."""
 
 import pytest
-from preloaded_worker import PRELOADED
-from test_prediction_shards import CPU, LLAMA, needs_deepspeed
+from preloaded_worker import measured, run
+from several_processes import needs_deepspeed, predicted
+from test_prediction_shards import LLAMA
 
-from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.records import Crashed, Measurement, Prediction, Task
-from pytest_gputrain.worker.libraries import load
+from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker.parallel.zero import configure
-from pytest_gputrain.worker.prediction.predict import predict
-from pytest_gputrain.worker.progress import Progress
 
 # A worker does not fail for what DeepSpeed warns of, and neither do these.
 pytestmark = [pytest.mark.filterwarnings("default"), needs_deepspeed]
@@ -17,38 +14,13 @@ pytestmark = [pytest.mark.filterwarnings("default"), needs_deepspeed]
 ZERO2 = LLAMA.replace(parallel="zero2", precision="bf16", gpus=2, steps=2, warmup=1)
 
 
-def task(case, options, target=None):
-    return Task(case=case, scale="tiny", device_type="cpu", root=".", processes=case.gpus, deepspeed=options, target=target)
-
-
-def replied(case, options):
-    return launcher.in_process(task(case, options), gpus=(), timeout_seconds=300, fork_server=PRELOADED)
-
-
-def measured(case, options):
-    reply = replied(case, options)
-    assert isinstance(reply, Measurement), reply
-    return reply
-
-
-def predicted(case, options):
-    load(case)
-    reply = predict(task(case, options, CPU), Progress(None))
-    assert isinstance(reply, Prediction), reply
-    return reply
-
-
-OPTIONS = [
-    ("zero2", {"zero_optimization": {"reduce_bucket_size": 20_000_000_000}}),
-    ("zero3", {"zero_optimization": {"sub_group_size": 1000}}),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "options"), OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "options"), [("zero2", {"reduce_bucket_size": 20_000_000_000}), ("zero3", {"sub_group_size": 1000})]
+)
 def test_it_is_another_measurement_and_predicted(parallel, options):
-    case = ZERO2.replace(parallel=parallel)
-    plain, changed, prediction = measured(case, {}), measured(case, options), predicted(case, options)
+    case, options = ZERO2.replace(parallel=parallel), {"zero_optimization": options}
+    plain, changed, prediction = measured(case), measured(case, deepspeed=options), predicted(case, deepspeed=options)
     assert changed.peak_allocated_bytes != plain.peak_allocated_bytes
     assert changed.losses == pytest.approx(plain.losses, rel=1e-2)
     more = changed.ranks[0].peak_allocated_bytes - prediction.peak_allocated_bytes
@@ -58,7 +30,7 @@ def test_it_is_another_measurement_and_predicted(parallel, options):
 
 @pytest.mark.slow
 def test_what_deepspeed_does_not_know_is_told():
-    reply = replied(ZERO2, {"zero_optimization": {"reduce_bucket_sizes": 1}})
+    reply = run(ZERO2, deepspeed={"zero_optimization": {"reduce_bucket_sizes": 1}})
     assert isinstance(reply, Crashed)
     assert "reduce_bucket_sizes" in reply.sentence + reply.detail
 

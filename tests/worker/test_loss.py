@@ -49,7 +49,7 @@ def test_it_is_the_loss_of_transformers():
 @pytest.mark.parametrize(
     "case",
     [
-        example("llama-3.1-8b", loss="fp32", batch_size=8),
+        example("llama-3.1-8b", loss="fp32"),
         example("llama-3.1-8b", "lora", loss="fp32", loss_chunks=4, lengths="padded"),
         example("gemma-2-9b", loss="fp32", precision="bf16-amp"),
         example("qwen2-vl-2b", loss="fp32"),

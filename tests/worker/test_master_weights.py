@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from preloaded_worker import measured as measured_alone
 from test_prediction import H100, compare, predicted
 from zoo_examples import example, measured
 
@@ -52,18 +51,18 @@ def test_updates_too_small_for_bf16_add_up():
     def moved(case):
         trained = training(case)
         norm_weight = trained.model.get_submodule("model.norm").weight
-        for _ in range(40):
+        for _ in range(8):
             trained.step(True)
         return float((norm_weight.detach().float() - 1).abs().max())
 
-    case = LLAMA.replace(optimizer="adam", learning_rate=1e-4)
-    assert moved(case) == 0, "weights of one round an update of 1e-4 away"
-    assert moved(case.replace(**MASTERS)) > 1e-3
+    case = LLAMA.replace(optimizer="adam", learning_rate=1e-3)
+    assert moved(case) == 0, "weights of one round an update of 1e-3 away"
+    assert moved(case.replace(**MASTERS)) > 3e-3
 
 
 def test_losses_follow_those_of_fp32_more_closely():
     def losses(**knobs):
-        return measured(LLAMA.replace(learning_rate=1e-4, steps=30, warmup=0, **knobs)).losses
+        return measured(LLAMA.replace(learning_rate=1e-4, steps=12, warmup=0, **knobs)).losses
 
     exact, stored, masters = losses(precision="fp32"), losses(), losses(**MASTERS)
 
@@ -90,7 +89,7 @@ def test_a_prediction_is_what_a_worker_counts(knobs):
 
 
 def test_they_take_fourteen_bytes_more_and_save_the_16_bit_gradients():
-    plain, masters = (measured_alone(LLAMA.replace(master_weights=on)) for on in (False, True))
+    plain, masters = (measured(LLAMA.replace(master_weights=on)) for on in (False, True))
     assert masters.model_bytes == plain.model_bytes
     # At rest: bf16 weights and two states of bf16, against bf16 weights and fp32 masters with two states of fp32.
     rest = {case: predicted(LLAMA.replace(master_weights=case), H100).phase_peak_bytes["forward"] for case in (False, True)}

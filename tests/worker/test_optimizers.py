@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from one_process import losses_of_one_process
-from preloaded_worker import measured as measured_by_workers
 from test_prediction import H100, compare, predicted
 from zoo_examples import example, measured, run
 
@@ -83,11 +81,3 @@ def test_their_libraries_are_known():
     assert "bitsandbytes" in libraries(pangu.replace(optimizer="adamw_8bit"))
     assert "transformers" in libraries(pangu.replace(optimizer="adafactor"))
     assert not {"bitsandbytes", "transformers"} & set(libraries(pangu))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("optimizer", OTHERS)
-def test_two_processes_train_as_one(optimizer):
-    case = LLAMA.replace(optimizer=optimizer, precision="fp32", parallel="ddp", gpus=2, steps=3, warmup=1)
-    assert measured_by_workers(case).losses == pytest.approx(losses_of_one_process(case, [True] * 6), rel=1e-3)

@@ -33,15 +33,42 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the config of a small model, and no cache from elsewhere."""
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text(json.dumps(SMALL))
+    return enter(tmp_path, monkeypatch)
+
+
+def enter(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    (folder / "small").mkdir()
+    (folder / "small" / "config.json").write_text(json.dumps(SMALL))
     # What auto_map names, and nobody may run.
-    (tmp_path / "small" / "evil.py").write_text("raise SystemExit('code of the model was executed')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HOME", raising=False)
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    return tmp_path
+    (folder / "small" / "evil.py").write_text("raise SystemExit('code of the model was executed')")
+    patch.chdir(folder)
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    patch.delenv("HF_HOME", raising=False)
+    patch.delenv("HF_HUB_CACHE", raising=False)
+    return folder
+
+
+WORDS = ("small", "--method=full", "--sequence=512", "--gpu=h100,rtx_4090", "--only-cells", "--json=answer.json")
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an answer to `WORDS` in all forms, of its cache, and of the names of what its process had imported."""
+    libraries = {"torch", "transformers", "numpy", "pytest"}
+    code = (
+        "import sys; from pytest_gputrain.cli.main import main; "
+        f"status = main(['predict', *{WORDS}, '--markdown=answer.md', '--html=answer.html']); "
+        f"open('imported.txt', 'w').write(str({libraries} & set(sys.modules))); sys.exit(status)"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        folder = enter(tmp_path_factory.mktemp("once"), patch)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    return folder
+
+
+def cells_of(folder: Path) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads((folder / "answer.json").read_text())["cells"]
+    return cells
 
 
 def answer(*words: str) -> dict[str, Any]:
@@ -74,9 +101,8 @@ def test_a_grid_of_a_config_is_predicted_and_told(capsys: pytest.CaptureFixture[
     assert "\x1b" not in err  # no bar where nobody watches
 
 
-def test_the_sum_of_what_is_at_the_peak_is_the_peak_of_its_phase() -> None:
-    (cell,) = answer("small", "--method=full", "--sequence=512", "--gpu=h100", "--only-cells")["cells"]
-    prediction = cell["prediction"]
+def test_the_sum_of_what_is_at_the_peak_is_the_peak_of_its_phase(once: Path) -> None:
+    prediction = cells_of(once)[0]["prediction"]
     assert sum(prediction["peak_bytes_by_origin"].values()) == prediction["phase_peak_bytes"][prediction["peak_phase"]]
     assert prediction["peak_bytes_by_origin"]["build"] >= prediction["model_bytes"]
 
@@ -101,15 +127,13 @@ def test_a_change_makes_the_smallest_unfit_batch_fit(capsys: pytest.CaptureFixtu
     assert f"does not fit T4: {first['remedy']}" in capsys.readouterr().out
 
 
-def test_the_second_time_nothing_is_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("small", "--method=full", "--sequence=512", "--gpu=h100")
-    first = answer(*words)
-
+def test_the_second_time_nothing_is_predicted_again(once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **keywords: object) -> None:
         raise AssertionError("predicted again")
 
     monkeypatch.setattr("pytest_gputrain.execution.launch.launcher.predict", refuse)
-    assert answer(*words) == first
+    monkeypatch.setenv("XDG_CACHE_HOME", str(once / "cache"))
+    assert answer(*WORDS) == json.loads((once / "answer.json").read_text())
 
 
 def test_a_model_in_the_cache_of_the_hub_is_taken_from_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,14 +152,10 @@ def test_a_batch_of_many_tokens_is_predicted() -> None:
     assert cell["fit"] is not None
 
 
-def test_markdown_and_a_page_have_the_same_cells() -> None:
-    answer(
-        *("small", "--method=full", "--sequence=512", "--gpu=h100,t4", "--precision=fp32"),
-        *("--markdown=answer.md", "--html=answer.html", "--only-cells"),
-    )
-    rows = [line for line in Path("answer.md").read_text().splitlines() if line.startswith("| full | 1 |")]
+def test_markdown_and_a_page_have_the_same_cells(once: Path) -> None:
+    rows = [line for line in (once / "answer.md").read_text().splitlines() if line.startswith("| full | 1 |")]
     assert rows[0].count(" MiB fits |") == 2
-    page = Path("answer.html").read_text()
+    page = (once / "answer.html").read_text()
     assert page.count('<span class="badge good">') == 2
     assert "light-dark(" in page
     tags: list[tuple[str, dict[str, str | None]]] = []
@@ -196,10 +216,8 @@ def test_emulation_needs_the_cuda_build_of_torch_and_says_so_before_anything_run
     assert told.count("\n") == 1
 
 
-def test_the_loss_is_that_of_transformers_unless_another_is_named() -> None:
-    words = ("small", "--gpu=h100", "--method=lora", "--only-cells")
-    (as_transformers,) = answer(*words)["cells"]
-    (in_own_type,) = answer(*words, "--set=loss=logits")["cells"]
+def test_the_loss_is_that_of_transformers_unless_another_is_named(once: Path) -> None:
+    as_transformers, in_own_type = cells_of(once)[0], answer(*WORDS, "--set=loss=logits")["cells"][0]
     assert as_transformers["case"]["loss"] == "fp32"
     assert as_transformers["needed_bytes"] > in_own_type["needed_bytes"]
 
@@ -226,11 +244,5 @@ def test_a_combination_that_cannot_be_does_not_stop_the_others(capsys: pytest.Ca
     assert "asks for reshard_after_forward, which parallel='single' does not do" in capsys.readouterr().out
 
 
-def test_the_parent_imports_no_library_that_trains() -> None:
-    code = (
-        "import sys; from pytest_gputrain.cli.main import main; "
-        "status = main(['predict', 'small', '--gpu=h100', '--method=full', '--sequence=512', '--only-cells']); "
-        "print(sorted({'torch', 'transformers', 'numpy', 'pytest'} & set(sys.modules))); sys.exit(status)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.splitlines()[-1] == "[]"
+def test_the_parent_imports_no_library_that_trains(once: Path) -> None:
+    assert (once / "imported.txt").read_text() == "set()"

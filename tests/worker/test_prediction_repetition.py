@@ -33,7 +33,7 @@ def repeating():
 
 
 CASES = repeating()
-QUICK = {"llama-3.1-8b-qlora-bf16", "qwen3-30b-a3b-lora-bf16", "gemma-2-9b-lora-bf16", "llama-2-13b-full-bf16-fsdp"}
+QUICK = {"qwen3-30b-a3b-lora-bf16", "llama-2-13b-full-bf16-fsdp"}
 
 
 def task_of(case):
@@ -146,5 +146,6 @@ def test_a_model_whose_parameters_are_not_those_of_its_shallow_ones_runs_whole_a
 
 def test_what_does_not_follow_runs_whole(depths, monkeypatch):
     monkeypatch.setattr(predict_module, "extrapolate", lambda run, repetitions: None)
+    monkeypatch.setitem(architectures(), PHI.model, architectures()[PHI.model].repeated(DEEP))
     assert isinstance(predict(task_of(PHI.replace(method="full")), Progress(None)), Prediction)
     assert depths == [None]

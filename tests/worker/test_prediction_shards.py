@@ -1,7 +1,6 @@
 """Cases of several processes on fakes: what the first of them allocates, against what real ones recorded and count now."""
 
 import gc
-import importlib.util
 import itertools
 
 import msgspec
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from preloaded_worker import measured
-from test_prediction_suite import CPU, H100, ROOT, STORE, declared
+from several_processes import CPU, engine, needs_deepspeed, predicted, replied
+from test_prediction_suite import H100, ROOT, STORE, declared
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.identity import key_of
@@ -22,8 +22,6 @@ from pytest_gputrain.records import Crashed, Prediction, Task
 from pytest_gputrain.storage.published import PublishedStore
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.prediction.engines import assigned
-from pytest_gputrain.worker.prediction.predict import predict
-from pytest_gputrain.worker.progress import Progress
 
 # A worker does not fail for what DeepSpeed and FSDP warn of, and neither do these.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -37,13 +35,6 @@ PUBLISHED = {table.name: table for table in PublishedStore(ROOT / "baselines" / 
 CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=1000, optimizer="adam", parallel="ps", gpus=2, servers=1)
 
 
-def _has_deepspeed():
-    return importlib.util.find_spec("deepspeed") is not None
-
-
-needs_deepspeed = pytest.mark.skipif(not _has_deepspeed(), reason="needs deepspeed")
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap():
     """A prediction collects garbage first, which takes longer than the rest of it where all libraries are on the heap."""
@@ -53,26 +44,6 @@ def _small_heap():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def replied(case, target=CPU, builder=None, *, processes=None, servers=None, scale="tiny"):
-    load(case)
-    task = Task(
-        case=case,
-        scale=scale,
-        device_type="cpu",
-        root=".",
-        processes=case.gpus if processes is None else processes,
-        servers=case.servers if servers is None else servers,
-        target=target,
-    )
-    return predict(task, Progress(None), builder)
-
-
-def predicted(case, target=CPU, **options):
-    reply = replied(case, target, **options)
-    assert isinstance(reply, Prediction), reply
-    return reply
 
 
 @pytest.mark.slow
@@ -89,25 +60,27 @@ def test_as_recorded(suite, case):
     assert prediction.flops_per_step * processes == (run.flops_per_step or 0)
 
 
-def _engine(name, **knobs):
-    return pytest.param({"parallel": name, **knobs}, marks=[needs_deepspeed] if name.startswith("zero") else [])
+CLIPPED = {"optimizer": "sgd", "max_grad_norm": 0.5, "lr_scheduler": "cosine", "lr_warmup_steps": 3}
+REENTRANT = {"activation_checkpointing": True, "reentrant_checkpointing": True}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs",
     [
-        _engine("ddp", method="lora", gradient_accumulation=4),
-        _engine("fsdp", precision="bf16"),
-        _engine("fsdp", precision="bf16-amp", cpu_offload=True),
-        _engine("fsdp", activation_checkpointing=True, gradient_accumulation=4),
-        _engine("fsdp", method="lora"),
-        _engine("zero0", precision="bf16"),
-        _engine("zero1"),
-        _engine("zero2", precision="bf16"),
-        _engine("zero3", precision="bf16-amp", offload_optimizer=True),
+        engine("ddp", method="lora", gradient_accumulation=4),
+        engine("fsdp", precision="bf16"),
+        engine("fsdp", precision="bf16-amp", cpu_offload=True),
+        engine("fsdp", activation_checkpointing=True, gradient_accumulation=4),
+        engine("fsdp", method="lora"),
+        *(engine("fsdp", model="llama-3.1-70b", reshard_after_forward=value) for value in (False, True)),
+        engine("zero0", precision="bf16"),
+        engine("zero1"),
+        engine("zero2", precision="bf16"),
+        engine("zero3", precision="bf16-amp", offload_optimizer=True),
+        *(engine(name, **CLIPPED) for name in ("ddp", "fsdp", "zero1", "zero3")),
+        *(engine(name, **REENTRANT) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")),
     ],
-    ids=lambda knobs: "-".join(map(str, knobs.values())),
 )
 def test_as_two_processes_count_it(knobs):
     case = LLAMA.replace(gpus=2, **knobs)
@@ -117,6 +90,7 @@ def test_as_two_processes_count_it(knobs):
     assert 0 <= more <= (SHARED_CPU_RATIO if case.parallel == "fsdp" else 0.0001) * prediction.peak_allocated_bytes
     assert prediction.model_bytes == real.model_bytes
     assert prediction.flops_per_step * 2 == real.flops_per_step
+    assert prediction.recomputed_flops_per_step * 2 == real.recomputed_flops_per_step
 
 
 @pytest.mark.slow

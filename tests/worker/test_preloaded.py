@@ -71,28 +71,29 @@ def test_libraries_are_imported_once(preloaded):
     assert source.cpu_times().user - imported_seconds < imported_seconds / 4
 
 
-def test_another_environment_gets_another_source(monkeypatch, preloaded):
-    run(CLICKS, preloaded)
-    (first,) = children()
-    monkeypatch.setenv("OMP_PLACES", "cores")
-    run(CLICKS, preloaded)
-    (second,) = (child for child in children() if child.pid != first.pid)
-    assert second.environ()["OMP_PLACES"] == "cores"
+def test_each_environment_of_tasks_gets_a_source_and_closing_leaves_none(monkeypatch, preloaded):
     preloaded.close()
-
-
-def test_the_source_has_the_environment_of_the_task(monkeypatch, preloaded):
-    preloaded.close()
+    assert _gone()
     began = dict(os.environ)
     monkeypatch.setenv("OF_ANOTHER_TEST", "1")
     for variables in ({"OMP_PLACES": "cores"}, {}):
+        before = {source.pid for source in children()}
         task = Task(case=CLICKS, scale="tiny", device_type="cpu", root=".", variables=variables)
         reply = launcher.in_process(task, gpus=(), timeout_seconds=120, fork_server=preloaded, environ=began)
         assert isinstance(reply, Measurement)
-        (source,) = children()
+        (source,) = (source for source in children() if source.pid not in before)
         assert source.environ().get("OMP_PLACES") == variables.get("OMP_PLACES")
         assert "OF_ANOTHER_TEST" not in source.environ()
-        preloaded.close()
+    assert len(children()) == 2
+    preloaded.close()
+    assert _gone()
+
+
+def _gone():
+    deadline = time.monotonic() + 10
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not children()
 
 
 class Killing:
@@ -144,18 +145,8 @@ def test_the_source_s_death_ends_its_worker(preloaded):
     assert isinstance(run(CLICKS, preloaded), Measurement)
 
 
-def test_closing_leaves_nobody(preloaded):
-    run(CLICKS, preloaded)
-    preloaded.close()
-    deadline = time.monotonic() + 10
-    while children() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert children() == []
-
-
 def test_a_fresh_interpreter_serves_where_imports_take_too_long(preloaded, tmp_path):
-    assert (
-        preloaded.fork(Task(case=CLICKS, scale="tiny", device_type="cpu", root="."), tmp_path, 0, dict(os.environ), 0.0)
-        is None
-    )
-    assert children() == []
+    preloaded.close()
+    task = Task(case=CLICKS, scale="tiny", device_type="cpu", root=".")
+    assert preloaded.fork(task, tmp_path, 0, dict(os.environ), 0.0) is None
+    assert _gone()

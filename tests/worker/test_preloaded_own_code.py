@@ -13,7 +13,7 @@ from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Crashed, Measurement, Prediction, Task
+from pytest_gputrain.records import Measurement, Prediction, Task
 
 PROGRAM = """
 import atexit, os, random, signal, subprocess, sys
@@ -93,10 +93,6 @@ def last_words(setup):
     return lambda: 1.0
 
 
-def killed(setup):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def marked(setup):
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     Path("marked.txt").write_text(os.environ["GPUTRAIN_CASE_FOLDER"])
@@ -162,13 +158,6 @@ def test_a_case_finds_nothing_that_another_left(run, tmp_path):
     assert found() == fresh
     run("litter")
     assert found() == fresh
-
-
-def test_a_case_that_is_killed_hurts_no_other(run):
-    reply = run("killed")
-    assert isinstance(reply, Crashed)
-    assert "by SIGKILL" in reply.sentence
-    assert isinstance(run("build"), Measurement)
 
 
 def _gone(pid):

@@ -9,12 +9,12 @@ import sys
 import time
 
 import pytest
-from leftovers import FAULTS, Leftovers, own_case, wait_for
+from leftovers import FAULTS, REASONS, assert_hung, assert_told, own_case
 
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
-from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task, TimedOut
+from pytest_gputrain.records import Crashed, Measurement, Task
 from pytest_gputrain.records.node_protocol import SILENCE_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -37,11 +37,6 @@ agents = [
 ]
 sys.exit(max(agent.wait() for agent in agents))
 """
-
-
-@pytest.fixture
-def leftovers(tmp_path, monkeypatch):
-    return Leftovers(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -95,19 +90,9 @@ def test_two_nodes_train_as_one_does(shared, second_node, leftovers):
     assert_nothing_left(leftovers, shared, second_node)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "says"),
-    [
-        ("raises", Crashed, "ValueError: a bad day"),
-        ("killed", Crashed, "ended by SIGKILL"),
-        ("memory", OutOfMemory, "no room"),
-    ],
-)
-def test_a_rank_of_the_second_node_ends_the_case_with_its_own_reason(shared, second_node, leftovers, port, name, kind, says):
-    reply = run(own_case(name), shared, rendezvous=f"{FIRST}:{port}")
-    assert isinstance(reply, kind), reply
-    assert reply.rank == 1
-    assert says in (reply.sentence if kind is Crashed else reply.message)
+@pytest.mark.parametrize("name", REASONS)
+def test_a_rank_of_the_second_node_ends_the_case_with_its_own_reason(shared, second_node, leftovers, port, name):
+    assert_told(run(own_case(name), shared, rendezvous=f"{FIRST}:{port}"), name)
     assert_nothing_left(leftovers, shared, second_node)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -115,12 +100,7 @@ def test_a_rank_of_the_second_node_ends_the_case_with_its_own_reason(shared, sec
 
 
 def test_a_hang_on_two_nodes_shows_where_every_rank_stands(shared, second_node, leftovers):
-    reply = run(own_case("hangs"), shared, timeout_seconds=40)
-    assert isinstance(reply, TimedOut), reply
-    first, second = reply.detail.split("rank 1:")
-    assert "all_reduce" in first
-    assert "code.py" in second
-    assert "all_reduce" not in second
+    assert_hung(run(own_case("hangs"), shared, timeout_seconds=40))
     assert_nothing_left(leftovers, shared, second_node)
 
 
@@ -145,25 +125,14 @@ def test_a_node_that_is_switched_off_ends_the_case(shared, second_node, leftover
 
 
 @pytest.fixture
-def killed_pytest(shared, leftovers, tmp_path):
+def killed_pytest(shared, leftovers, project):
     """Runs a pytest over a case of two nodes, and kills it when both ranks have started."""
-    (tmp_path / "code_of_mine.py").write_text(FAULTS)
-    (tmp_path / "tox.ini").write_text("[pytest]\n")
-    (tmp_path / "test_project.py").write_text(
-        "from code_of_mine import hangs\n\n\n"
-        "def test_hangs(gputrain):\n"
-        "    gputrain.measure(hangs, parallel='ddp', gpus=2, precision='fp32', steps=2, warmup=0)\n"
-    )
 
     def run_and_kill(*options):
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpu-platform=cpu", "-o", "gpu_nodes=2"]
-        process = subprocess.Popen([*command, "-o", f"gpu_shared={shared}", *options], cwd=tmp_path)
-        try:
-            wait_for(tmp_path / "started0", tmp_path / "started1")
-            assert len(leftovers.processes(but=[process.pid])) >= 4
-        finally:
-            process.kill()
-            process.wait()
+        process = project("test_hangs", "-o", "gpu_nodes=2", "-o", f"gpu_shared={shared}", *options)
+        assert len(leftovers.processes(but=[process.pid])) >= 4
+        process.kill()
+        process.wait()
 
     return run_and_kill
 

@@ -2,7 +2,7 @@
 
 import torch
 from torch.nn import functional
-from zoo_examples import built, example, inputs_of, measured
+from zoo_examples import built, inputs_of
 
 
 def test_fifteen_percent_of_the_tokens_are_masked_and_to_be_told():
@@ -35,15 +35,3 @@ def test_loss_is_that_of_the_masked_tokens_and_of_the_next_sentence():
     tokens = functional.cross_entropy(outputs.prediction_logits[masked], inputs["labels"][masked])
     sentences = functional.cross_entropy(outputs.seq_relationship_logits, inputs["next_sentence_label"])
     torch.testing.assert_close(workload.loss(inputs), tokens + sentences)
-
-
-def test_adam_trains_it_by_the_known_arithmetic():
-    reply = measured(example("bert-large", precision="fp32", optimizer="adam", batch_size=4, learning_rate=1e-3))
-    assert reply.losses[-1] < reply.losses[0]
-    tokens, hidden, width, vocabulary, layers = 4 * 64, 64, 128, 512, 2
-    blocks = layers * (4 * hidden**2 + 2 * hidden * width)
-    heads = hidden**2 + hidden * vocabulary
-    sentence_heads = hidden**2 + 2 * hidden
-    # Forward and twice as much backward. Attention with dropout keeps its weights on a CPU: nothing of it is repeated.
-    attention = 3 * 2 * 2 * tokens * 64 * hidden * layers
-    assert reply.flops_per_step == 6 * tokens * (blocks + heads) + 6 * 4 * sentence_heads + attention

@@ -52,9 +52,3 @@ def test_only_the_two_position_tables_do_not_train():
     full = architecture.trained_part.config
     tables = 2 * full["max_position_embeddings"] * full["d_model"]
     assert architecture.trained_part.parameters["full"] - architecture.trainable["full"]["full"] == tables
-
-
-def test_source_target_and_output_share_one_table():
-    model = built("transformer-big").model
-    assert model.lm_head.weight is model.model.encoder.embed_tokens.weight
-    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight

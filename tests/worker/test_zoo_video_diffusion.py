@@ -8,13 +8,11 @@ import torch
 import zoo_examples
 from hypothesis import given
 from hypothesis import strategies as st
-from zoo_examples import example, measured, run
+from zoo_examples import example, measured, refused
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.validation import PRECISIONS
-from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import checks
-from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.zoo import video_diffusion
 
 VIDEO = [model for model, architecture in architectures().items() if architecture.family == "video_diffusion"]
@@ -24,10 +22,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def built(*arguments, **knobs):
     torch.manual_seed(0)
     return zoo_examples.built(*arguments, **knobs)
-
-
-def shapes(inputs):
-    return {name: tuple(value.shape) for name, value in inputs.items()}
 
 
 # What a step trains on.
@@ -51,32 +45,20 @@ def test_full_size_videos_have_the_published_latents(name, resolution, frames, l
     assert math.prod(latents[1:]) // 4 == tokens
 
 
-@pytest.mark.parametrize(
-    ("name", "conditions"),
-    [
-        ("mochi-1", {"encoder_hidden_states": (1, 256, 4096), "encoder_attention_mask": (1, 256)}),
-        (
-            "hunyuan-video",
-            {
-                "encoder_hidden_states": (1, 256, 4096),
-                "encoder_attention_mask": (1, 256),
-                "pooled_projections": (1, 768),
-                "guidance": (1,),
-            },
-        ),
-        (
-            "wan2.1-i2v",
-            {
-                "condition": (1, 20, 3, 64, 96),
-                "encoder_hidden_states": (1, 512, 4096),
-                "encoder_hidden_states_image": (1, 257, 1280),
-            },
-        ),
-    ],
-)
-def test_full_size_conditions_are_the_published_ones(name, conditions):
+TEXT = {"encoder_hidden_states": (1, 256, 4096), "encoder_attention_mask": (1, 256)}
+IMAGE = {"condition": (1, 20, 3, 64, 96), "encoder_hidden_states_image": (1, 257, 1280)}
+CONDITIONS = {
+    "mochi-1": TEXT,
+    "hunyuan-video": TEXT | {"pooled_projections": (1, 768), "guidance": (1,)},
+    "wan2.1-i2v": IMAGE | {"encoder_hidden_states": (1, 512, 4096)},
+}
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_full_size_conditions_are_the_published_ones(name):
     inputs = built(name, "full", "meta", resolution="768x512", batch_size=1).batch(META).inputs
-    assert {key: shape for key, shape in shapes(inputs).items() if key not in ("latents", "noise", "time")} == conditions
+    shapes = {key: tuple(value.shape) for key, value in inputs.items() if key not in ("latents", "noise", "time")}
+    assert shapes == CONDITIONS[name]
 
 
 def test_tiny_videos_are_cut_down_but_never_enlarged():
@@ -86,12 +68,7 @@ def test_tiny_videos_are_cut_down_but_never_enlarged():
     assert small["latents"].shape == (2, 16, 2, 2, 4)
 
 
-@given(
-    name=st.sampled_from(VIDEO),
-    width=st.integers(1, 4096),
-    height=st.integers(1, 4096),
-    frames=st.integers(1, 300),
-)
+@given(name=st.sampled_from(VIDEO), width=st.integers(1, 4096), height=st.integers(1, 4096), frames=st.integers(1, 300))
 def test_a_video_that_does_not_fit_is_told_one_that_does(name, width, height, frames):
     def size(width, height, frames):
         case = example(name, resolution=f"{width}x{height}", frames=frames)
@@ -127,9 +104,7 @@ def test_a_video_that_does_not_fit_is_told_one_that_does(name, width, height, fr
 )
 def test_a_video_that_does_not_fit_fails_before_anything_is_built(monkeypatch, field, sentence):
     monkeypatch.setattr(video_diffusion.VideoDiffusion, "build_part", None)
-    result = run(example("wan2.1-i2v", **field))
-    assert isinstance(result, Crashed)
-    assert result.sentence == sentence
+    assert refused(example("wan2.1-i2v", **field)) == sentence
 
 
 # What a step learns.
@@ -168,13 +143,6 @@ def test_wan_sees_the_noisy_video_beside_its_condition():
     assert torch.equal(seen[0][:, 16:], inputs["condition"])
 
 
-@pytest.mark.parametrize("name", VIDEO)
-def test_every_step_trains_on_the_same_noise_and_time(name):
-    workload = built(name)
-    inputs = workload.batch(CPU).inputs
-    assert torch.equal(workload.loss(inputs), workload.loss(inputs))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", VIDEO)
@@ -184,45 +152,7 @@ def test_every_precision_moves_what_trains(name, method, precision):
     assert measured(example(name, method, precision=precision, batch_size=1, steps=1, warmup=1)).updates == 4
 
 
-def gradients(workload):
-    """Norms by name, 0 where there is none."""
-    workload.loss(workload.batch(CPU).inputs).backward()
-    return {
-        name: 0.0 if value.grad is None else float(value.grad.norm()) for name, value in workload.model.named_parameters()
-    }
-
-
-@pytest.fixture
-def doubles():
-    """Arithmetic in which rounding is far below any gradient."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("name", VIDEO)
-@pytest.mark.usefixtures("doubles")
-def test_idle_parameters_are_exactly_those_without_a_gradient(name):
-    norms = gradients(built(name, batch_size=1))
-    without = {key for key, norm in norms.items() if norm < 1e-15}
-    assert {key for key, norm in norms.items() if norm < 1e-8} == without, "a gradient in doubt"
-    assert without == {
-        key for key in norms for pattern in architectures()[name].idle.get("tiny", ()) if re.fullmatch(pattern, key)
-    }
-
-
-def image_branch(name):
-    return "image_embedder" in name or "add_k_proj" in name or "add_v_proj" in name or "norm_added_k" in name
-
-
-def test_wan_s_image_branch_learns():
-    norms = gradients(built("wan2.1-i2v", batch_size=1))
-    branch = {name: norm for name, norm in norms.items() if image_branch(name)}
-    assert len(branch) == 8 + 2 * 5  # of the embedder; and of two blocks: weight and bias of two projections, the norm
-    assert min(branch.values()) > 1e-6
-
-
-@pytest.mark.parametrize("text", [16, 255, 256, 511, 512, 513])
+@pytest.mark.parametrize("text", [16, 511, 512, 513])
 def test_wan_s_image_branch_sees_the_image_with_512_text_tokens_only(monkeypatch, text):
     """The trap that 512 tokens at every scale avoid. diffusers takes all but the last 512 tokens for the image's."""
     monkeypatch.setitem(architectures()["wan2.1-i2v"].step["text_tokens"], "tiny", text)
@@ -235,11 +165,8 @@ def test_wan_s_image_branch_sees_the_image_with_512_text_tokens_only(monkeypatch
 
 def test_a_blind_image_branch_of_wan_is_no_measurement(monkeypatch):
     monkeypatch.setitem(architectures()["wan2.1-i2v"].step["text_tokens"], "tiny", 255)
-    result = run(example("wan2.1-i2v", steps=1, warmup=1))
-    assert isinstance(result, Crashed)
-    assert re.search(
-        r"trained tensors (did not change|got no gradient).*\(first: blocks\.0\.attn2\.add_k_proj\.weight\)", result.sentence
-    )
+    sentence = refused(example("wan2.1-i2v", steps=1, warmup=1))
+    assert re.search(r"tensors (did not change|got no gradient).*\(first: blocks\.0\.attn2\.add_k_proj\.weight\)", sentence)
 
 
 @pytest.mark.parametrize("name", VIDEO)
@@ -253,20 +180,7 @@ def test_constructors_leave_no_tensor_empty(name):
             assert (value == 1).all(), key
 
 
-# Adapters, recomputation, arithmetic.
-
-
-def test_lora_of_mochi_follows_from_the_hyper_parameters():
-    facts = architectures()["mochi-1"].trained_part.facts("full")
-    hidden = facts["num_attention_heads"] * facts["attention_head_dim"]
-    blocks = facts["num_layers"] * 4 * 8 * (hidden + hidden)
-    pooler = 8 * (facts["text_embed_dim"] + facts["text_embed_dim"])  # its to_q is named as those of the blocks
-    assert architectures()["mochi-1"].trainable["lora"]["full"] == blocks + pooler == 9_502_720
-
-
-def recomputed(name, share):
-    model = built(name, "full", "meta", activation_checkpointing=share).model
-    return [key for key, module in model.named_modules() if "forward" in vars(module)]
+# What is recomputed.
 
 
 @pytest.mark.parametrize(
@@ -282,45 +196,6 @@ def recomputed(name, share):
     ],
 )
 def test_recomputed_blocks_are_the_first_as_they_run(name, share, expected):
-    assert recomputed(name, share) == [f"{path}.{index}" for path, count in expected.items() for index in range(count)]
-
-
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("name", VIDEO)
-def test_checkpointing_saves_memory_and_repeats_arithmetic(name, method):
-    case = example(name, method, precision="fp32", steps=1, warmup=0)
-    without, with_it = measured(case), measured(case.replace(activation_checkpointing=True))
-    assert with_it.peak_allocated_bytes < without.peak_allocated_bytes
-    assert with_it.losses == without.losses
-    assert with_it.flops_per_step == without.flops_per_step
-    assert without.recomputed_flops_per_step == 0
-    # Forward is a third of a full step; not all of it lies in the blocks.
-    assert 0.3 * with_it.flops_per_step / 3 < with_it.recomputed_flops_per_step
-
-
-def test_flops_are_those_of_layers_and_attention(monkeypatch):
-    """Twice a layer's products for gradients of input and weight, the former only where the input wants one; attention as
-    two products forward, five backward."""
-    case = example("wan2.1-i2v", precision="fp32", steps=1, warmup=0)
-    counted = measured(case).flops_per_step
-    training = recipe.Training(case, "tiny", CPU)
-    flops = 0
-
-    def layer(module, args, output):
-        nonlocal flops
-        products = 2 * output.numel() * module.weight[0].numel()
-        flops += products * (3 if args[0].requires_grad else 2)
-
-    plain = torch.nn.functional.scaled_dot_product_attention
-
-    def attention(query, key, value, **options):
-        nonlocal flops
-        flops += 7 * 2 * query.numel() * key.shape[-2]
-        return plain(query, key, value, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    for module in training.model.modules():
-        if isinstance(module, torch.nn.Linear | torch.nn.Conv3d):
-            module.register_forward_hook(layer)
-    training.step(True)
-    assert counted == flops
+    model = built(name, "full", "meta", activation_checkpointing=share).model
+    recomputed = [key for key, module in model.named_modules() if "forward" in vars(module)]
+    assert recomputed == [f"{path}.{index}" for path, count in expected.items() for index in range(count)]

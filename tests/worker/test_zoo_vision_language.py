@@ -4,14 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo_examples import METHODS_OF_MODELS, measured, run
+from zoo_examples import METHODS_OF_MODELS, refused
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import checks, zoo
 from pytest_gputrain.worker import training as recipe
-from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.zoo.vision_language import LEAD, PatchedImage, TiledImage
 
 CPU = torch.device("cpu")
@@ -19,7 +17,6 @@ META = torch.device("meta")
 MODELS = [name for name, architecture in architectures().items() if architecture.family == "vision_language"]
 PAIRS = [(model, method) for model, method in METHODS_OF_MODELS if model in MODELS]
 LLAVA, QWEN = "llava-1.6-13b", "qwen2-vl-2b"  # one has three blocks at tiny scale, the other ties its head
-SIDES = st.integers(1, 2000)
 
 
 def example(model, method="sft", **knobs):
@@ -60,23 +57,20 @@ def tiny():
 # What a sample is
 
 
-PUBLISHED_TOKENS = [("336x336", 1176), ("400x300", 1368), ("640x480", 2340), ("480x640", 2352), ("1920x1080", 1948)]
-
-
-@pytest.mark.parametrize(("resolution", "tokens"), [*PUBLISHED_TOKENS, ("1008x336", 2328), ("672x672", 2928)])
-def test_tiled_images_take_the_known_tokens(resolution, tokens):
-    assert workload(LLAVA, "full", "meta", resolution=resolution)._image("full").tokens == tokens
-
-
 @pytest.mark.parametrize(
-    ("resolution", "tokens"), [("504x364", 234), ("448x448", 256), ("1024x1024", 1369), ("9x2800", 100), ("42x70", 4)]
+    ("model", "tokens"),
+    [
+        (LLAVA, {"336x336": 1176, "400x300": 1368, "640x480": 2340, "480x640": 2352, "1920x1080": 1948, "672x672": 2928}),
+        (QWEN, {"504x364": 234, "448x448": 256, "1024x1024": 1369, "9x2800": 100, "42x70": 4}),
+    ],
 )
-def test_patched_images_take_the_known_tokens(resolution, tokens):
-    assert workload(QWEN, "full", "meta", resolution=resolution)._image("full").tokens == tokens
+def test_images_take_the_known_tokens(model, tokens):
+    images = {size: workload(model, "full", "meta", resolution=size)._image("full") for size in tokens}
+    assert {size: image.tokens for size, image in images.items()} == tokens
 
 
 @settings(max_examples=15, deadline=None)
-@given(width=SIDES, height=SIDES)
+@given(width=st.integers(1, 2000), height=st.integers(1, 2000))
 def test_a_tiled_image_takes_what_the_model_packs(tiny, width, height):
     model = tiny[LLAVA].model
     image = TiledImage(facts=facts(LLAVA), width=width, height=height)
@@ -140,9 +134,7 @@ def test_a_sequence_must_hold_its_image_at_full_size(model, tokens, scale):
 
 
 def test_a_sequence_too_short_is_told_in_one_sentence():
-    reply = run(example(QWEN, sequence_length=100))
-    assert isinstance(reply, Crashed)
-    assert reply.sentence == (
+    assert refused(example(QWEN, sequence_length=100)) == (
         "qwen2-vl-2b-sft-fp32 has sequence_length=100, but its image of 504x364 pixels alone takes 234 tokens; "
         "set sequence_length to at least 236, or a lower resolution"
     )
@@ -172,17 +164,6 @@ def test_a_full_size_step_reads_nothing_from_the_device(model, monkeypatch):
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
     made = workload(model, "full", "meta")
     assert made.loss(made.batch(META).inputs).shape == ()
-
-
-@pytest.mark.parametrize(("model", "method"), PAIRS)
-def test_every_method_trains_in_fp32(model, method):
-    assert measured(example(model, method, activation_checkpointing=True, steps=1, warmup=1)).updates >= 1
-
-
-@pytest.mark.parametrize("precision", ["bf16-amp", "fp16-amp"])
-@pytest.mark.parametrize("model", [LLAVA, QWEN])
-def test_autocast_reaches_the_tower_too(model, precision):
-    assert measured(example(model, precision=precision, steps=1, warmup=1)).updates >= 1
 
 
 # What trains, what is recomputed
@@ -231,22 +212,24 @@ class Passes:
         return hook
 
 
-@pytest.mark.parametrize(("share", "twice"), [(False, 0), (0.4, 1), (0.7, 2), (True, 3)])
-@pytest.mark.parametrize("method", ["pretrain", "sft", "lora"])
-def test_the_language_model_alone_is_recomputed(method, share, twice):
-    training = trained(LLAVA, method, activation_checkpointing=share)
+SHARES = [
+    *(
+        (LLAVA, method, *row)
+        for method in ("pretrain", "sft", "lora")
+        for row in [(False, 0), (0.4, 1), (0.7, 2), (True, 3)]
+    ),
+    *((QWEN, "sft", *row) for row in [(False, 0), (0.5, 1), (True, 2)]),
+]
+
+
+@pytest.mark.parametrize(("model", "method", "share", "twice"), SHARES)
+def test_the_language_model_alone_is_recomputed(model, method, share, twice):
+    training = trained(model, method, activation_checkpointing=share)
     passes = Passes(training.model)
     training.step(False)
-    assert passes.language == [2] * twice + [1] * (3 - twice)
-    assert passes.tower == [1, 1, 1]
+    assert passes.language == [2] * twice + [1] * (len(passes.language) - twice)
+    assert passes.tower == [1] * len(passes.tower)
     assert not passes.recorded
-
-
-def test_qwen_s_tower_is_not_recomputed_either():
-    training = trained(QWEN, activation_checkpointing=True)
-    passes = Passes(training.model)
-    training.step(False)
-    assert (passes.language, passes.tower, passes.recorded) == ([2, 2], [1, 1], False)
 
 
 @pytest.mark.parametrize(("model", "method"), PAIRS)
@@ -265,35 +248,3 @@ def test_recomputation_changes_no_gradient(model, method):
     plain = gradients(False)
     assert all(gradient is not None and gradient.any() for gradient in plain.values())
     torch.testing.assert_close(gradients(True), plain)
-
-
-def flops_by_hand(model, method, tokens, samples, tower, features):
-    """The tower forward only; the language model and the projector by what they need.
-
-    Two operations per weight and token forward, two for the gradient of the input and two for that of the weight.
-    Attention has two products forward and five backward.
-    """
-    config = facts(model)["text_config"]
-    hidden, width, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    weights = layers * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * width) + config["vocab_size"] * hidden
-    language = (6 if method == "sft" else 4) * samples * tokens * weights + 14 * samples * tokens**2 * hidden * layers
-    # Nothing before the projector wants a gradient.
-    seen = facts(model)["vision_config"]["hidden_size"]
-    projector = features * (4 * seen * hidden + 6 * hidden * hidden) if model == LLAVA else 0
-    return tower + language + projector
-
-
-@pytest.mark.parametrize(("model", "method"), [(LLAVA, "sft"), (LLAVA, "pretrain"), (QWEN, "sft")])
-def test_flops_are_the_tower_forward_and_the_rest_both_ways(model, method, tiny):
-    reply = measured(example(model, method, activation_checkpointing=True, steps=1, warmup=0))
-    inputs = tiny[model].batch(CPU).inputs
-    pixels = inputs["pixel_values"]
-    with torch.no_grad(), count_flops() as tower:
-        if model == LLAVA:
-            parts_of(tiny[model].model)[0](pixels.flatten(0, 1))
-        else:
-            parts_of(tiny[model].model)[0](pixels, grid_thw=inputs["image_grid_thw"])
-    tiles, patches = 2 * 3, (56 // 14) ** 2
-    by_hand = flops_by_hand(model, method, reply.sequence_length, 2, tower.total, tiles * patches)
-    assert reply.flops_per_step == by_hand

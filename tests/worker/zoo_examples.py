@@ -1,10 +1,12 @@
-"""Cases of every model by every method that it has, built and trained."""
+"""Cases of every model by every method that it has, and own code: built and trained."""
+
+import functools
 
 import torch
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.records import Measurement, Prediction, Target, Task
+from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
 from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.prediction.predict import predict
@@ -49,6 +51,35 @@ def measured(case, builder=None):
     reply = run(case, builder)
     assert isinstance(reply, Measurement), reply
     return reply
+
+
+once = functools.cache(measured)
+"""For tests that look at different figures of one case."""
+
+
+def refused(case, builder=None):
+    """The sentence of a case that fails."""
+    reply = run(case, builder)
+    assert isinstance(reply, Crashed), reply
+    return reply.sentence
+
+
+MINE = Case(model="mine", method="custom", code="inline", precision="fp32", steps=2, warmup=1)
+"""Own code, which a builder stands for."""
+
+
+def stepping(model, inputs, optimizer=torch.optim.AdamW, **options):
+    """A step that trains the model to give nothing for the inputs."""
+    updates = optimizer(model.parameters(), **options)
+
+    def step():
+        loss = model(inputs).square().mean()
+        loss.backward()
+        updates.step()
+        updates.zero_grad()
+        return loss
+
+    return step
 
 
 STATED = {name: architecture for name, architecture in architectures().items() if architecture.trained_part.model_class}
